@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.drafts.lifecycle import Phase
+from specdecode_operator.rollout.trial_evidence import gain_of
 from specdecode_operator.state.learned import DriftState
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK
@@ -133,7 +134,7 @@ CAPTURED = DeploymentGauge(
 
 
 def record_runs(deployment: Deployment, observed: Observation) -> None:
-    """Set the series of one deployment. Those of runs are absent until one ended, and those of captures without any."""
+    """Set the series of one deployment. Those of runs are absent until one ended."""
     key, record = deployment.key, observed.session.drafts
     for outcome, count in record.candidate_outcomes.items():
         CANDIDATES.set((*key, outcome), count)
@@ -141,6 +142,11 @@ def record_runs(deployment: Deployment, observed: Observation) -> None:
         DRAFT_RUNS.set((*key, outcome), count)
     if record.run_outcomes:
         RUNS_NOT_BETTER.set(key, record.runs_not_better)
+    trial = record.trial if record.phase is Phase.CANARY else None
+    _set_or_remove(CANARY_PAIRS, key, len(trial.pairs) if trial else None)
+    gain = gain_of(trial) if trial else None
+    for bound in ("mean", "least", "most"):
+        _set_or_remove(CANDIDATE_GAIN, (*key, bound), getattr(gain, bound, None))
     captures = [report.capture for report in observed.last_reports if report.capture is not None]
     if deployment.spec.distillation.capture is not None and captures:
         CAPTURED.set(key, sum(capture.conversations for capture in captures))
@@ -180,6 +186,9 @@ PUSH_FAILED = Counter(
 )
 
 DESIRED_REPLICAS = DeploymentGauge("specdecode_desired_replicas", "Desired number of workers.", OF_DEPLOYMENT)
+PREFILL_REPLICAS = DeploymentGauge(
+    "specdecode_ready_prefill_replicas", "Number of ready prefill workers.", OF_DEPLOYMENT
+)
 READY_REPLICAS = DeploymentGauge("specdecode_ready_replicas", "Number of ready workers.", OF_DEPLOYMENT)
 WANTED_REPLICAS = DeploymentGauge(
     "specdecode_wanted_replicas", "Workers that the demand needs, before the bounds of spec.scaling.", OF_DEPLOYMENT
@@ -286,6 +295,7 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
     key = deployment.key
     DESIRED_REPLICAS.set(key, decision.desired)
     READY_REPLICAS.set(key, status.ready_replicas)
+    PREFILL_REPLICAS.set(key, status.prefill.ready_replicas if status.prefill else 0)
     PLAN_VERSION.set(key, decision.plan.version)
     STALE_REPORTS.set(key, len(decision.silent))
     SUSPECTS.set(key, len({suspect.pod for suspect in decision.suspects}))
@@ -390,15 +400,10 @@ def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
 
 
 def _record_drafts(key: Key, draft: DraftStatus | None) -> None:
-    """Set the series of a rollout, and remove those of a trial that is over."""
+    """Set the series of the phase of a rollout."""
     for phase in Phase:
         is_present = draft is not None and draft.phase == phase
         _set_or_remove(DRAFT_PHASE, (*key, phase.value), 1 if is_present else None)
-    trial = draft.trial if draft is not None else None
-    _set_or_remove(CANARY_PAIRS, key, trial.pairs if trial else None)
-    gains = (trial.gain_percent, trial.least_gain_percent, trial.most_gain_percent) if trial else (None, None, None)
-    for bound, gain in zip(("mean", "least", "most"), gains, strict=True):
-        _set_or_remove(CANDIDATE_GAIN, (*key, bound), None if gain is None else gain / 100)
 
 
 def _record_conditions(key: Key, status: Status) -> None:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SecretKeyRef, Spec, Status
 from specdecode_operator.drafts.job_status import JobStatus
 from specdecode_operator.state.session import Baseline, Session
-from specdecode_worker.contract import CheckVerdict, Plan, Report, TreeShape
+from specdecode_worker.contract import CheckVerdict, Plan, Port, Report, TreeShape
 from specdecode_worker.contract.demand import HeldRequests
 
 # Records of what was measured: figures for status, capacity, and workers that differ from their peers. Data only.
@@ -193,6 +194,8 @@ class Worker:
     uid: str
     address: str | None
     ready: bool
+    role: str = "worker"
+    """Value of the pod's label specdecode.io/role."""
     leaving: bool = False
     """True if the pod is being deleted or has ended."""
     placed: bool = True
@@ -207,8 +210,6 @@ class Worker:
     baseline: Baseline | None = None
     """The report as it is stored for the next comparison. None where the report was not polled."""
     report_problem: str | None = None
-    startup_seconds: float | None = None
-    """Seconds from the creation of the pod until it was ready. None while it is not ready."""
     pull_seconds: float | None = None
     """Seconds that the init container took to fetch the models. None while it runs."""
     revisions: Mapping[str, str] = field(default_factory=dict)
@@ -244,12 +245,24 @@ class Observation:
     """Number of the telemetry round that the reports are from. With 0, each observation counts as a round."""
     routers: Workload | None = None
     """The Deployment of the routers. None if there is none."""
+    prefill_workload: Workload | None = None
+    """The Deployment of the prefill workers. None if there is none."""
+    prefill: tuple[Worker, ...] = ()
+    """Pods of prefill workers."""
     demand: Mapping[str, HeldRequests] = field(default_factory=dict)
     """Requests that routers hold because no worker is ready, by router."""
+    drafts: tuple[SpecDecodeDraft, ...] = ()
+    """SpecDecodeDrafts of the deployment, in the order of their names."""
     jobs: tuple[TrainingJob, ...] = ()
     """Jobs with the deployment's name in their label, whoever owns them."""
     jobs_problem: str = ""
     """Reason why Jobs cannot be listed, as without the right; ``jobs`` are then out of date or missing."""
+
+    @property
+    def prefill_addresses(self) -> tuple[str, ...]:
+        """Addresses from which workers can ask for the blocks of prompts, in order."""
+        ready = (one.address for one in self.prefill if one.ready and not one.leaving and one.address)
+        return tuple(sorted(f"[{host}]:{Port.blocks}" if ":" in host else f"{host}:{Port.blocks}" for host in ready))
 
     @property
     def reports(self) -> tuple[Report, ...]:
@@ -303,6 +316,8 @@ class Decision:
     """Measurements for status; None if they are not due for publication."""
     first_acceptance: float | None = None
     """Acceptance rate of the first drafted token. It does not depend on the depth in use."""
+    context_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Acceptance of the first draft token by task and context, of tasks that were seen in several contexts."""
     wanted: int | None = None
     """Replicas that demand asks for, before the bounds are applied. None without spec.scaling."""
     history: tuple[DecisionRecord, ...] = ()

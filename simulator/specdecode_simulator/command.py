@@ -20,7 +20,7 @@ from specdecode_simulator.scoring.matrix import Cell, Matrix
 from specdecode_simulator.scoring.plots import plot, prepare
 from specdecode_simulator.scoring.table import markdown, text
 from specdecode_simulator.scoring.tune import HOURS, SEED, tuned
-from specdecode_simulator.traces.catalogue import TRACES
+from specdecode_simulator.traces.catalogue import OF_RECORD, TRACES
 from specdecode_simulator.world.fleet import POLL_SECONDS
 
 PROGRAM = "specdecode-simulate"
@@ -105,7 +105,7 @@ def _problem(args: argparse.Namespace) -> str | None:
 def _simulate(args: argparse.Namespace) -> int:
     """Run traces and policies, and print their scores."""
     matrix = Matrix(
-        traces=tuple(args.trace or TRACES),
+        traces=tuple(args.trace or OF_RECORD),
         policies=tuple(args.policy),
         seeds=args.seeds,
         first_seed=args.first_seed,

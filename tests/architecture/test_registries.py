@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+import runpy
 from pathlib import Path
 from typing import get_args
 
@@ -51,3 +53,17 @@ def test_all_lists_of_drafting_methods_have_the_same_names() -> None:
     assert methods == {*get_args(NamedDraftSpec.model_fields["method"].annotation), "none"}
     assert HEADS.keys() | {"draft-model"} == methods.difference(DRAFT_FREE)
     assert NEW_DRAFTS.keys() == set(TRAINED_METHODS)
+
+
+def test_every_proof_is_in_the_ledger_and_runs_every_night() -> None:
+    root = PACKAGE.parents[1]
+    marked = {
+        name
+        for path in (root / "tests").rglob("*.py")
+        if path != Path(__file__).with_name("test_tiers.py")
+        for name in re.findall(r'mark\.proof\("([^"]+)"\)', path.read_text())
+    }
+    sized = set(re.findall(r"\[([a-z-]+)\]=tests", (root / "hack/test").read_text()))
+    nightly = re.findall(r"- proofs P=(\S+)", (root / ".github/workflows/nightly.yaml").read_text())
+    listed = set(runpy.run_path(str(root / "hack/ledger"))["PROOFS"])
+    assert marked | sized == listed == set(nightly), "those of sized are larger by --effort"

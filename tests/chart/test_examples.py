@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION, Spec, Status
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, Spec, Status
 from specdecode_operator.manifests import selector, service, worker_config
 from specdecode_operator.types import Deployment
 from specdecode_worker.contract import Port
@@ -34,14 +34,14 @@ def test_example_matches_the_models(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [*EXAMPLES, EVERY_FIELD], ids=lambda path: path.stem)
 def test_example_matches_the_structural_schema(path: Path, root: Path) -> None:
-    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
+    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob(f"{PLURAL}.*"))
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     example = yaml.safe_load(path.read_text())
     assert list(schema_errors(example["spec"], schema["properties"]["spec"], "spec")) == []
 
 
 def test_one_example_has_every_field(root: Path) -> None:
-    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
+    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob(f"{PLURAL}.*"))
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     spec = yaml.safe_load(EVERY_FIELD.read_text())["spec"]
     assert list(absent(spec, schema, "spec")) == []
@@ -93,7 +93,7 @@ def _example(path: Path) -> dict[str, Any]:
 
 
 def test_schema_check_detects_an_invalid_resource(root: Path) -> None:
-    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
+    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob(f"{PLURAL}.*"))
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     bad = {
         "model": {"uri": "x", "size": 1},
@@ -154,5 +154,5 @@ def test_crd_and_chart_copy_match_the_models(root: Path) -> None:
 
 
 def test_the_charts_crd_renders_to_the_crd(chart: Any, root: Path) -> None:
-    (crd,) = (yaml.safe_load(crd_file.read_text()) for crd_file in (root / "crds").glob("*.yaml"))
-    assert chart.template().one("CustomResourceDefinition") == crd
+    crds = [yaml.safe_load(crd_file.read_text()) for crd_file in sorted((root / "crds").glob("*.yaml"))]
+    assert chart.template().of("CustomResourceDefinition") == crds

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator import manifests
+from specdecode_operator.api.draft import DRAFT_PLURAL
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, Spec, Status
 from specdecode_operator.kube import kinds
 from specdecode_operator.types import Deployment
@@ -21,6 +22,8 @@ CHILD = {"get", "list", "watch", "create", "patch"}
 SERVED: Rights = {
     (GROUP, PLURAL): {"get", "list", "watch"},
     (GROUP, f"{PLURAL}/status"): {"patch"},
+    (GROUP, DRAFT_PLURAL): {"get", "list", "watch", "create", "update", "delete"},
+    (GROUP, f"{DRAFT_PLURAL}/status"): {"update"},
     ("apps", "deployments"): CHILD,
     ("", "services"): CHILD,
     ("", "configmaps"): CHILD,
@@ -136,7 +139,8 @@ def test_aggregated_roles_extend_those_of_kubernetes(chart: Any) -> None:
         manifest = named(rendered, "ClusterRole", f"specdecode-{role}")
         assert manifest["metadata"]["labels"][f"rbac.authorization.k8s.io/aggregate-to-{role}"] == "true"
         rights = granted_rights(manifest["rules"])
-        assert set(rights) == {(GROUP, PLURAL), (GROUP, f"{PLURAL}/status"), (GROUP, f"{PLURAL}/scale")}
+        drafts = {(GROUP, DRAFT_PLURAL), (GROUP, f"{DRAFT_PLURAL}/status")}
+        assert set(rights) == {(GROUP, PLURAL), (GROUP, f"{PLURAL}/status"), (GROUP, f"{PLURAL}/scale"), *drafts}
         assert rights[GROUP, f"{PLURAL}/status"] == {"get"}, "the status belongs to the operator"
         verbs[role] = rights[GROUP, PLURAL]
     assert verbs["view"] == {"get", "list", "watch"}

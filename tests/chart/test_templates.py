@@ -250,8 +250,8 @@ def test_service_monitor_is_off_by_default(chart: Any) -> None:
 
 
 def test_crd_survives_uninstall_and_can_be_disabled(chart: Any) -> None:
-    crd = chart.template().one("CustomResourceDefinition")
-    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    crds = chart.template().of("CustomResourceDefinition")
+    assert [crd["metadata"]["annotations"]["helm.sh/resource-policy"] for crd in crds] == ["keep", "keep"]
     assert not chart.template({"crds": {"enabled": False}}).of("CustomResourceDefinition")
 
 

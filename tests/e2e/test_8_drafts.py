@@ -69,8 +69,8 @@ def two_workers(
 
 def offer(endpoint: Endpoint, uri: str, digest: str) -> None:
     """Offer a candidate, with blocks that are short enough for a test."""
-    candidate = {"uri": uri, "hash": digest}
-    endpoint.patch({"draftRollout": {"candidate": candidate, "reject": None, "blockRequests": 1}})
+    endpoint.patch({"draftRollout": {"blockRequests": 1}})
+    endpoint.offer_draft(uri, digest)
 
 
 def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watched: Namespace, drafts: Path) -> None:
@@ -81,7 +81,7 @@ def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watche
         assert endpoint.running_drafts() == {model_hash(drafts / "noised")}
         with StreamTraffic(url, MODEL, CLIENTS) as traffic:
             offer(endpoint, GOOD_URI, good)
-            wait_for("a pod tries it", lambda: endpoint.draft_status().get("trial", {}).get("pod"), timeout_s=60)
+            wait_for("a pod tries it", endpoint.trial_pod, timeout_s=60)
             wait_for("all workers run it", lambda: _is_promoted(endpoint, good), timeout_s=VERDICT_SECONDS, every_s=2)
             assert endpoint.identities() == before, "no pod was replaced"
             kill_pod(endpoint, sorted(endpoint.ready_pods())[0])
@@ -94,9 +94,9 @@ def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watche
         wait_for_ready_pods(endpoint, 3)
         assert before < endpoint.identities(), "another operator replaces no pod"
         wait_for("a third pod runs it, too", lambda: endpoint.running_drafts() == {good}, timeout_s=60)
-        status = endpoint.draft_status()
-        print(f"\npromoted after {status['lineage'][0]['pairs']} pairs: {status['lastVerdict']}")
-        assert status["lineage"][0]["outcome"] == "Promoted"
+        (ended,) = endpoint.ended_drafts()
+        print(f"\npromoted after {ended['pairs']} pairs: {ended['reason']}")
+        assert ended["outcome"] == "Promoted"
         differing = [problem for problem in failures(traffic.answers, expected) if problem.startswith("text differs")]
         assert differing == []
 
@@ -114,9 +114,9 @@ def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, dr
         expected, before = unbroken_answers(url, MODEL), endpoint.identities()
         with StreamTraffic(url, MODEL, CLIENTS) as traffic:
             offer(endpoint, NOISED_URI, noised)
-            wait_for("a verdict", lambda: endpoint.draft_status().get("lineage"), timeout_s=VERDICT_SECONDS, every_s=2)
+            wait_for("a verdict", endpoint.ended_drafts, timeout_s=VERDICT_SECONDS, every_s=2)
             wait_for("all workers run the old draft", lambda: endpoint.running_drafts() == {good}, timeout_s=10)
-        (ended,) = endpoint.draft_status()["lineage"]
+        (ended,) = endpoint.ended_drafts()
         print(f"\nrolled back after {ended['pairs']} pairs: {ended['reason']}")
         assert ended["outcome"] == "RolledBack"
         assert endpoint.identities() == before
@@ -133,14 +133,40 @@ def test_killed_operators_change_no_outcome(release: Release, watched: Namespace
         with StreamTraffic(url, MODEL, CLIENTS) as traffic, OperatorKiller(release) as killer:
             offer(endpoint, GOOD_URI, good)
             wait_for("all workers run it", lambda: _is_promoted(endpoint, good), timeout_s=VERDICT_SECONDS, every_s=2)
+            assert [ended["outcome"] for ended in endpoint.ended_drafts()] == ["Promoted"]
             endpoint.command_draft("rollback")
             wait_for("all workers are back", lambda: _is_promoted(endpoint, noised), timeout_s=180, every_s=2)
-        outcomes = [ended["outcome"] for ended in endpoint.draft_status()["lineage"]]
-        print(f"\n{outcomes}, newest first; the operator was killed {killer.kills} times")
-        assert outcomes[-1] == "Promoted"
+        outcomes = [ended["outcome"] for ended in endpoint.ended_drafts()]
+        print(f"\n{outcomes}; the operator was killed {killer.kills} times")
+        assert outcomes == ["RolledBack"]
         assert killer.kills >= 3
         assert endpoint.identities() == before
         assert failures(traffic.answers, expected) == []
+
+
+@PROOF
+def test_promoted_draft_serves_again_after_a_restore(release: Release, watched: Namespace, drafts: Path) -> None:
+    """Both kinds are deleted with all children and state, and applied again from one `kubectl get -o yaml`."""
+    release.start()
+    good = model_hash(resolve(GOOD_URI))
+    with two_workers(watched, drafts, NOISED_URI) as endpoint, watched.reach("service", NAME, 80) as url:
+        with StreamTraffic(url, MODEL, CLIENTS):
+            offer(endpoint, GOOD_URI, good)
+            wait_for("all workers run it", lambda: _is_promoted(endpoint, good), timeout_s=VERDICT_SECONDS, every_s=2)
+        wait_for("the rollout is over", lambda: endpoint.draft_status().get("phase") == "Cooldown", timeout_s=60)
+        backup = watched.kubectl("get", "sdd,sddr", "--output", "yaml")
+        watched.kubectl("delete", "sdd,sddr", "--all", "--timeout=60s")
+        wait_for("no child is left", lambda: not endpoint.all_pods() and not _has_state(endpoint), timeout_s=120)
+        watched.kubectl("apply", "--filename", "-", stdin=backup)
+        wait_for_ready_pods(endpoint, 2)
+        wait_for("all workers run the draft again", lambda: _is_promoted(endpoint, good), timeout_s=180, every_s=2)
+        assert endpoint.drafts()[0]["status"]["phase"] in ("Promoting", "Serving")
+        wait_for("a plan is pushed again", lambda: (endpoint.speculation().get("planVersion") or 0) >= 1, timeout_s=60)
+
+
+def _has_state(endpoint: Endpoint) -> bool:
+    names = {one["metadata"]["name"] for one in endpoint.namespace.list("configmaps")}
+    return f"{NAME}-state" in names
 
 
 class OperatorKiller(ClientThreads):
@@ -199,8 +225,8 @@ def test_candidate_that_loses_one_task_is_not_promoted(release: Release, watched
 
 
 def wait_for_end(endpoint: Endpoint) -> Manifest:
-    """Wait for the end of the only trial and return its entry in the lineage."""
-    wait_for("a verdict", lambda: endpoint.draft_status().get("lineage"), timeout_s=VERDICT_SECONDS, every_s=2)
-    (ended,) = endpoint.draft_status()["lineage"]
+    """Wait for the end of the only trial and return the status of its draft."""
+    wait_for("a verdict", endpoint.ended_drafts, timeout_s=VERDICT_SECONDS, every_s=2)
+    (ended,) = endpoint.ended_drafts()
     print(f"\n{ended['outcome']} after {ended['pairs']} pairs: {ended['reason']}")
     return dict(ended)

@@ -13,7 +13,7 @@ from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, open
 from specdecode_worker.contract import CaptureConfig, CaptureRules, Plan, TaskMatch
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.server.lifecycle import Lifecycle
-from specdecode_worker.server.liveness import open_recorder
+from specdecode_worker.server.request_capture import open_recorder
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service

@@ -418,12 +418,19 @@ async def test_requests_whose_text_is_prepared_have_a_place_in_the_queue(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
-async def test_text_that_is_certainly_too_long_is_refused_unread(
+async def test_text_that_is_far_too_long_is_not_tokenized_as_a_whole(
     client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr(service.model.tokenizer, "encode", None)
+    sizes, encode = [], service.model.tokenizer.encode
+
+    def recorded_encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
+        sizes.append(len(text))
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(service.model.tokenizer, "encode", recorded_encode)
     refused = await client.post(path, json={"model": "small", "prompt": "x" * 20_000})
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert max(sizes, default=20_000) < 20_000
 
 
 async def test_detokenize_refuses_more_than_two_contexts(client: httpx.AsyncClient) -> None:

@@ -119,11 +119,11 @@ def chat(**fields: Any) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def harness(*scripts: Script) -> AsyncIterator[Harness]:
+async def harness(*scripts: Script, cooldown_seconds: float = 0.2) -> AsyncIterator[Harness]:
     """Yield a harness with one stand-in for each script."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
-        registry = WorkerRegistry(time.monotonic, cooldown_seconds=0.2)
+        registry = WorkerRegistry(time.monotonic, cooldown_seconds)
         registry.update([Endpoint(f"w{index}", worker.url) for index, worker in enumerate(workers)])
         client = WorkerClient(lambda url: TOKEN, connect_seconds=0.5)
         stack.push_async_callback(client.close)

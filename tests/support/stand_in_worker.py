@@ -226,7 +226,7 @@ class _Stream:
         if script.close_at is not None and index >= script.close_at:
             raise _Close
         if script.move_at is not None and index >= script.move_at:
-            return Moved()
+            return Moved(block_port=8002)
         if script.refuse is not None and index >= script.refuse_at:
             return script.refuse
         return None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, SummaryMetricFamily
@@ -14,55 +15,57 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from specdecode_worker.capture import CaptureCounts, Dropped
-from specdecode_worker.contract import OTHER_TASK, LatencyHistogram, Metric, Report, TrafficCell
+from specdecode_worker.contract import OTHER_TASK, LatencyHistogram, Metric, Report
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.messages import Tokens
 
-# Builders of Prometheus metric families. Every sample has the label ``model_name``.
+# Metric families of one response of /metrics. Every sample has the label ``model_name``.
 
-Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Pairs of (values of the further labels, sample value)."""
-
-
-def counter(name: Metric, text: str, model: str, labels: Sequence[str], samples: Samples) -> Family:
-    """Build a counter with the labels ``model_name`` and ``labels``."""
-    family = CounterMetricFamily(name, text, labels=("model_name", *labels))
-    for values, value in samples:
-        family.add_metric((model, *values), value)
-    return family
-
-
-def gauge(name: Metric, text: str, model: str, labels: Sequence[str], samples: Samples) -> Family:
-    """Build a gauge with the labels ``model_name`` and ``labels``."""
-    family = GaugeMetricFamily(name, text, labels=("model_name", *labels))
-    for values, value in samples:
-        family.add_metric((model, *values), value)
-    return family
-
-
+Samples = Mapping[Any, float] | Iterable[tuple[tuple[str, ...], float]]
+"""Sample values by the values of the further labels."""
 Histograms = Iterable[tuple[tuple[str, ...], Sequence[int], float]]
 """Triples of values of the further labels, observations per bucket (not accumulated) and sum of the observations."""
 
 
-def histogram(
-    name: Metric, text: str, model: str, labels: Sequence[str], edges: Sequence[float], histograms: Histograms
-) -> Family:
-    """Build a histogram with the labels ``model_name`` and ``labels``.
+class FamilyList:
+    """Metric families of one model, in the order in which they are added."""
 
-    Args:
-        name: Name of the metric.
-        text: Help text.
-        model: Value of the label ``model_name``.
-        labels: Names of the further labels.
-        edges: Upper bounds of the buckets, inclusive; the last bucket has no upper bound.
-        histograms: Counts and sums, one for each combination of label values.
-    """
-    family = HistogramMetricFamily(name, text, labels=("model_name", *labels))
-    bounds = [*(str(edge) for edge in edges), "+Inf"]
-    for values, counts, total in histograms:
-        buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
-        family.add_metric((model, *values), buckets, total)
-    return family
+    def __init__(self, model: str) -> None:
+        self.families: list[Family] = []
+        self._model = model
+
+    def counter(self, name: Metric, text: str, samples: float | Samples, *labels: str) -> None:
+        """Add a counter: its value, or its samples by the further ``labels``."""
+        self._add(CounterMetricFamily(name, text, labels=("model_name", *labels)), samples)
+
+    def gauge(self, name: Metric, text: str, samples: float | Samples, *labels: str) -> None:
+        """Add a gauge: its value, or its samples by the further ``labels``."""
+        self._add(GaugeMetricFamily(name, text, labels=("model_name", *labels)), samples)
+
+    def histogram(self, name: Metric, text: str, edges: Sequence[float], histograms: Histograms, *labels: str) -> None:
+        """Add a histogram with the further ``labels``.
+
+        ``edges`` are the inclusive upper bounds of the buckets; the last bucket has no upper bound.
+        """
+        family = HistogramMetricFamily(name, text, labels=("model_name", *labels))
+        bounds = [*(str(edge) for edge in edges), "+Inf"]
+        for values, counts, total in histograms:
+            buckets = list(zip(bounds, map(float, accumulate(counts)), strict=True))
+            family.add_metric((self._model, *values), buckets, total)
+        self.families.append(family)
+
+    def summary(self, name: Metric, text: str, count: int, total: float) -> None:
+        """Add a summary without quantiles."""
+        family = SummaryMetricFamily(name, text, labels=("model_name",))
+        family.add_metric((self._model,), count, total)
+        self.families.append(family)
+
+    def _add(self, family: CounterMetricFamily | GaugeMetricFamily, samples: float | Samples) -> None:
+        if isinstance(samples, int | float):
+            samples = {(): samples}
+        for values, value in samples.items() if isinstance(samples, Mapping) else samples:
+            family.add_metric((self._model, *values), float(value))
+        self.families.append(family)
 
 
 # Counters of the server: speculation by task, sizes and times of requests, and requests by API key.
@@ -257,30 +260,27 @@ _TOGETHER = {
 }
 
 
-def latency(report: Report, counts: ServerCounters) -> Iterator[Family]:
-    """Yield the latency and size histograms of requests, and the time of engine steps."""
+def add_latency(add: FamilyList, report: Report, counts: ServerCounters) -> None:
+    """Add the latency and size histograms of requests, and the time of engine steps."""
     for cell in report.latency:
         if cell.name in _BY_TASK:
-            name, text = _BY_TASK[cell.name]
-            yield histogram(name, text, report.model, ("task",), cell.edges, _latency_by_task(report, cell))
+            add.histogram(*_BY_TASK[cell.name], cell.edges, _latency_by_task(report, cell), "task")
         else:
-            name, text = _TOGETHER[cell.name]
-            yield histogram(name, text, report.model, (), cell.edges, [((), cell.counts, cell.sum)])
-    counted = (
+            add.histogram(*_TOGETHER[cell.name], cell.edges, [((), cell.counts, cell.sum)])
+    text = "Mean time per output token of a request after its first token, as the client sees it."
+    for name, what, sizes in (
         (Metric.request_prompt_tokens, "Prompt tokens per request.", counts.prompt_tokens),
         (Metric.request_generation_tokens, "Generated tokens per request.", counts.generation_tokens),
-        (
-            Metric.request_time_per_output_token_seconds,
-            "Mean time per output token of a request after its first token, as the client sees it.",
-            counts.seconds_per_token,
-        ),
-    )
-    for name, text, sizes in counted:
-        yield histogram(name, text, report.model, (), sizes.edges, [((), sizes.counts, sizes.sum)])
-    timeouts = [((reason,), float(count)) for reason, count in counts.timeouts.items()]
+        (Metric.request_time_per_output_token_seconds, text, counts.seconds_per_token),
+    ):
+        add.histogram(name, what, sizes.edges, [((), sizes.counts, sizes.sum)])
     text = "Requests that were cancelled at their deadline, or after the longest time in the queue."
-    yield counter(Metric.request_timeouts, text, report.model, ("reason",), timeouts)
-    yield from _steps(report)
+    add.counter(Metric.request_timeouts, text, {(reason,): n for reason, n in counts.timeouts.items()}, "reason")
+    seconds = sum(cell.wall_seconds for cell in report.steps)
+    add.summary(Metric.iteration_seconds, "Wall time of engine steps.", sum(c.count for c in report.steps), seconds)
+    if report.phases is not None:
+        phases = {(phase,): value for phase, value in report.phases.model_dump().items()}
+        add.counter(Metric.step_phase_seconds, "Time of engine steps, by phase.", phases, "phase")
 
 
 def _latency_by_task(report: Report, cell: LatencyHistogram) -> Histograms:
@@ -292,208 +292,151 @@ def _latency_by_task(report: Report, cell: LatencyHistogram) -> Histograms:
         yield (task.task,), counted.counts, counted.sum
 
 
-def _steps(report: Report) -> Iterator[Family]:
-    steps = SummaryMetricFamily(Metric.iteration_seconds, "Wall time of engine steps.", labels=("model_name",))
-    count, seconds = sum(cell.count for cell in report.steps), sum(cell.wall_seconds for cell in report.steps)
-    steps.add_metric((report.model,), count, seconds)
-    yield steps
-    if report.phases is not None:
-        phases = [((phase,), value) for phase, value in report.phases.model_dump().items()]
-        text = "Time of engine steps, by phase."
-        yield counter(Metric.step_phase_seconds, text, report.model, ("phase",), phases)
-
-
 # Metrics of traffic, queue, KV cache and device memory.
 
 
-def traffic(report: Report, counts: ServerCounters) -> Iterator[Family]:
-    """Yield the metrics of traffic, scheduling, engine state and device memory."""
-    yield from _traffic(report)
-    finished = {
-        (task, reason): float(counts.finished[task, reason])
+def add_traffic(add: FamilyList, report: Report, counts: ServerCounters) -> None:
+    """Add the metrics of traffic, scheduling, engine state and device memory."""
+    none = {(OTHER_TASK,): 0.0}
+    prompts = none | {(cell.task,): cell.prompt_tokens for cell in report.traffic}
+    add.counter(Metric.prompt_tokens, "Prompt tokens of all requests.", prompts, "task")
+    outputs = none | {(cell.task,): cell.output_tokens for cell in report.traffic}
+    add.counter(Metric.generation_tokens, "Generated tokens.", outputs, "task")
+    ends = {
+        (task, reason): counts.finished[task, reason]
         for task in (OTHER_TASK, *counts.by_task)
         for reason in FINISHED_REASONS
     }
-    text = "Requests that ended."
-    yield counter(Metric.request_success, text, report.model, ("task", "finished_reason"), finished.items())
-    yield from _work(report)
-    yield from _state(report)
-    if report.memory is not None:
-        kinds = (((kind,), float(value)) for kind, value in report.memory.model_dump().items())
-        text = "Device memory in bytes, by use; the kind limit is the total available to the worker."
-        yield gauge(Metric.memory_bytes, text, report.model, ("kind",), kinds)
-
-
-def _traffic(report: Report) -> Iterator[Family]:
-    counters: tuple[tuple[Metric, str, Callable[[TrafficCell], int]], ...] = (
-        (Metric.prompt_tokens, "Prompt tokens of all requests.", lambda cell: cell.prompt_tokens),
-        (Metric.generation_tokens, "Generated tokens.", lambda cell: cell.output_tokens),
-    )
-    for name, text, value in counters:
-        samples = {(OTHER_TASK,): 0.0} | {(cell.task,): float(value(cell)) for cell in report.traffic}
-        yield counter(name, text, report.model, ("task",), samples.items())
-
-
-def _work(report: Report) -> Iterator[Family]:
-    counters = (
-        (
-            Metric.num_preemptions,
-            "Preemptions: requests that freed their KV blocks to restart.",
-            report.preemptions,
-        ),
-        (Metric.prefill_chunks, "Prefill chunks that the model processed.", report.prefill_chunks),
-        (Metric.prefix_cache_queries, "Prompt tokens looked up in the prefix cache.", report.prefix_query_tokens),
-        (Metric.prefix_cache_hits, "Prompt tokens found in the prefix cache.", report.prefix_hit_tokens),
-    )
-    for name, text, value in counters:
-        yield counter(name, text, report.model, (), [((), value)])
-
-
-def _state(report: Report) -> Iterator[Family]:
+    add.counter(Metric.request_success, "Requests that ended.", ends, "task", "finished_reason")
+    text = "Preemptions: requests that freed their KV blocks to restart."
+    add.counter(Metric.num_preemptions, text, report.preemptions)
+    add.counter(Metric.prefill_chunks, "Prefill chunks that the model processed.", report.prefill_chunks)
+    text = "Prompt tokens looked up in the prefix cache."
+    add.counter(Metric.prefix_cache_queries, text, report.prefix_query_tokens)
+    add.counter(Metric.prefix_cache_hits, "Prompt tokens found in the prefix cache.", report.prefix_hit_tokens)
+    text = "Requests for whose cache blocks another worker was asked."
+    add.counter(Metric.remote_prefills, text, report.remote_prefills)
+    text = "Those of them that did not get all blocks, and computed the rest."
+    add.counter(Metric.remote_prefill_failures, text, report.remote_prefill_failures)
+    text = "Prompt tokens whose cache blocks came from another worker."
+    add.counter(Metric.remote_prefill_tokens, text, report.remote_prefill_tokens)
+    text = "Bytes of cache blocks from other workers."
+    add.counter(Metric.remote_prefill_bytes, text, report.remote_prefill_bytes)
     total = report.kv_tokens_total or 1
-    gauges = (
-        (Metric.num_requests_running, "Requests that are running.", report.running),
-        (Metric.num_requests_waiting, "Requests that are waiting to run.", report.waiting),
-        (Metric.kv_cache_usage_perc, "Fraction of the KV cache in use, from 0 to 1.", report.kv_tokens_used / total),
-        (
-            Metric.kv_cache_reusable_perc,
-            "Fraction of the KV cache with reusable prefixes.",
-            report.kv_tokens_cached / total,
-        ),
-        (Metric.plan_version, "Version of the current speculation plan.", report.plan.version),
-        (Metric.synthetic, "1 while synthetic knobs distort the measurements, else 0.", report.synthetic is not None),
-    )
-    for name, text, value in gauges:
-        yield gauge(name, text, report.model, (), [((), float(value))])
+    add.gauge(Metric.num_requests_running, "Requests that are running.", report.running)
+    add.gauge(Metric.num_requests_waiting, "Requests that are waiting to run.", report.waiting)
+    text = "Fraction of the KV cache in use, from 0 to 1."
+    add.gauge(Metric.kv_cache_usage_perc, text, report.kv_tokens_used / total)
+    text = "Fraction of the KV cache with reusable prefixes."
+    add.gauge(Metric.kv_cache_reusable_perc, text, report.kv_tokens_cached / total)
+    add.gauge(Metric.plan_version, "Version of the current speculation plan.", report.plan.version)
+    text = "1 while synthetic knobs distort the measurements, else 0."
+    add.gauge(Metric.synthetic, text, report.synthetic is not None)
+    if report.memory is not None:
+        text = "Device memory in bytes, by use; the kind limit is the total available to the worker."
+        kinds = {(kind,): value for kind, value in report.memory.model_dump().items()}
+        add.gauge(Metric.memory_bytes, text, kinds, "kind")
 
 
 # Speculation metrics: drafted and accepted tokens, target ranks, loaded drafts and the state of the guard.
 
 
-def speculation(report: Report, counts: ServerCounters) -> Iterator[Family]:
-    """Yield the metrics of speculation, by task, depth, draft and bucket of the guard."""
-    yield from _by_task(report, counts)
-    yield _ranked(report)
-    text = "Steps of a sequence without a draft."
-    yield counter(Metric.num_plain_steps, text, report.model, (), [((), report.plain_steps)])
+def add_speculation(add: FamilyList, report: Report, counts: ServerCounters) -> None:
+    """Add the metrics of speculation, by task, depth, draft and bucket of the guard."""
+    _add_by_task(add, report, counts)
+    text = "Ranks of the target's token among the draft's candidates, counted where the parent token was accepted."
+    add.counter(Metric.num_ranked, text, _rank_counts(report), "task", "depth", "rank")
+    add.counter(Metric.num_plain_steps, "Steps of a sequence without a draft.", report.plain_steps)
     text = "Steps of a sequence after its prompt, with or without a draft."
-    steps = [((cell.task,), float(cell.decode_steps)) for cell in report.tasks]
-    yield counter(Metric.num_decode_steps, text, report.model, ("task",), steps)
+    add.counter(Metric.num_decode_steps, text, {(cell.task,): cell.decode_steps for cell in report.tasks}, "task")
     text = "Tokens that decode steps emitted. Divided by the number of decode steps: tokens per step."
-    tokens = [((cell.task,), float(cell.decode_tokens)) for cell in report.tasks]
-    yield counter(Metric.num_decode_tokens, text, report.model, ("task",), tokens)
-    yield _drafts(report)
-    yield from _guard(report)
+    add.counter(Metric.num_decode_tokens, text, {(cell.task,): cell.decode_tokens for cell in report.tasks}, "task")
+    text = "1 for each configured draft; problem is the reason why it is not loaded, else empty."
+    drafts = [
+        ((draft.name, draft.method, draft.hash, draft.uri, draft.problem or ""), 1.0)
+        for draft in (report.draft, *report.named_drafts)
+    ]
+    add.gauge(Metric.draft_info, text, drafts, "draft", "method", "hash", "uri", "problem")
+    _add_guard(add, report)
 
 
-def _by_task(report: Report, counts: ServerCounters) -> Iterator[Family]:
-    """Yield the draft counters per task; ``other`` gets the remainder of the report's totals."""
-    totals = (
+def _add_by_task(add: FamilyList, report: Report, counts: ServerCounters) -> None:
+    """Add the draft counters per task; ``other`` gets the remainder of the report's totals."""
+    for name, text, total, attribute in (
         (Metric.num_drafts, "Steps of a sequence that verified a draft.", report.drafts, "drafts"),
         (Metric.num_draft_tokens, "Draft tokens that were verified.", report.draft_tokens, "draft_tokens"),
         (Metric.num_accepted_tokens, "Draft tokens that were accepted.", report.accepted_tokens, "accepted"),
-    )
-    for name, text, total, attribute in totals:
-        named = {t: int(getattr(c, attribute)) for t, c in counts.by_task.items() if t != OTHER_TASK}
-        rest = max(0, total - sum(named.values()))
-        samples: Samples = (((task,), value) for task, value in (named | {OTHER_TASK: rest}).items())
-        yield counter(name, text, report.model, ("task",), samples)
-    positions = (
-        ((task, str(position)), value)
+    ):
+        named = {(t,): int(getattr(c, attribute)) for t, c in counts.by_task.items() if t != OTHER_TASK}
+        add.counter(name, text, named | {(OTHER_TASK,): max(0, total - sum(named.values()))}, "task")
+    positions = {
+        (task, str(position)): value
         for task, counted in counts.by_task.items()
         for position, value in sorted(counted.per_position.items())
-    )
+    }
     text = "Draft tokens that were accepted, by position in the draft."
-    yield counter(Metric.num_accepted_tokens_per_pos, text, report.model, ("task", "position"), positions)
+    add.counter(Metric.num_accepted_tokens_per_pos, text, positions, "task", "position")
 
 
-def _ranked(report: Report) -> Family:
-    """Build the counter of target ranks, summed over the cells that the report separates.
+def _rank_counts(report: Report) -> Counter[tuple[str, ...]]:
+    """Return the counts of target ranks, summed over the cells that the report separates.
 
     The sum is over drafts, greedy and sampled requests, and both kinds of parents.
     """
-    rank_counts: Counter[tuple[str, str, str]] = Counter()
+    rank_counts: Counter[tuple[str, ...]] = Counter()
     for cell in report.acceptance:
         for rank, count in enumerate(cell.ranks):
             rank_counts[cell.task, str(cell.depth), "miss" if rank == len(cell.ranks) - 1 else str(rank)] += count
-    text = "Ranks of the target's token among the draft's candidates, counted where the parent token was accepted."
-    return counter(Metric.num_ranked, text, report.model, ("task", "depth", "rank"), rank_counts.items())
+    return rank_counts
 
 
-def _drafts(report: Report) -> Family:
-    samples = (
-        ((draft.name, draft.method, draft.hash, draft.uri, draft.problem or ""), 1.0)
-        for draft in (report.draft, *report.named_drafts)
-    )
-    text = "1 for each configured draft; problem is the reason why it is not loaded, else empty."
-    return gauge(Metric.draft_info, text, report.model, ("draft", "method", "hash", "uri", "problem"), samples)
-
-
-def _guard(report: Report) -> Iterator[Family]:
-    suppressed = sum(cell.suppressed for cell in report.guard)
+def _add_guard(add: FamilyList, report: Report) -> None:
     text = "Plan buckets in which the guard suppresses speculation."
-    yield gauge(Metric.guard_suppressed, text, report.model, (), [((), suppressed)])
+    add.gauge(Metric.guard_suppressed, text, sum(cell.suppressed for cell in report.guard))
     cells = [((str(cell.concurrency), str(cell.context)), cell) for cell in report.guard]
     text = "1 if the guard suppresses speculation in this plan bucket, else 0."
-    state: Samples = ((load, cell.suppressed) for load, cell in cells)
-    yield gauge(Metric.guard_state, text, report.model, ("concurrency", "context"), state)
-    seconds: Samples = (
+    state = [(load, cell.suppressed) for load, cell in cells]
+    add.gauge(Metric.guard_state, text, state, "concurrency", "context")
+    seconds = [
         ((*load, how), value)
         for load, cell in cells
         for how, value in (("speculative", cell.speculative), ("plain", cell.plain))
         if value is not None
-    )
+    ]
     text = "Seconds per token with and without speculation, as the guard compares them."
-    yield gauge(Metric.guard_time_per_token_seconds, text, report.model, ("concurrency", "context", "mode"), seconds)
+    add.gauge(Metric.guard_time_per_token_seconds, text, seconds, "concurrency", "context", "mode")
 
 
-# Metrics of traffic capture.
-#
-# They exist with value 0 if capture is off, so that an alert rule on dropped records needs no special case.
+# Metrics of traffic capture, which are 0 if it is off, so that an alert rule on dropped records needs no special case;
+# and of requests by the name of their API key, without samples unless ``api_key_metrics`` is on.
 
 
-def capture(model: str, counts: CaptureCounts) -> Iterator[Family]:
-    """Yield the metrics of captured records, dropped records and stored bytes."""
-    records = [((task,), float(count)) for task, count in counts.records.items()]
-    yield counter(Metric.capture_records, "Requests that were captured.", model, ("task",), records)
-    dropped = [((reason.value,), float(counts.dropped[reason])) for reason in Dropped]
-    yield counter(
-        Metric.capture_dropped,
-        "Requests that were not captured.",
-        model,
-        ("reason",),
-        dropped,
-    )
-    stored = [((), float(counts.stored_bytes))]
-    yield gauge(Metric.capture_stored_bytes, "Size of the capture folder in bytes.", model, (), stored)
+def add_capture(add: FamilyList, counts: CaptureCounts) -> None:
+    """Add the metrics of captured records, dropped records and stored bytes."""
+    records = {(task,): count for task, count in counts.records.items()}
+    add.counter(Metric.capture_records, "Requests that were captured.", records, "task")
+    dropped = {(reason.value,): counts.dropped[reason] for reason in Dropped}
+    add.counter(Metric.capture_dropped, "Requests that were not captured.", dropped, "reason")
+    add.gauge(Metric.capture_stored_bytes, "Size of the capture folder in bytes.", counts.stored_bytes)
 
 
-# Request metrics by the name of the API key. The families are empty unless ``api_key_metrics`` is on.
-
-_LABELS = ("api_key",)
-
-
-def api_keys(model: str, counts: ServerCounters) -> Iterator[Family]:
-    """Yield the metrics of requests by the name of their API key."""
+def add_api_keys(add: FamilyList, counts: ServerCounters) -> None:
+    """Add the metrics of requests by the name of their API key."""
     by_key = counts.by_key
-    counters: tuple[tuple[Metric, str, Callable[[KeyCounts], int]], ...] = (
-        (Metric.api_key_requests, "Requests that were accepted, by API key.", lambda key: key.requests),
-        (Metric.api_key_request_success, "Finished requests, by API key.", lambda key: key.finished),
-        (
-            Metric.api_key_prompt_tokens,
-            "Prompt tokens of accepted requests, by API key.",
-            lambda key: key.prompt_tokens,
-        ),
-        (Metric.api_key_generation_tokens, "Generated tokens, by API key.", lambda key: key.generation_tokens),
-    )
-    for name, text, value in counters:
-        yield counter(name, text, model, _LABELS, [((key,), float(value(one))) for key, one in by_key.items()])
-    ttft = [((key,), one.ttft.counts, one.ttft.sum) for key, one in by_key.items()]
-    text = "Time from the start of a request to its first token, by API key."
-    yield histogram(Metric.api_key_time_to_first_token_seconds, text, model, _LABELS, LATENCY_EDGES, ttft)
-    e2e = [((key,), one.e2e.counts, one.e2e.sum) for key, one in by_key.items()]
-    text = "Time from the start of a request to its last token, by API key."
-    yield histogram(Metric.api_key_e2e_request_latency_seconds, text, model, _LABELS, LATENCY_EDGES, e2e)
+    for name, text, attribute in (
+        (Metric.api_key_requests, "Requests that were accepted, by API key.", "requests"),
+        (Metric.api_key_request_success, "Finished requests, by API key.", "finished"),
+        (Metric.api_key_prompt_tokens, "Prompt tokens of accepted requests, by API key.", "prompt_tokens"),
+        (Metric.api_key_generation_tokens, "Generated tokens, by API key.", "generation_tokens"),
+    ):
+        add.counter(name, text, {(key,): getattr(one, attribute) for key, one in by_key.items()}, "api_key")
+    for name, text, attribute in (
+        (Metric.api_key_time_to_first_token_seconds, "Time from the start of a request to its first token", "ttft"),
+        (Metric.api_key_e2e_request_latency_seconds, "Time from the start of a request to its last token", "e2e"),
+    ):
+        times = [((key,), getattr(one, attribute)) for key, one in by_key.items()]
+        histograms = [(key, one.counts, one.sum) for key, one in times]
+        add.histogram(name, f"{text}, by API key.", LATENCY_EDGES, histograms, "api_key")
 
 
 # Metrics under vLLM's names, for the clients, endpoint pickers and autoscalers that read those of vLLM.
@@ -561,14 +504,23 @@ def _under_vllm_name(family: Family) -> Family:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> bytes:
-    """Return all metrics in the Prometheus text format, with ``vllm_names`` also those under vLLM's names."""
-    registry = CollectorRegistry()
-    families = [*speculation(report, counts), *traffic(report, counts), *latency(report, counts)]
+def families_of(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> list[Family]:
+    """Return all metrics, with ``vllm_names`` also those under vLLM's names."""
+    add = FamilyList(report.model)
+    add_speculation(add, report, counts)
+    add_traffic(add, report, counts)
+    add_latency(add, report, counts)
     if vllm_names:
-        families += under_vllm_names(tuple(families), report)
-    families += [*capture(report.model, counts.capture), *api_keys(report.model, counts)]
-    registry.register(_StaticCollector(families))
+        add.families += under_vllm_names(tuple(add.families), report)
+    add_capture(add, counts.capture)
+    add_api_keys(add, counts)
+    return add.families
+
+
+def render(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> bytes:
+    """Return all metrics in the Prometheus text format, see `families_of`."""
+    registry = CollectorRegistry()
+    registry.register(_StaticCollector(families_of(report, counts, vllm_names=vllm_names)))
     return generate_latest(registry)
 
 

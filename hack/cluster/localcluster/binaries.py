@@ -38,7 +38,7 @@ _KUBERNETES_COMMANDS = (
     "kube-proxy",
     "kubectl",
 )
-_GO_ENVIRONMENT = {"CGO_ENABLED": "0", "GOTOOLCHAIN": "local", "GOFLAGS": "-mod=mod -trimpath"}
+_GO_ENVIRONMENT = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=mod -trimpath"}
 _BUILD_GIB = 12  # sources, Go's build cache and the binaries themselves
 
 
@@ -62,6 +62,14 @@ def build_for_metrics(layout: Layout) -> None:
 def build_for_network_policies(layout: Layout) -> None:
     """Everything that `network-policies` needs."""
     _once(layout, layout.kube_router, _build_kube_router)
+
+
+def build_other_api_server(layout: Layout, version: str) -> Path:
+    """API server and controller manager of another release, built by the Go that the release names; their folder."""
+    folder = layout.cache / f"api-server-{version}"
+    commands = ("kube-apiserver", "kube-controller-manager")
+    _once(layout, folder, lambda scratch: _build_kubernetes(scratch, version, commands))
+    return folder
 
 
 def _once(layout: Layout, folder: Path, build: Callable[[Path], None]) -> None:
@@ -114,42 +122,45 @@ def _check_space(folder: Path) -> None:
         )
 
 
-def _build_kubernetes(scratch: Path) -> None:
+def _build_kubernetes(
+    scratch: Path, version: str = KUBERNETES_VERSION, commands: tuple[str, ...] = _KUBERNETES_COMMANDS
+) -> None:
     """The release's commands; its staging modules are replaced by their published versions."""
     source = scratch / "source"
-    _start_module(source)
-    _write_replacements(source)
-    _import_commands(source, [f"k8s.io/kubernetes/cmd/{name}" for name in _KUBERNETES_COMMANDS])
-    _go(source, "mod", "tidy")
-    for position, name in enumerate(_KUBERNETES_COMMANDS, start=1):
-        count = f"{position} of {len(_KUBERNETES_COMMANDS)}"
-        with step(f"Building {name} {KUBERNETES_VERSION} ({count}; some minutes when cold)"):
+    source.mkdir()
+    release = Path(json.loads(_go(source, "mod", "download", "-json", f"k8s.io/kubernetes@v{version}"))["Dir"])
+    go = KUBERNETES_GO if version == KUBERNETES_VERSION else f"go{(release / '.go-version').read_text().strip()}"
+    toolchain = "local" if version == KUBERNETES_VERSION else go
+    _write_go_mod(source, release, version, go)
+    _import_commands(source, [f"k8s.io/kubernetes/cmd/{name}" for name in commands])
+    _go(source, "mod", "tidy", toolchain=toolchain)
+    for position, name in enumerate(commands, start=1):
+        with step(f"Building {name} {version} ({position} of {len(commands)}; some minutes when cold)"):
             package = f"k8s.io/kubernetes/cmd/{name}"
-            _go(source, "build", "-ldflags", _version_flags(), "-o", f"{scratch}/", package)
+            flags = ("-ldflags", _version_flags(version), "-o", f"{scratch}/")
+            _go(source, "build", *flags, package, toolchain=toolchain)
     shutil.rmtree(source)
 
 
-def _write_replacements(source: Path) -> None:
+def _write_go_mod(source: Path, release: Path, version: str, go: str) -> None:
     """k8s.io/X => ./staging/... in the release's go.mod becomes k8s.io/X => k8s.io/X v0.MINOR.PATCH."""
-    release = f"k8s.io/kubernetes@v{KUBERNETES_VERSION}"
-    downloaded = json.loads(_go(source, "mod", "download", "-json", release))
-    go_mod = Path(downloaded["Dir"], "go.mod").read_text()
-    staged = sorted(set(re.findall(r"(k8s\.io/[a-z-]+) => \./staging", go_mod)))
-    published = "v0." + KUBERNETES_VERSION.removeprefix("1.")
+    _start_module(source, go)
+    staged = sorted(set(re.findall(r"(k8s\.io/[a-z-]+) => \./staging", (release / "go.mod").read_text())))
+    published = "v0." + version.removeprefix("1.")
     lines = [f"\t{module} => {module} {published}" for module in staged]
     with (source / "go.mod").open("a") as file:
-        file.write(f"require k8s.io/kubernetes v{KUBERNETES_VERSION}\n")
+        file.write(f"require k8s.io/kubernetes v{version}\n")
         file.write("replace (\n" + "\n".join(lines) + "\n)\n")
 
 
-def _version_flags() -> str:
-    major, minor, _ = KUBERNETES_VERSION.split(".")
+def _version_flags(version: str) -> str:
+    major, minor, _ = version.split(".")
     base = "k8s.io/component-base/version"
     values = {
-        f"{base}.gitVersion": f"v{KUBERNETES_VERSION}",
+        f"{base}.gitVersion": f"v{version}",
         f"{base}.gitMajor": major,
         f"{base}.gitMinor": minor,
-        "k8s.io/client-go/pkg/version.gitVersion": f"v{KUBERNETES_VERSION}",
+        "k8s.io/client-go/pkg/version.gitVersion": f"v{version}",
     }
     return "-s -w " + " ".join(f"-X {name}={value}" for name, value in values.items())
 
@@ -192,9 +203,10 @@ def _build_pause(scratch: Path) -> None:
         _go(HERE / "pause", "build", "-ldflags", "-s -w", "-o", f"{scratch}/pause", ".")
 
 
-def _start_module(source: Path) -> None:
-    source.mkdir()
-    (source / "go.mod").write_text(f"module build\ngo {KUBERNETES_GO.removeprefix('go')}.0\n")
+def _start_module(source: Path, go: str = KUBERNETES_GO) -> None:
+    source.mkdir(exist_ok=True)
+    version = go.removeprefix("go")
+    (source / "go.mod").write_text(f"module build\ngo {version if version.count('.') == 2 else version + '.0'}\n")
 
 
 def _import_commands(source: Path, packages: list[str]) -> None:
@@ -203,7 +215,11 @@ def _import_commands(source: Path, packages: list[str]) -> None:
     (source / "tools.go").write_text(f"//go:build tools\n\npackage tools\n\nimport (\n{imports}\n)\n")
 
 
-def _go(source: Path, *words: str) -> str:
+def _go(source: Path, *words: str, toolchain: str = "local") -> str:
     flags = os.environ.get("GOFLAGS", "")
-    environment = {**_GO_ENVIRONMENT, "GOFLAGS": f"{flags} {_GO_ENVIRONMENT['GOFLAGS']}".strip()}
+    environment = {
+        **_GO_ENVIRONMENT,
+        "GOTOOLCHAIN": toolchain,
+        "GOFLAGS": f"{flags} {_GO_ENVIRONMENT['GOFLAGS']}".strip(),
+    }
     return run(["go", *words], cwd=source, env=environment, hint="Is the Go module proxy reachable?")

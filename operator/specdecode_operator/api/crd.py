@@ -1,4 +1,4 @@
-"""Generation of the CRD and of docs/api.md from the models."""
+"""Generation of the CRDs and of docs/reference/resource.md from the models."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
 
+from specdecode_operator.api.draft import (
+    DRAFT_COLUMNS,
+    DRAFT_KIND,
+    DRAFT_PLURAL,
+    DRAFT_SHORT_NAME,
+    DraftResourceSpec,
+    DraftResourceStatus,
+)
 from specdecode_operator.api.schema import SELF_SPLIT_MESSAGE, SELF_SPLIT_RULE, rule
 from specdecode_operator.api.v1alpha1 import (
     COLUMNS,
@@ -43,14 +52,23 @@ validates those when the operator applies the workers. Rules over several fields
 _DEFAULT = re.compile(r"\s*Default: (.+?)\.(?=\s|$)")
 
 
-def reference_page(schema: Mapping[str, Any]) -> str:
-    """Return the reference page.
+_DRAFT_HEAD = f"""
+# Fields of a {DRAFT_KIND}
 
-    Args:
-        schema: Structural schema of the whole resource.
-    """
-    sections = [section for part in ("spec", "status") for section in _sections(part, schema["properties"][part])]
-    return _HEAD + "\n".join(sections)
+Short name `{DRAFT_SHORT_NAME}`. It has no owner: it outlives its deployment.
+
+"""
+
+
+def reference_page() -> str:
+    """Return the reference page."""
+    parts = []
+    for head, schema in ((_HEAD, root_schema()), (_DRAFT_HEAD, draft_schema())):
+        parts.append(head)
+        parts.append(
+            "\n".join(one for part in ("spec", "status") for one in _sections(part, schema["properties"][part]))
+        )
+    return "".join(parts)
 
 
 def _sections(path: str, node: Mapping[str, Any]) -> Iterator[str]:
@@ -120,32 +138,61 @@ _CHART_TAIL = "{{- end }}\n"
 
 
 def crd() -> dict[str, Any]:
-    """Return the CustomResourceDefinition as a manifest."""
+    """Return the CustomResourceDefinition of SpecDecodeDeployments as a manifest."""
+    scale = {
+        "specReplicasPath": ".spec.replicas",
+        "statusReplicasPath": ".status.replicas",
+        "labelSelectorPath": ".status.selector",
+    }
+    return _definition(KIND, PLURAL, "sdd", {"status": {}, "scale": scale}, COLUMNS, root_schema())
+
+
+def draft_crd() -> dict[str, Any]:
+    """Return the CustomResourceDefinition of SpecDecodeDrafts as a manifest."""
+    return _definition(DRAFT_KIND, DRAFT_PLURAL, DRAFT_SHORT_NAME, {"status": {}}, DRAFT_COLUMNS, draft_schema())
+
+
+def _definition(
+    kind: str,
+    plural: str,
+    short_name: str,
+    subresources: dict[str, Any],
+    columns: Sequence[dict[str, Any]],
+    schema: dict[str, Any],
+) -> dict[str, Any]:
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "subresources": subresources,
+        "additionalPrinterColumns": list(columns),
+        "schema": {"openAPIV3Schema": schema},
+    }
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
         # `helm uninstall` leaves it: removing a CRD removes every object of its kind.
-        "metadata": {"name": f"{PLURAL}.{GROUP}", "annotations": {"helm.sh/resource-policy": "keep"}},
+        "metadata": {"name": f"{plural}.{GROUP}", "annotations": {"helm.sh/resource-policy": "keep"}},
         "spec": {
             "group": GROUP,
             "scope": "Namespaced",
             "names": {
-                "kind": KIND,
-                "listKind": f"{KIND}List",
-                "plural": PLURAL,
-                "singular": KIND.lower(),
-                "shortNames": ["sdd"],
+                "kind": kind,
+                "listKind": f"{kind}List",
+                "plural": plural,
+                "singular": kind.lower(),
+                "shortNames": [short_name],
                 "categories": ["specdecode"],
             },
-            "versions": [_version()],
+            "versions": [version],
         },
     }
 
 
-def text() -> str:
-    """Return the CRD as YAML, equal from run to run."""
-    head = f"# Made by `make crds` from {VERSION}.py; do not edit.\n"
-    return head + yaml.dump(crd(), Dumper=_PlainDumper, sort_keys=False, width=120)
+def text(manifest: Mapping[str, Any]) -> str:
+    """Return a CRD as YAML, equal from run to run."""
+    head = "# Made by `make crds` from operator/specdecode_operator/api; do not edit.\n"
+    return head + yaml.dump(manifest, Dumper=_PlainDumper, sort_keys=False, width=120)
 
 
 def structural(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,39 +201,32 @@ def structural(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def root_schema() -> dict[str, Any]:
-    """Return the structural schema of the whole resource."""
+    """Return the structural schema of a SpecDecodeDeployment."""
     name = f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && self.metadata.name.matches('{NAME_PATTERN}')"
+    description = "Model that is served with speculative decoding tuned from measurements."
+    validations = [rule(name, NAME_MESSAGE), rule(SELF_SPLIT_RULE, SELF_SPLIT_MESSAGE)]
+    return {**_schema(KIND, description, Spec, Status), "x-kubernetes-validations": validations}
+
+
+def draft_schema() -> dict[str, Any]:
+    """Return the structural schema of a SpecDecodeDraft."""
+    description = "Draft of a SpecDecodeDeployment: what should become of it, and what became of it."
+    return _schema(DRAFT_KIND, description, DraftResourceSpec, DraftResourceStatus)
+
+
+def _schema(kind: str, description: str, spec: type[BaseModel], status: type[BaseModel]) -> dict[str, Any]:
     return {
         "type": "object",
-        "description": "Model that is served with speculative decoding tuned from measurements.",
+        "description": description,
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string", "description": f"{GROUP}/{VERSION}."},
-            "kind": {"type": "string", "description": f"{KIND}."},
+            "kind": {"type": "string", "description": f"{kind}."},
             "metadata": {"type": "object"},
-            "spec": structural(Spec.model_json_schema(by_alias=True)),
+            "spec": structural(spec.model_json_schema(by_alias=True)),
             # The API server must not fill status in: a default there would look like an observation.
-            "status": structural(_without_defaults(Status.model_json_schema(by_alias=True))),
+            "status": structural(_without_defaults(status.model_json_schema(by_alias=True))),
         },
-        "x-kubernetes-validations": [rule(name, NAME_MESSAGE), rule(SELF_SPLIT_RULE, SELF_SPLIT_MESSAGE)],
-    }
-
-
-def _version() -> dict[str, Any]:
-    return {
-        "name": VERSION,
-        "served": True,
-        "storage": True,
-        "subresources": {
-            "status": {},
-            "scale": {
-                "specReplicasPath": ".spec.replicas",
-                "statusReplicasPath": ".status.replicas",
-                "labelSelectorPath": ".status.selector",
-            },
-        },
-        "additionalPrinterColumns": list(COLUMNS),
-        "schema": {"openAPIV3Schema": root_schema()},
     }
 
 
@@ -254,11 +294,13 @@ class _PlainDumper(yaml.SafeDumper):
 
 def _targets(root: Path) -> dict[Path, str]:
     """Return the text of every generated file, by path."""
-    made = text()
+    made = {f"{one['metadata']['name']}.yaml": text(one) for one in (crd(), draft_crd())}
     return {
-        root / "docs" / "reference" / "resource.md": reference_page(root_schema()),
-        root / "crds" / f"{PLURAL}.{GROUP}.yaml": made,
-        root / "helm" / "specdecode" / "templates" / "crd.yaml": _CHART_HEAD + made + _CHART_TAIL,
+        root / "docs" / "reference" / "resource.md": reference_page(),
+        **{root / "crds" / name: one for name, one in made.items()},
+        root / "helm" / "specdecode" / "templates" / "crd.yaml": _CHART_HEAD
+        + "---\n".join(made.values())
+        + _CHART_TAIL,
     }
 
 

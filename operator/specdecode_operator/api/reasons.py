@@ -370,9 +370,8 @@ REASONS: tuple[ConditionReason, ...] = (
         ConditionType.draft_rollout,
         "False",
         "PromotedDraftServes",
-        "a promoted draft serves, and the spec names another one; a restore from git would return to that",
-        "set `speculation.draft.uri` to the promoted draft and remove `draftRollout.candidate`, when a rolling "
-        "update suits",
+        "a promoted draft serves in place of the one of the spec; its SpecDecodeDraft has the role Serving",
+        "nothing; keep the SpecDecodeDraft in git or in a backup",
     ),
     ConditionReason(
         ConditionType.draft_rollout,
@@ -385,7 +384,7 @@ REASONS: tuple[ConditionReason, ...] = (
         ConditionType.draft_rollout,
         "False",
         "CandidateWaits",
-        "the candidate of the spec was not taken up yet; the message says why",
+        "a SpecDecodeDraft was not taken up yet; the message says why",
         "wait for a worker that reports its draft, or set `speculation.mode`",
     ),
     ConditionReason(
@@ -393,14 +392,7 @@ REASONS: tuple[ConditionReason, ...] = (
         "False",
         "CandidateRefused",
         "no worker could use the latest candidate; the message says why",
-        "repair it, and offer it again: remove `draftRollout.candidate` and set it",
-    ),
-    ConditionReason(
-        ConditionType.draft_rollout,
-        "False",
-        "StateUnreadable",
-        "the entry `drafts` of the ConfigMap `NAME-state` was not read, so the draft of the spec serves",
-        "offer a candidate again",
+        "repair it, and set its role to Candidate again",
     ),
     ConditionReason(
         ConditionType.draft_fresh,

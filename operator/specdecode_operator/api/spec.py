@@ -6,16 +6,12 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from specdecode_operator.api.distillation import METHOD_MESSAGE as DISTILLATION_METHOD_MESSAGE
+from specdecode_operator.api.distillation import METHOD_RULE as DISTILLATION_METHOD_RULE
 from specdecode_operator.api.distillation import (
-    CANDIDATE_METHOD_MESSAGE,
-    CANDIDATE_METHOD_RULE,
-    CANDIDATE_URI_MESSAGE,
-    CANDIDATE_URI_RULE,
     DistillationSpec,
     DraftRolloutSpec,
 )
-from specdecode_operator.api.distillation import METHOD_MESSAGE as DISTILLATION_METHOD_MESSAGE
-from specdecode_operator.api.distillation import METHOD_RULE as DISTILLATION_METHOD_RULE
 from specdecode_operator.api.schema import (
     MAX_NAME_LENGTH,
     NAME_PATTERN,
@@ -311,13 +307,20 @@ class TrafficShareSpec(Api):
     )
 
 
+_SPLIT_SUM = " + ".join(
+    f"(self.trafficSplit.size() > {index} ? self.trafficSplit[{index}].percent : 0)"
+    for index in range(_MAX_DEPLOYMENTS)
+)
+"""Kubernetes 1.29 takes ``map(...).sum()`` for too costly, whatever the length of the list."""
+
+
 class RouterSpec(Api):
     """Routers: one endpoint before all workers, whose streams survive their worker. Changes replace no worker."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
             # A default is checked before its own defaults are filled in, so the field may be missing.
-            rule("!has(self.trafficSplit) || self.trafficSplit.map(one, one.percent).sum() <= 100", _SPLIT_SUM_MESSAGE),
+            rule(f"!has(self.trafficSplit) || {_SPLIT_SUM} <= 100", _SPLIT_SUM_MESSAGE),
             rule(
                 "!has(self.trafficSplit) || self.trafficSplit.size() == 0 || self.replicas > 0", _SPLIT_ROUTERS_MESSAGE
             ),
@@ -371,6 +374,46 @@ class RouterSpec(Api):
 
 # Desired state that users write: ``spec``. Its larger parts have files of their own.
 
+
+class PrefillScalingSpec(Api):
+    """Bounds of the number of prefill workers, which follows the prompt tokens that no cache has."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(rule("self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas"))
+    )
+
+    min_replicas: int = Field(default=1, ge=0, le=256, description="Least number of prefill workers.")
+    max_replicas: int = Field(default=4, ge=1, le=256, description="Largest number of prefill workers.")
+
+
+class PrefillSpec(Api):
+    """Prefill workers: they compute long prompts, for which the running streams of a worker would otherwise wait."""
+
+    replicas: int = Field(
+        default=0,
+        ge=0,
+        le=256,
+        description="Number of prefill workers. They have the pods of the workers and are in no Service. Without them, "
+        "and for tasks that merge drafts with weights, workers compute prompts themselves.",
+    )
+    scaling: PrefillScalingSpec | None = Field(
+        default=None,
+        description="Bounds between which the number of prefill workers follows demand. Absent: it is replicas.",
+        examples=[{"minReplicas": 1, "maxReplicas": 4}],
+    )
+
+    @property
+    def is_used(self) -> bool:
+        """True if the deployment can have prefill workers."""
+        return self.replicas > 0 or self.scaling is not None
+
+
+_PREFILL_IS_SHARED = "speculation.draft.placement Own keeps the draft's keys in another process; prefill needs Shared"
+_PREFILL_DRAFT_RULE = (
+    "!has(self.prefill) || (!has(self.prefill.scaling) && (!has(self.prefill.replicas) || self.prefill.replicas == 0))"
+    " || !has(self.speculation) || !has(self.speculation.draft) || !has(self.speculation.draft.placement)"
+    " || self.speculation.draft.placement == 'Shared'"
+)
 _NEEDS_ROUTERS = "scaling.minReplicas 0 needs router.replicas above 0: routers hold requests until a worker is ready"
 _HAS_ROUTERS = (
     "!has(self.scaling) || self.scaling.owner == 'External' || self.scaling.minReplicas > 0"
@@ -538,9 +581,8 @@ class Spec(Api):
             rule(_OWN_DRAFT_RULE, _OWN_IS_COUPLED),
             rule(_RANKS_RULE, _RANKS_MESSAGE),
             rule(_HAS_ROUTERS, _NEEDS_ROUTERS),
+            rule(_PREFILL_DRAFT_RULE, _PREFILL_IS_SHARED),
             rule(_SPLIT_HAS_WORKERS, _SPLIT_NEEDS_WORKERS),
-            rule(CANDIDATE_METHOD_RULE, CANDIDATE_METHOD_MESSAGE),
-            rule(CANDIDATE_URI_RULE, CANDIDATE_URI_MESSAGE),
             rule(DISTILLATION_METHOD_RULE, DISTILLATION_METHOD_MESSAGE),
             rule(
                 "!has(self.engine) || self.engine.sampler == 'coupled' || !has(self.speculation)"
@@ -572,6 +614,11 @@ class Spec(Api):
         default=None,
         description="Owner and bounds of the number of workers. Absent: there are as many workers as replicas says.",
         examples=[{"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}],
+    )
+    prefill: PrefillSpec = Field(
+        default=PrefillSpec(),
+        description="Prefill workers, which keep long prompts away from running streams. No change replaces a worker.",
+        examples=[{"replicas": 1}],
     )
     paused: bool = Field(
         default=False,
@@ -613,8 +660,8 @@ class Spec(Api):
     )
     draft_rollout: DraftRolloutSpec = Field(
         default=DraftRolloutSpec(),
-        description="Way of a new draft into service. No change of it replaces workers.",
-        examples=[{"candidate": {"uri": "pvc://drafts/week-47", "hash": "4f1c9a7be2d05c6e"}}],
+        description="Way of a new draft, a SpecDecodeDraft, into service. No change of it replaces workers.",
+        examples=[{"mode": "Manual"}],
     )
     distillation: DistillationSpec = Field(
         default=DistillationSpec(),

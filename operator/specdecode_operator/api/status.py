@@ -24,22 +24,6 @@ class DraftVersionStatus(Api):
     uri: Text | None = Field(default=None, description="Where the draft comes from.")
 
 
-class DraftTrialStatus(Api):
-    """Trial of a candidate that runs now."""
-
-    pod: Text | None = Field(default=None, description="Pod that tries the candidate. Absent: none is ready for it.")
-    pairs: int = Field(default=0, description="Pairs of request blocks that were counted.")
-    gain_percent: float | None = Field(
-        default=None, description="Mean gain in speed so far, in percent. It is no verdict."
-    )
-    least_gain_percent: float | None = Field(
-        default=None,
-        description="Lower bound of the gain, valid at any time with 97.5 % confidence, in percent. "
-        "Absent: too few pairs.",
-    )
-    most_gain_percent: float | None = Field(default=None, description="Upper bound, likewise.")
-
-
 class DraftLineageStatus(Api):
     """A candidate that was tried, and its end."""
 
@@ -117,13 +101,9 @@ class DraftStatus(Api):
         description="Phase: Serving, Collecting, Distilling, Canary, Promoting, RollingBack or Cooldown. Absent until "
         "a candidate was offered or a run was requested.",
     )
-    trial: DraftTrialStatus | None = Field(default=None, description="Trial that runs now.")
     run: DraftRunStatus | None = Field(default=None, description="Training run that is under way.")
     last_run: DraftRunEndStatus | None = Field(default=None, description="Latest training run that ended.")
     last_verdict: Text | None = Field(default=None, description="Latest verdict or end of a rollout, in a sentence.")
-    lineage: Annotated[tuple[DraftLineageStatus, ...], Field(max_length=10)] = Field(
-        default=(), description="Candidates that were tried, the latest first."
-    )
 
 
 # Observed state that users read: ``status``. It is written on change only, with rounded figures.
@@ -243,6 +223,11 @@ class SpeculationStatus(Api):
     nodes: int | None = Field(default=None, description="Draft tokens of the shape of that row.")
     acceptance_rate: float | None = Field(default=None, description="Accepted tokens over drafted tokens.")
     accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted tokens / drafts.")
+    acceptance_by_context: _Message | None = Field(
+        default=None,
+        description="Acceptance of the first draft token by the longest context of a step, in tokens, of tasks seen in "
+        "several contexts.",
+    )
     speedup: float | None = Field(default=None, description="Time of plain decoding over the time taken.")
     measured_at: Text | None = Field(default=None, description="Time of the last change of the three figures above.")
     device_hours_saved: float | None = Field(
@@ -299,6 +284,14 @@ class RouterStatus(Api):
     replicas: int = Field(default=0, description="Number of routers.")
     ready_replicas: int = Field(default=0, description="Number of routers that are ready.")
     ready: Text | None = Field(default=None, description="Ready over wanted routers, for the ROUTERS column.")
+
+
+class PrefillStatus(Api):
+    """Prefill workers of the deployment."""
+
+    replicas: int = Field(default=0, description="Number of prefill workers.")
+    ready_replicas: int = Field(default=0, description="Number of prefill workers that are ready.")
+    ready: Text | None = Field(default=None, description="Ready over wanted prefill workers, for the PREFILL column.")
 
 
 class MemoryStatus(Api):
@@ -373,6 +366,7 @@ class Status(Api):
     traffic: TrafficStatus | None = Field(default=None, description="Demand of the last minute.")
     capacity: CapacityStatus | None = Field(default=None, description="Basis of the number of workers.")
     router: RouterStatus | None = Field(default=None, description="Routers. Absent: the deployment has none.")
+    prefill: PrefillStatus | None = Field(default=None, description="Prefill workers. Absent: the deployment has none.")
     memory: MemoryStatus | None = Field(default=None, description="Memory of one worker's device.")
     start: Text | None = Field(
         default=None, description="Seconds of each stage of a worker's start, of the newest one that is ready."

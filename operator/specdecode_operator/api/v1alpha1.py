@@ -14,7 +14,6 @@ from specdecode_operator.api.distillation import (
     DistillationSpec,
     DistillationStorageSpec,
     DistillationTriggerSpec,
-    DraftCandidateSpec,
     DraftRolloutSpec,
     without_devices,
 )
@@ -48,6 +47,7 @@ from specdecode_operator.api.spec import (
     DrainSpec,
     EngineSpec,
     ModelSpec,
+    PrefillSpec,
     ResourcesSpec,
     RouterSpec,
     ScalingSpec,
@@ -81,10 +81,10 @@ from specdecode_operator.api.status import (
     DraftRunEndStatus,
     DraftRunStatus,
     DraftStatus,
-    DraftTrialStatus,
     DraftVersionStatus,
     MemoryStatus,
     ModelStatus,
+    PrefillStatus,
     RouterStatus,
     SpeculationStatus,
     Status,
@@ -113,5 +113,6 @@ COLUMNS: tuple[dict[str, Any], ...] = (
     {"name": "Draft", "type": "string", "jsonPath": ".status.draft.hash", "priority": 1},
     {"name": "URL", "type": "string", "jsonPath": ".status.url", "priority": 1},
     {"name": "Routers", "type": "string", "jsonPath": ".status.router.ready", "priority": 1},
+    {"name": "Prefill", "type": "string", "jsonPath": ".status.prefill.ready", "priority": 1},
 )
 """Columns of ``kubectl get``; those of priority 1 only with ``-o wide``."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.controller.pods import worker_of, workload_of
 from specdecode_operator.controller.training_jobs import job_of, job_view
@@ -18,6 +19,7 @@ from specdecode_operator.kube.informer import InformerSet
 from specdecode_operator.kube.kinds import (
     BUDGETS,
     CONFIG_MAPS,
+    DRAFTS,
     JOBS,
     NETWORK_POLICIES,
     PODS,
@@ -34,14 +36,14 @@ from specdecode_worker.contract.demand import HeldRequests, read_demand
 
 CHILD_LABELS = f"{GROUP}/name"
 """Label selector of all children: each has the label with the name of its deployment."""
-POD_LABELS = f"{GROUP}/name,{GROUP}/role=worker"
-"""Label selector of worker pods."""
+POD_LABELS = f"{GROUP}/name,{GROUP}/role in (worker,prefill)"
+"""Label selector of the pods of workers and prefill workers."""
 JOB_LABELS = f"{GROUP}/name,{GROUP}/role=job"
 """Label selector of training Jobs and of their pods."""
 JOB_PODS = "JobPod"
 """Name of the informer of the pods of Jobs."""
-WORKLOAD_LABELS = f"{GROUP}/name,{GROUP}/role in (worker,router)"
-"""Label selector of the Deployments of workers and routers."""
+WORKLOAD_LABELS = f"{GROUP}/name,{GROUP}/role in (worker,prefill,router)"
+"""Label selector of the Deployments of workers, prefill workers and routers."""
 ROUTER_LABELS = f"{GROUP}/name,{GROUP}/role=router"
 """Label selector of the ConfigMaps in which routers report held requests."""
 DEMAND = "Demand"
@@ -98,6 +100,7 @@ class Caches:
         )
         self._jobs: InformerSet[Mapping[str, Any]] = informers(JOBS, JOB_LABELS, job_view, metadata_only=False)
         self._job_pods: InformerSet[Mapping[str, Any]] = informers(PODS, JOB_LABELS, job_view, metadata_only=False)
+        self._drafts: InformerSet[SpecDecodeDraft] = informers(DRAFTS, "", _project_draft, metadata_only=False)
         self._children: Mapping[str, InformerSet[ChildRecord]] = {
             kind.kind: informers(kind, CHILD_LABELS, project_child(kind), metadata_only=True) for kind in METADATA_KINDS
         }
@@ -107,6 +110,7 @@ class Caches:
             DEMAND: self._demand,
             JOBS.kind: self._jobs,
             JOB_PODS: self._job_pods,
+            DRAFTS.kind: self._drafts,
             **self._children,
         }
 
@@ -135,21 +139,29 @@ class Caches:
         """Return the seconds since the API server last sent data on the watch of a kind."""
         return time.monotonic() - self.informers[kind].last_contact
 
-    def workers(self, key: Key) -> tuple[Worker, ...]:
-        """Return the worker pods of a deployment in the order of their names."""
-        return tuple(sorted(self._pods.of(key), key=lambda worker: worker.name))
+    def workers(self, key: Key, role: Role = Role.worker) -> tuple[Worker, ...]:
+        """Return the worker pods of a deployment with this role, in the order of their names."""
+        return tuple(sorted((one for one in self._pods.of(key) if one.role == role), key=lambda worker: worker.name))
 
-    def workload(self, key: Key) -> Workload | None:
-        """Return the Deployment of the workers without its pod template."""
-        return self._workload(key, Role.worker)
+    def workload(self, key: Key, role: Role = Role.worker) -> Workload | None:
+        """Return the Deployment of the workers, or of those with another role, without its pod template."""
+        return next((record.workload for record in self._workloads.of(key) if record.role == role), None)
 
     def routers(self, key: Key) -> Workload | None:
         """Return the Deployment of the routers without its pod template."""
-        return self._workload(key, Role.router)
+        return self.workload(key, Role.router)
 
     def demand(self, key: Key) -> Mapping[str, HeldRequests]:
         """Return the requests that routers reported as held, by router."""
         return next(iter(self._demand.of(key)), {})
+
+    def drafts(self, key: Key) -> tuple[SpecDecodeDraft, ...]:
+        """Return the SpecDecodeDrafts of a deployment in the order of their names."""
+        return self._drafts.of(key)
+
+    def note_draft(self, manifest: dict[str, Any]) -> None:
+        """Take a SpecDecodeDraft that a write returned, before its watch event arrives."""
+        self._drafts.note(manifest)
 
     def jobs(self, key: Key) -> tuple[TrainingJob, ...]:
         """Return the training Jobs with the deployment's name in their label, in the order of their names."""
@@ -160,9 +172,6 @@ class Caches:
     def jobs_problem(self, key: Key) -> str:
         """Return why the Jobs of a deployment are not known; empty if they are."""
         return self._jobs.refusal(key[0])
-
-    def _workload(self, key: Key, role: Role) -> Workload | None:
-        return next((record.workload for record in self._workloads.of(key) if record.role == role), None)
 
     def record(self, child: Child) -> ChildRecord | None:
         """Return the ownership of a child, or None if the cache has no such object."""
@@ -178,6 +187,11 @@ def _project_workload(deployment: dict[str, Any]) -> WorkloadRecord:
     role = deployment["metadata"]["labels"][ROLE_LABEL]
     workload = replace(workload_of(deployment), template={})
     return WorkloadRecord(project_child(WORKLOADS)(deployment), workload, sys.intern(role))
+
+
+def _project_draft(manifest: dict[str, Any]) -> SpecDecodeDraft:
+    metadata = {name: value for name, value in manifest["metadata"].items() if name != "managedFields"}
+    return SpecDecodeDraft.model_validate({**manifest, "metadata": metadata})
 
 
 def _project_demand(config_map: dict[str, Any]) -> Mapping[str, HeldRequests]:

@@ -34,6 +34,7 @@ from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused, S
 from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import DEPLOYMENTS, NETWORK_POLICIES, WORKLOADS
+from specdecode_operator.rollout.draft_objects import record_of
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.polling import Poller, WorkerAccess, WorkerCalls
@@ -74,6 +75,10 @@ class Shared:
     writers: asyncio.Semaphore
     """Places of the deployments that talk to the API server at the same time."""
     clock: Callable[[], float] = time.time
+
+
+_POLLED = (manifests.Role.worker, manifests.Role.prefill)
+"""Roles of the pods that report and get plans."""
 
 
 class DeploymentLoop:
@@ -134,7 +139,8 @@ class DeploymentLoop:
             await asyncio.sleep(due - calls.clock())
             with metrics.SCRAPE_SECONDS.time():
                 try:
-                    await self._poller.read(self._shared.caches.workers(self.key), self._access())
+                    pods = (pod for role in _POLLED for pod in self._shared.caches.workers(self.key, role))
+                    await self._poller.read(pods, self._access())
                 except Exception:
                     log.exception("%s/%s: a round of reports failed", *self.key)
             metrics.SCRAPE_ROUNDS.inc()
@@ -153,13 +159,19 @@ class DeploymentLoop:
     def _observe(self, session: Session) -> Observation:
         """Return workload, workers and session as they are now; from caches only."""
         caches = self._shared.caches
+        drafts = caches.drafts(self.key)
+        if not self._is_unsaved:
+            session = replace(session, drafts=record_of(drafts, session.drafts))
         return Observation(
             workload=caches.workload(self.key),
             workers=tuple(map(self._poller.reported, caches.workers(self.key))),
             session=session,
             round=self._poller.round,
             routers=caches.routers(self.key),
+            prefill_workload=caches.workload(self.key, manifests.Role.prefill),
+            prefill=tuple(map(self._poller.reported, caches.workers(self.key, manifests.Role.prefill))),
             demand=caches.demand(self.key),
+            drafts=drafts,
             jobs=caches.jobs(self.key),
             jobs_problem=caches.jobs_problem(self.key),
         )
@@ -241,7 +253,9 @@ class DeploymentLoop:
         """Save the state of the decision, apply the children in order, and evict pods."""
         shared, session = self._shared, observed.session
         urgent = decision.urgent or self._is_unsaved
-        unsaved = await shared.store.save(deployment, session, urgent=urgent, learnt=decision.learnt, now=now)
+        unsaved = await shared.store.save_drafts(deployment, session.drafts, observed.drafts, now=now)
+        if unsaved is None:
+            unsaved = await shared.store.save(deployment, session, urgent=urgent, learnt=decision.learnt, now=now)
         self._is_unsaved = unsaved is not None
         problems = [problem for problem in (unsaved, await self._ensure_tokens(deployment, observed)) if problem]
         # A pod that starts reads the assignment of its draft from the plan's ConfigMap, so this is written first.

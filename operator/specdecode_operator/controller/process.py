@@ -56,7 +56,7 @@ class Fleet:
             update=process.update,
             gone=process.forget,
             applier=self._applier,
-            store=StateStore(client, self._applier),
+            store=StateStore(client, self._applier, caches.note_draft),
             tokens=AdminTokens(client, keys),
             jobs=JobWriter(client),
             defaults=Defaults(**{one.name: getattr(settings, one.name) for one in fields(Defaults)}),

@@ -73,7 +73,14 @@ def decide(
     changes = (*rollout.changes, *drift.changes, *merged.changes, *planned.changes)
     recorded = record(deployment, learnt.learned, with_size, changes, sized.decision, now=now)
     materialised = materialise(
-        deployment, observed, planned.plan, sized.decision.replicas, defaults, revisions=revisions, now=now
+        deployment,
+        observed,
+        planned.plan,
+        sized.decision.replicas,
+        defaults,
+        prefill=sized.decision.prefill,
+        revisions=revisions,
+        now=now,
     )
     learned = recorded.learned.model_copy(update={"template": materialised.template, "revisions": dict(revisions)})
     figures = _figures(deployment, observed, learnt, planned, learned, buckets, now)
@@ -116,8 +123,6 @@ def _with_size(learned: LearnedState, healed: Remediation, sized: SizeResult) ->
             "recycling": healed.recycling,
             "recycled_at": healed.recycled_at,
             "scaling": sized.state,
-            "forecast": sized.forecast,
-            "startup_seconds": sized.startup_seconds,
         }
     )
 
@@ -196,6 +201,7 @@ def _decision(
         task_depths=in_use.task_depths(deployment, current, learned, buckets),
         figures=figures,
         measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
+        context_rates=loads.context_rates(buckets, learned.contexts),
         first_acceptance=measurements.first_acceptance(learned.acceptance),
         history=learned.history,
         pinned=learned.pin,

@@ -65,7 +65,7 @@ def workers_to_push(observed: Observation, plan: Plan, excluded: Collection[str]
     """
     return tuple(
         worker.address
-        for worker in observed.workers
+        for worker in (*observed.workers, *observed.prefill)
         if worker.address and worker.report and not worker.leaving and worker.address not in excluded
         if _needs(worker.report.plan, plan)
     )

@@ -69,6 +69,7 @@ def materialise(
     replicas: int,
     defaults: Defaults,
     *,
+    prefill: int,
     revisions: Mapping[str, str],
     now: float,
 ) -> Materialised:
@@ -82,6 +83,7 @@ def materialise(
         manifests.budget(deployment),
         *((manifests.network_policy(deployment, peers),) if (peers := defaults.policy_peers) else ()),
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
+        *_prefill_children(deployment, observed, template, prefill),
         *_router_children(deployment, observed, defaults),
     )
     job = _job(deployment, observed, defaults, now)
@@ -92,7 +94,7 @@ def _job(deployment: Deployment, observed: Observation, defaults: Defaults, now:
     record = observed.session.drafts
     if is_job_due(record, observed, now) and record.run is not None:
         uris = manifests.model_uris(deployment.spec)
-        keep = needed_drafts(deployment, record, record.run.place, uris) if record.run.claim else ()
+        keep = needed_drafts(deployment, record, observed.drafts, record.run.place, uris) if record.run.claim else ()
         return manifests.distillation_job(deployment, record.run, defaults, keep)
     ended = run_to_delete(deployment, observed, now)
     return None if ended is None else manifests.deletion_job(deployment, ended, defaults)
@@ -123,6 +125,15 @@ def _router_children(deployment: Deployment, observed: Observation, defaults: De
         manifests.router_settings(deployment),
         manifests.router_workload(deployment, defaults),
     )
+
+
+def _prefill_children(
+    deployment: Deployment, observed: Observation, template: TemplateState, replicas: int
+) -> tuple[Manifest, ...]:
+    """Return the Deployment of prefill workers. It has no replicas once none are wanted: nothing is deleted."""
+    if not deployment.spec.prefill.is_used and observed.prefill_workload is None:
+        return ()
+    return (manifests.prefill_workload(deployment, template.template, template.spec_hash, replicas),)
 
 
 def _template(deployment: Deployment, observed: Observation, defaults: Defaults) -> TemplateState:

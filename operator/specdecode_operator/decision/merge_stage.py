@@ -14,11 +14,12 @@ from specdecode_operator.decision import history
 from specdecode_operator.decision.plan_stage import read_pin_state
 from specdecode_operator.decision.size_stage import kv_tokens
 from specdecode_operator.merging import choice, credit, texts
-from specdecode_operator.merging.choice import Limits, Step
-from specdecode_operator.merging.options import Option, Present, options_of
+from specdecode_operator.merging.choice import Option, Step, options_of
 from specdecode_operator.merging.subsets import Credit, Names, TaskDrafts, subsets_of
 from specdecode_operator.planning import loads, plan_rows, task_bounds, workload
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
+from specdecode_operator.planning.decision_rule import LoadDecision
+from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.tuning import TUNING as PLANNING
 from specdecode_operator.state.learned import LearnedState, MergeChoice
@@ -108,18 +109,16 @@ def _decide(stage: _Stage, learned: LearnedState, task: TaskSpec) -> tuple[Learn
     else:
         step = choice.renewed(known, task.name, declared, hashes)
     running = Credit.of(learned, drafts, step.choice.drafts)
-    options = None
     if step.because is None and not _is_held(stage, learned, task.name):
-        options = _options(stage, learned, running)
-        step = choice.next_step(step.choice, options, _limits(stage, learned, task.name), stage.now)
-    step = _with_reason(step, running.running, options)
+        rule = _rule(stage, learned, task.name)
+        step = choice.next_step(step.choice, _options(stage, learned, running, rule), rule, stage.now)
     if step.because is None:
         return _stored(learned, step.choice), None, texts.task_text(step.choice, running)
     before = known.drafts if known else declared
     is_news = step.because != "bounds" or set(before) != set(step.choice.drafts)
     was_trial = known is not None and known.before is not None
     record = _record(stage, learned, texts.merge_text(before, is_trial=was_trial), step) if is_news else None
-    if step.option is not None:
+    if step.reason:
         learned = running.with_counts(learned, step.choice.drafts)
     learned = _stored(credit.carried(learned, task.name, stage.now), step.choice)
     return learned, record, texts.task_text(step.choice, Credit.of(learned, drafts, step.choice.drafts))
@@ -136,35 +135,34 @@ def _as_declared(
         learned = learned if is_same else credit.carried(learned, drafts.task, stage.now)
         learned = learned.model_copy(update={"merges": others})
     text = texts.task_text(whole, running)
-    options = _options(stage, learned, running) if mode == "Advisory" else None
+    rule = _rule(stage, learned, drafts.task) if mode == "Advisory" else None
+    options = _options(stage, learned, running, rule)
     if options:
-        step = choice.next_step(whole, options, _limits(stage, learned, drafts.task), stage.now)
-        step = _with_reason(step, running.running, options)
+        step = choice.next_step(whole, options, rule, stage.now)
         text += f"; mode Auto would merge {texts.listed(step.choice.drafts)}" if step.because else ""
         text += f": {step.choice.reason}" if step.choice.reason else ""
     return learned, None, text
 
 
-def _options(stage: _Stage, learned: LearnedState, running: Credit) -> list[Option] | None:
-    """Return the subsets of the running drafts; None while too little is known of them, and without traffic."""
-    name = running.drafts.task
-    if not running.is_measured or not _is_active(learned, name, stage.now):
-        return None
-    deployment = _with_merges(stage.deployment, learned)
-    present = _present(stage, deployment, learned)
-    if present is None or (task := present.task(name)) is None or not running.running:
-        return None
-    specs = {names: _only(deployment.spec.speculation, {name: names}) for names in subsets_of(running.running)}
+def _options(stage: _Stage, learned: LearnedState, running: Credit, rule: LoadDecision | None) -> list[Option]:
+    """Return the subsets of the running drafts; none while too little is known of them, and without traffic."""
+    if rule is None or not running.is_measured or not running.running:
+        return []
+    name, speculation = running.drafts.task, _with_merges(stage.deployment, learned).spec.speculation
     bounds = {
-        names: replace(task.bounds, methods=task_bounds.bounds_of(spec, name).methods) for names, spec in specs.items()
+        names: task_bounds.bounds_of(_only(speculation, {name: names}), name) for names in subsets_of(running.running)
     }
-    return options_of(learned, present, running, bounds)
+    return options_of(rule, learned, running, bounds)
 
 
-def _present(stage: _Stage, deployment: Deployment, learned: LearnedState) -> Present | None:
-    """Return the present load with the rows that run; None while no step was timed."""
-    times, speculation = StepTimeModel.fit(learned.costs, learned.wander), deployment.spec.speculation
-    if times is None:
+def _rule(stage: _Stage, learned: LearnedState, task: str) -> LoadDecision | None:
+    """Return the decision for the present load with the rows that run.
+
+    None while no step was timed, and where the task has no traffic.
+    """
+    speculation = _with_merges(stage.deployment, learned).spec.speculation
+    times = StepTimeModel.fit(learned.costs, learned.wander)
+    if times is None or not _is_active(learned, task, stage.now):
         return None
     at = loads.present_row(learned.load, stage.buckets)
     # Rows that were chosen under an earlier spec may lie outside of the bounds of the present one.
@@ -175,9 +173,12 @@ def _present(stage: _Stage, deployment: Deployment, learned: LearnedState) -> Pr
     ]
     quiet = workload.idle(learned, [row.task for row in rows])
     busy = [row for row in rows if row.task not in quiet]
-    load = times.typical(stage.buckets, *at, deployment.spec.engine.max_num_seqs)
+    if task not in {row.task for row in busy}:
+        return None
+    load = times.typical(stage.buckets, *at, stage.deployment.spec.engine.max_num_seqs)
     tasks = workload.tasks_at(AcceptanceModel(learned, speculation), busy, load, kv_tokens(stage.observed))
-    return Present(times, load, tasks, tuple((row.task, row.shape) for row in busy))
+    search = ShapeSearch(times, load, tasks, workload.Objective(speculation.objective))
+    return LoadDecision(speculation, learned, search, busy, stage.now, is_suspended=False, is_present=True)
 
 
 # --- inputs of the choice -----------------------------------------------------------------------------------------
@@ -221,17 +222,6 @@ def _is_active(learned: LearnedState, task: str, now: float) -> bool:
     return now - max(first, default=0.0) <= PLANNING.window_seconds
 
 
-def _limits(stage: _Stage, learned: LearnedState, task: str) -> Limits:
-    shares = {cell.task: cell.sums[-1] for cell in learned.traffic}
-    total = sum(shares.values())
-    return Limits(
-        stability=stage.speculation.limits,
-        explore=stage.speculation.limits.explore_percent / 100,
-        demand=shares.get(task, 0.0) / total if total > 0 else 1.0,
-        is_active=_is_active(learned, task, stage.now),
-    )
-
-
 # --- results ------------------------------------------------------------------------------------------------------
 
 
@@ -266,19 +256,6 @@ def _only(speculation: SpeculationSpec, drafts: Mapping[str, Names]) -> Speculat
     return speculation if tasks == speculation.tasks else speculation.model_copy(update={"tasks": tasks})
 
 
-def _with_reason(step: Step, running: Names, options: list[Option] | None) -> Step:
-    """Return the step with the reason why drafts are left out, as status shows it."""
-    if step.option is None:
-        return step
-    dropped = tuple(name for name in running if name not in step.choice.drafts)
-    reason = texts.gain_text(dropped, "dropped", step.option, step.option.confidence) if dropped else ""
-    if not dropped and options and len(options) > 1:
-        other = max(options[1:], key=lambda option: option.gain)
-        back = tuple(name for name in running if name not in other.names)
-        return replace(step, reason=texts.gain_text(back, "kept", other, 1 - other.confidence))
-    return replace(step, choice=step.choice.model_copy(update={"reason": reason}))
-
-
 def _record(stage: _Stage, learned: LearnedState, before: str, step: Step) -> DecisionRecord:
     reasons = {
         "bounds": "the drafts of the task changed, and all of them take part until their credit is measured",
@@ -287,14 +264,14 @@ def _record(stage: _Stage, learned: LearnedState, before: str, step: Step) -> De
         if step.choice.before is not None
         else "the trial was not measured",
     }
-    reason = step.reason or (step.choice.reason if step.option else reasons[step.because or "bounds"])
+    reason = step.reason or reasons[step.because or "bounds"]
     return DecisionRecord(
         time=iso(stage.now),
         measured=history.measured(learned, step.choice.task),
         load=f"every load, task {step.choice.task}",
         before=before,
         after=texts.merge_text(step.choice.drafts, is_trial=step.choice.before is not None),
-        expected_gain_percent=round(100 * step.choice.loss, 1) if step.option and step.choice.loss else None,
+        expected_gain_percent=round(100 * step.choice.loss, 1) if step.reason and step.choice.loss else None,
         cause=step.because,
         reason=reason,
     )

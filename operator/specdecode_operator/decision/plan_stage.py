@@ -188,6 +188,7 @@ def _next_plan(
         pin=pin,
         assignment=assignment_of(observed.session.drafts, deployment),
         capture=capture_rules(deployment, observed.session.drafts),
+        prefill=observed.prefill_addresses,
     )
 
 

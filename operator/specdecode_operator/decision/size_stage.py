@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from specdecode_operator import scaling
-from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.health import pod_health
+from specdecode_operator.api.v1alpha1 import PrefillSpec, ScalingSpec
 from specdecode_operator.planning import loads, step_pace, workload
 from specdecode_operator.scaling import TUNING
-from specdecode_operator.state.learned import ForecastState, LearnedState, ScalingState
+from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import WINDOW_SECONDS, Session
 from specdecode_operator.telemetry.deltas import Delta, over
 from specdecode_operator.types import Capacity, Deployment, Observation, ScalingLimit, Worker, Workload
 from specdecode_worker.contract.demand import held_requests
+
+PREFILL_BUSY = 0.7
+PREFILL_IDLE = 0.5
+"""Shares of the time in which prefill workers compute: the largest, and that below which one of them is taken away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,6 @@ class SizeInputs:
     is_paused: bool = False
     workload: Workload | None = None
     workers: tuple[Worker, ...] = ()
-    unhealthy: frozenset[str] = frozenset()
-    """Uids of the workers whose acceptance collapsed."""
     max_num_seqs: int = 1
     """Sequences that one worker runs at most."""
     delta: Delta | None = None
@@ -55,10 +57,10 @@ class SizeInputs:
     """Requests that routers hold because no worker is ready."""
     capacity: CapacityInputs | None = None
     """None while requests or step times are unknown."""
+    prefill: PrefillSpec = field(default_factory=PrefillSpec)
+    """spec.prefill."""
+    prefill_workload: Workload | None = None
     state: ScalingState = field(default_factory=ScalingState)
-    forecast: ForecastState = field(default_factory=ForecastState)
-    startup_seconds: float | None = None
-    """Time that a worker takes to start. None until one was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class ReplicaDecision:
     limited: ScalingLimit | None = None
     reason: str = ""
     """Reason for a change, as the decision history shows it."""
+    prefill: int = 0
+    """Number of prefill workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +89,6 @@ class SizeResult:
 
     decision: ReplicaDecision
     state: ScalingState
-    forecast: ForecastState
-    startup_seconds: float | None
 
 
 def size_from(
@@ -110,7 +112,8 @@ def size_inputs(
     now: float,
 ) -> SizeInputs:
     """Select what the size stage depends on."""
-    is_scaling_known = deployment.spec.scaling is not None and delta is not None
+    scales = deployment.spec.scaling is not None or deployment.spec.prefill.scaling is not None
+    is_scaling_known = scales and delta is not None
     return SizeInputs(
         now=now,
         scaling=deployment.spec.scaling,
@@ -120,22 +123,19 @@ def size_inputs(
         is_paused=deployment.spec.paused,
         workload=observed.workload,
         workers=observed.workers,
-        unhealthy=pod_health.suspected(learned),
         max_num_seqs=max_num_seqs(deployment, observed),
         delta=delta,
         window=session.window,
         held=held_requests(observed.demand, now),
         capacity=_capacity_inputs(deployment, observed, learned) if is_scaling_known else None,
+        prefill=deployment.spec.prefill,
+        prefill_workload=observed.prefill_workload,
         state=learned.scaling,
-        forecast=learned.forecast,
-        startup_seconds=learned.startup_seconds,
     )
 
 
 def size(inputs: SizeInputs) -> SizeResult:
     """Return the replicas, and the state with the latest demand."""
-    forecast = _forecast(inputs)
-    startup_seconds = scaling.update_startup_seconds(inputs.startup_seconds, inputs.workers)
     spec = inputs.scaling
     is_owner = spec is not None and spec.owner == "Operator"
     state = scaling.take_over(
@@ -149,9 +149,28 @@ def size(inputs: SizeInputs) -> SizeResult:
     if spec is None:
         decision = ReplicaDecision(replicas=running, desired=running)
     else:
-        load = _service_load(inputs, forecast, startup_seconds)
+        load = _service_load(inputs)
         decision, state = _follow_demand(inputs, spec, state, load, running)
-    return SizeResult(decision=decision, state=state, forecast=forecast, startup_seconds=startup_seconds)
+    decision = replace(decision, prefill=_prefill_replicas(inputs))
+    return SizeResult(decision=decision, state=state)
+
+
+def _prefill_replicas(inputs: SizeInputs) -> int:
+    """Return the prefill workers that compute all prompt tokens that no cache has, within the bounds of the spec.
+
+    They are busy for PREFILL_BUSY of the time at most, because a prompt that has to wait is better computed at once.
+    One is taken away only if the others would be busy for less than PREFILL_IDLE.
+    """
+    spec, running = inputs.prefill, inputs.prefill_workload.wanted if inputs.prefill_workload else 0
+    if spec.scaling is None:
+        return spec.replicas
+    wanted = running
+    if inputs.capacity is not None and not inputs.is_paused:
+        mix = inputs.capacity.mix
+        rate = scaling.arrival_rate(inputs.window, now=inputs.now, within=WINDOW_SECONDS)
+        busy = rate * mix.prompt_busy_seconds
+        wanted = max(math.ceil(busy / PREFILL_BUSY), min(running, math.ceil(busy / PREFILL_IDLE)))
+    return max(spec.scaling.min_replicas, min(spec.scaling.max_replicas, wanted))
 
 
 def max_num_seqs(deployment: Deployment, observed: Observation) -> int:
@@ -183,47 +202,39 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
     step_model = step_pace.pace(speculation, learned, buckets, request, objective, kv_tokens=cache)
     if step_model is None:
         return None
+    is_apart = bool(observed.prefill_addresses)
     mix = scaling.Mix(
-        prompt_tokens=request.prompt,
+        prompt_busy_seconds=objective.prompt.steps * objective.prompt.seconds,
+        prompt_tokens=0.0 if is_apart else request.prompt,
         output_tokens=request.output,
         context_tokens=request.context,
-        prompt_steps=objective.prompt.steps,
-        prompt_seconds=objective.prompt.seconds,
+        prompt_steps=1 if is_apart else objective.prompt.steps,
+        prompt_seconds=0.0 if is_apart else objective.prompt.seconds,
     )
     itl, ttft = objective.asked.itl_seconds, objective.asked.ttft_seconds
     limits = scaling.Limits(
         max_sequences=max_num_seqs(deployment, observed),
         cache_tokens=cache,
         itl_seconds=None if itl is None else itl / objective.itl_ratio,
-        ttft_seconds=None if ttft is None else ttft / objective.ttft_ratio,
+        # With prefill workers, these are sized for first tokens, and workers for inter-token latencies.
+        ttft_seconds=None if ttft is None or is_apart else ttft / objective.ttft_ratio,
     )
     return CapacityInputs(mix=mix, step_model=step_model, limits=limits)
 
 
-def _forecast(inputs: SizeInputs) -> ForecastState:
-    delta = inputs.delta
-    if delta is None:
-        return inputs.forecast
-    return scaling.update_forecast(inputs.forecast, scaling.arrivals([delta]), delta.seconds, now=inputs.now)
-
-
-def _service_load(
-    inputs: SizeInputs, forecast: ForecastState, startup_seconds: float | None
-) -> scaling.ServiceLoad | None:
+def _service_load(inputs: SizeInputs) -> scaling.ServiceLoad | None:
     """Return arrival rates and the capacity of one worker. Return None while the capacity is unknown."""
     known = inputs.capacity
     if known is None:
         return None
     capacity = partial(scaling.capacity, known.mix, known.step_model, known.limits)
     rate = partial(scaling.arrival_rate, inputs.window, now=inputs.now)
-    ahead = startup_seconds or TUNING.startup_seconds
     return scaling.ServiceLoad(
         capacity=capacity(),
         capacity_bound=capacity(standard_errors=TUNING.confidence_errors),
         arrival_rate=rate(within=TUNING.recent_seconds),
         arrival_rate_bound=rate(within=TUNING.recent_seconds, standard_errors=TUNING.confidence_errors),
         window_arrival_rate=rate(within=WINDOW_SECONDS),
-        forecast_rate=scaling.forecast_rate(forecast, now=inputs.now, ahead_seconds=ahead),
         ttft_seconds=known.limits.ttft_seconds,
     )
 

@@ -68,10 +68,9 @@ class EventKind(StrEnum):
     USER_CANDIDATE = "UserCandidate"
     """A user offers a draft of their own as the candidate."""
     USER_PROMOTE = "UserPromote"
+    """A user wants a draft to serve, whatever its trial says; also after a restore."""
     USER_REJECT = "UserReject"
     USER_ROLLBACK = "UserRollback"
-    PAUSED = "Paused"
-    RESUMED = "Resumed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +104,13 @@ _RESTORE = Row(phase=Phase.ROLLING_BACK, drops_candidate=True, restores_previous
 _ROLL_BACK = Row(phase=Phase.ROLLING_BACK, drops_candidate=True)
 _POISONED = Row(phase=Phase.COOLDOWN, drops_candidate=True, deletes_captures=True)
 _OFFERED = Row(phase=Phase.CANARY, takes_candidate=True)
+_APPOINTED = Row(phase=Phase.PROMOTING, takes_candidate=True, confirms=True, promotes=True)
 
 PHASES: Mapping[Phase, Mapping[EventKind, Row]] = {
     Phase.SERVING: {
         EventKind.RUN_REQUESTED: Row(phase=Phase.COLLECTING),
         EventKind.USER_CANDIDATE: _OFFERED,
+        EventKind.USER_PROMOTE: _APPOINTED,
         EventKind.USER_ROLLBACK: _RESTORE,
     },
     Phase.COLLECTING: {
@@ -141,7 +142,7 @@ PHASES: Mapping[Phase, Mapping[EventKind, Row]] = {
         EventKind.CANARY_FAILED: _ROLL_BACK,
         EventKind.LOAD_REFUSED: _ROLL_BACK,
         EventKind.TIME_OVER: _ROLL_BACK,
-        EventKind.USER_PROMOTE: Row(phase=Phase.PROMOTING, promotes=True),
+        EventKind.USER_PROMOTE: Row(phase=Phase.PROMOTING, confirms=True, promotes=True),
         EventKind.USER_REJECT: _ROLL_BACK,
         EventKind.USER_ROLLBACK: _ROLL_BACK,
         # Costs of the old image say nothing about the candidate on the new one.
@@ -165,6 +166,7 @@ PHASES: Mapping[Phase, Mapping[EventKind, Row]] = {
         # Only a user requests a run here: drift and schedule wait for the end of the phase.
         EventKind.RUN_REQUESTED: Row(phase=Phase.COLLECTING),
         EventKind.USER_CANDIDATE: _OFFERED,
+        EventKind.USER_PROMOTE: _APPOINTED,
         EventKind.USER_ROLLBACK: _RESTORE,
     },
 }
@@ -176,7 +178,7 @@ PHASES: Mapping[Phase, Mapping[EventKind, Row]] = {
 # cluster, so that an operator that was killed goes on from there.
 
 FAILURE_LIMIT = 3
-"""Losses of the canary pod after which the candidate is rolled back (spec: failureLimit)."""
+"""Losses of the canary pod after which the candidate is rolled back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,8 +205,6 @@ class Lifecycle:
     is_confirmed: bool = False
     """True if a verdict allows the promotion of ``candidate``: of its canary, in Direct mode of its evaluation."""
     canary_losses: int = 0
-    failure_limit: int = FAILURE_LIMIT
-    paused: bool = False
 
 
 class Transition(NamedTuple):
@@ -216,11 +216,6 @@ class Transition(NamedTuple):
 
 def advance(state: Lifecycle, event: Event) -> Transition:
     """Return the next state. Every event is defined in every phase; late ones change nothing."""
-    if event.kind in (EventKind.PAUSED, EventKind.RESUMED):
-        return Transition(replace(state, paused=event.kind is EventKind.PAUSED))
-    if state.paused:
-        # Events follow from the cluster and the spec, so what still holds comes again after the pause.
-        return Transition(state)
     kind = _effective_kind(state, event.kind)
     row = ALWAYS.get(kind) or PHASES[state.phase].get(kind)
     if row is None or not _is_allowed(state, row, event):
@@ -230,7 +225,7 @@ def advance(state: Lifecycle, event: Event) -> Transition:
 
 def _effective_kind(state: Lifecycle, kind: EventKind) -> EventKind:
     """Return the event that counts, where it depends on the mode or on earlier losses."""
-    if kind is EventKind.CANARY_POD_LOST and state.canary_losses + 1 >= state.failure_limit:
+    if kind is EventKind.CANARY_POD_LOST and state.canary_losses + 1 >= FAILURE_LIMIT:
         return EventKind.CANARY_FAILED
     if kind in (EventKind.JOB_BETTER, EventKind.JOB_BETTER_DIRECT):
         return EventKind.JOB_BETTER_DIRECT if state.mode is Mode.DIRECT else EventKind.JOB_BETTER
@@ -263,7 +258,7 @@ def _after(state: Lifecycle, row: Row, event: Event) -> Lifecycle:
     if row.promotes:
         after = replace(after, previous=state.current, current=after.candidate)
     if row.restores_previous:
-        after = replace(after, current=state.previous or "", previous=None)
+        after = replace(after, current=state.previous or "", previous="" if state.previous else None)
     if row.returns_to_spec:
         after = replace(after, current="", previous=None)
     if row.drops_candidate:

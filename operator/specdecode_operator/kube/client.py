@@ -322,9 +322,11 @@ class KubeClient:
         path = kind.path(manifest["metadata"]["namespace"])
         return await self._request("post", path, guarded=guarded, body=dict(manifest), field_manager=FIELD_MANAGER)
 
-    async def update(self, kind: Kind, manifest: Mapping[str, Any], *, guarded: bool = True) -> dict[str, Any]:
+    async def update(
+        self, kind: Kind, manifest: Mapping[str, Any], *, subresource: str | None = None, guarded: bool = True
+    ) -> dict[str, Any]:
         """Replace an object and return it. Raises Conflict if its resource version is not the manifest's any more."""
-        path = kind.path(manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        path = kind.path(manifest["metadata"]["namespace"], manifest["metadata"]["name"], subresource)
         return await self._request("put", path, guarded=guarded, body=dict(manifest), field_manager=FIELD_MANAGER)
 
     async def apply(self, manifest: Mapping[str, Any], *, force: bool, uid: str | None = None) -> dict[str, Any]:

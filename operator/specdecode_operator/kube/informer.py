@@ -36,9 +36,11 @@ class StoredObject(NamedTuple, Generic[T]):
     key: Key | None
 
 
-def parent_key(metadata: Mapping[str, Any]) -> Key | None:
-    """Return the key of the deployment that an object belongs to by its label, or None."""
-    name = (metadata.get("labels") or {}).get(NAME_LABEL)
+def parent_key(item: Mapping[str, Any]) -> Key | None:
+    """Return the key of the deployment that an object belongs to, by ``spec.deploymentRef`` or its label."""
+    metadata = item["metadata"]
+    reference = (item.get("spec") or {}).get("deploymentRef")
+    name = reference["name"] if reference else (metadata.get("labels") or {}).get(NAME_LABEL)
     return (metadata["namespace"], name) if name else None
 
 
@@ -68,15 +70,18 @@ class ObjectStore(Generic[T]):
         return set(self._objects)
 
     def is_current(self, metadata: Mapping[str, Any]) -> bool:
-        """Return whether exactly this version of the object is stored."""
+        """Return whether this version of the object is stored, or a newer one that a write returned."""
         stored = self._objects.get((metadata["namespace"], metadata["name"]))
-        return stored is not None and (stored.uid, stored.version) == (metadata["uid"], metadata["resourceVersion"])
+        if stored is None or stored.uid != metadata["uid"]:
+            return False
+        versions = metadata["resourceVersion"], stored.version
+        are_numbers = all(version.isdecimal() for version in versions)
+        return int(versions[0]) <= int(versions[1]) if are_numbers else versions[0] == versions[1]
 
-    def put(self, metadata: Mapping[str, Any], value: T) -> tuple[Key, ...]:
+    def put(self, metadata: Mapping[str, Any], value: T, key: Key | None) -> tuple[Key, ...]:
         """Store an object. Return the keys that are affected: two if the object moved to another deployment."""
         place = sys.intern(metadata["namespace"]), metadata["name"]
         before = self.remove(*place)
-        key = parent_key(metadata)
         if key is not None:
             key = sys.intern(key[0]), sys.intern(key[1])
         stored = StoredObject(value, metadata["uid"], metadata["resourceVersion"], key)
@@ -238,6 +243,10 @@ class Informer(Generic[T]):
             raise Unavailable(f"watch of {self._kind.plural}: ended at once")
         self._saw_progress()
 
+    def note(self, item: dict[str, Any]) -> None:
+        """Take an object that a write returned, without the call of ``on_change``."""
+        self._store.put(item["metadata"], self._project(item), parent_key(item))
+
     def _put(self, item: dict[str, Any]) -> None:
         metadata = item["metadata"]
         if self._store.is_current(metadata):
@@ -249,7 +258,7 @@ class Informer(Generic[T]):
             log.exception("%s %s/%s cannot be read", self._kind.kind, metadata["namespace"], metadata["name"])
             self._notify(self._store.remove(metadata["namespace"], metadata["name"]))
             return
-        self._notify(self._store.put(metadata, value))
+        self._notify(self._store.put(metadata, value, parent_key(item)))
 
     def _notify(self, keys: tuple[Key, ...]) -> None:
         for key in keys:
@@ -339,6 +348,12 @@ class InformerSet(Generic[T]):
         """Return what is stored of one object, or None."""
         informer = self._informer(namespace)
         return None if informer is None else informer.get(namespace, name)
+
+    def note(self, item: dict[str, Any]) -> None:
+        """Take an object that a write returned."""
+        informer = self._informer(item["metadata"]["namespace"])
+        if informer is not None:
+            informer.note(item)
 
     def of(self, key: Key) -> tuple[T, ...]:
         """Return what is stored of the objects with this key, in the order of their names."""

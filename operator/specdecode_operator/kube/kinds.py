@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from specdecode_operator.api.draft import DRAFT_KIND, DRAFT_PLURAL
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
 FIELD_MANAGER = "specdecode"
@@ -29,6 +30,7 @@ class Kind(NamedTuple):
 
 
 DEPLOYMENTS = Kind(f"{GROUP}/{VERSION}", KIND, PLURAL)
+DRAFTS = Kind(f"{GROUP}/{VERSION}", DRAFT_KIND, DRAFT_PLURAL)
 WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
 PODS = Kind("v1", "Pod", "pods")
 SERVICES = Kind("v1", "Service", "services")
@@ -67,6 +69,9 @@ _CHILD_VERBS = frozenset({"get", "list", "watch", "create", "patch"})
 PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     (GROUP, PLURAL): frozenset({"get", "list", "watch"}),
     (GROUP, f"{PLURAL}/status"): frozenset({"patch"}),
+    # Written by the operator too: roles after a trial, and drafts of training runs.
+    (GROUP, DRAFT_PLURAL): frozenset({"get", "list", "watch", "create", "update", "delete"}),
+    (GROUP, f"{DRAFT_PLURAL}/status"): frozenset({"update"}),
     ("apps", "deployments"): _CHILD_VERBS,
     ("", "services"): _CHILD_VERBS,
     ("", "configmaps"): _CHILD_VERBS,

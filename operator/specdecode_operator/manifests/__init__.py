@@ -14,6 +14,7 @@ from specdecode_operator.manifests.identity import (
     headless_name,
     plan_name,
     policy_name,
+    prefill_name,
     router_labels,
     router_name,
     selector,
@@ -48,4 +49,10 @@ from specdecode_operator.manifests.router import (
     router_settings,
     router_workload,
 )
-from specdecode_operator.manifests.template import pod_template, resolved_image, rolling_hash, workload
+from specdecode_operator.manifests.template import (
+    pod_template,
+    prefill_workload,
+    resolved_image,
+    rolling_hash,
+    workload,
+)

@@ -14,6 +14,7 @@ from specdecode_worker.contract import (
     EngineConfig,
     ModelConfig,
     NamedDraft,
+    Port,
     ServerConfig,
     WorkerConfig,
     default_served_name,
@@ -82,6 +83,7 @@ def _engine(spec: Spec) -> EngineConfig:
         tensor_parallel_size=spec.ranks,
         gpu_memory_utilization=spec.engine.memory_percent / 100,
         sampler=spec.engine.sampler,
+        block_port=None if spec.has_own_draft else Port.blocks,
     )
 
 

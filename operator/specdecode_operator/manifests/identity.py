@@ -52,6 +52,11 @@ def worker_name(name: str) -> str:
     return f"{name}-worker"
 
 
+def prefill_name(name: str) -> str:
+    """Return the name of the Deployment of the prefill workers."""
+    return f"{name}-prefill"
+
+
 def policy_name(name: str) -> str:
     """Return the name of the NetworkPolicy of workers and routers."""
     return name
@@ -90,7 +95,7 @@ def demand_name(name: str) -> str:
 def child_names(name: str) -> tuple[str, ...]:
     """Return the names of all objects that the operator creates for a deployment."""
     own = (worker_name, headless_name, plan_name, state_name, tokens_name)
-    return name, *(make(name) for make in (*own, router_name, demand_name))
+    return name, *(make(name) for make in (*own, prefill_name, router_name, demand_name))
 
 
 def service_url(namespace: str, name: str, *, tls: bool = False) -> str:

@@ -103,15 +103,19 @@ def network_policy(deployment: Deployment, peers: PolicyPeers) -> Manifest:
     """Return the NetworkPolicy of workers and routers, with the clients of the public port and of the admin port.
 
     The admin port serves the operator, the routers of the namespace, of which those of a deployment that shares its
-    traffic have a token, and the deployment's own training Jobs.
+    traffic have a token, and the deployment's own training Jobs. The port of cache blocks serves the deployment's own
+    workers.
     """
     routers = {"podSelector": {"matchLabels": {ROLE_LABEL: Role.router.value}}}
     jobs = {"podSelector": {"matchLabels": {NAME_LABEL: deployment.name, ROLE_LABEL: Role.job.value}}}
+    own = {"key": ROLE_LABEL, "operator": "In", "values": [Role.worker.value, Role.prefill.value]}
+    workers = {"podSelector": {"matchLabels": {NAME_LABEL: deployment.name}, "matchExpressions": [own]}}
     rules: list[dict[str, Any]] = [
         {"ports": [{"protocol": "TCP", "port": Port.http}], **({"from": list(peers.clients)} if peers.clients else {})},
         {"ports": [{"protocol": "TCP", "port": Port.admin}], "from": [*peers.admins, routers, jobs]},
+        {"ports": [{"protocol": "TCP", "port": Port.blocks}], "from": [workers]},
     ]
-    roles = {"key": ROLE_LABEL, "operator": "In", "values": [Role.worker.value, Role.router.value]}
+    roles = {"key": ROLE_LABEL, "operator": "In", "values": [Role.worker.value, Role.prefill.value, Role.router.value]}
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,8 +12,11 @@ from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, co
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, unpinned_uris, worker_config
 from specdecode_operator.manifests.identity import (
+    ROLE_LABEL,
     SPEC_HASH_ANNOTATION,
+    Role,
     metadata,
+    prefill_name,
     public_port_name,
     selector,
     worker_name,
@@ -223,6 +227,7 @@ def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "ports": [
             {"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"},
             {"name": "admin", "containerPort": Port.admin, "protocol": "TCP"},
+            {"name": "blocks", "containerPort": Port.blocks, "protocol": "TCP"},
         ],
         "resources": _resources(spec),
         "startupProbe": probe("/ready", tls=tls, period=2, failures=STARTUP_SECONDS // 2),
@@ -284,6 +289,27 @@ def workload(deployment: Deployment, template: Mapping[str, Any], spec_hash: str
             "template": template,
         },
     }
+
+
+def prefill_workload(deployment: Deployment, template: Mapping[str, Any], spec_hash: str, replicas: int) -> Manifest:
+    """Return the child Deployment of the prefill workers: that of the workers, with the role in pods and configuration.
+
+    The arguments are those of `workload`.
+    """
+    labels = {**selector(deployment.name), ROLE_LABEL: Role.prefill.value}
+    template = labelled(copy.deepcopy(dict(template)), labels)
+    for variable in container_in(template, "worker")["env"]:
+        if variable["name"] == Env.config:
+            config = json.loads(variable["value"])
+            engine = {"block_port": Port.blocks, **config.get("engine", {}), "role": Role.prefill.value}
+            variable["value"] = json.dumps({**config, "engine": engine})
+    made = workload(deployment, template, spec_hash, replicas)
+    named = {
+        **made["metadata"],
+        "name": prefill_name(deployment.name),
+        "labels": {**made["metadata"]["labels"], **labels},
+    }
+    return {**made, "metadata": named, "spec": {**made["spec"], "selector": {"matchLabels": labels}}}
 
 
 def resolved_image(template: Mapping[str, Any]) -> str:

@@ -6,7 +6,6 @@ by their credit, so that the rates of all drafts together are the measured ones.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -164,20 +163,3 @@ def subsets_of(running: Sequence[str]) -> list[Names]:
     count = len(running)
     masks = sorted(range(1 << count), key=lambda mask: (-mask.bit_count(), mask))
     return [tuple(name for index, name in enumerate(running) if mask >> index & 1) for mask in masks]
-
-
-def log_variance(
-    before: Mapping[Position, float],
-    after: Mapping[Position, float],
-    rates: TaskAcceptance,
-    paired: Mapping[Position, float],
-) -> float:
-    """Return the variance of log(tokens after / tokens before), by the derivatives of both by every rate.
-
-    ``rates`` are those after, and ``paired`` the variances of what changes in them, as far as it was measured at the
-    same nodes. Where the drafts are the same and the shapes differ, the rates err together; where the drafts differ,
-    their difference errs.
-    """
-    shape = sum((after.get(at, 0.0) - before.get(at, 0.0)) ** 2 * rates.rate(at).variance for at in {**before, **after})
-    drafts = math.fsum(slope**2 * paired.get(at, rates.rate(at).variance) for at, slope in after.items())
-    return shape + drafts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from specdecode_operator.merging.options import Option
 from specdecode_operator.merging.subsets import Credit, Names
 from specdecode_operator.state.learned import MergeChoice
 
@@ -18,9 +17,9 @@ def merge_text(names: Names, *, is_trial: bool) -> str:
     return f"merge {', '.join(names) or 'nothing'}{' on trial' if is_trial else ''}"
 
 
-def gain_text(names: Names, verb: str, without: Option, confidence: float) -> str:
-    """Return the tokens and the time that drafts bring, by the option without them."""
-    tokens, seconds = 100 * (1 / without.tokens - 1), 100 * (1 / without.seconds - 1)
+def gain_text(names: Names, verb: str, tokens_ratio: float, seconds_ratio: float, confidence: float) -> str:
+    """Return the tokens and the time that drafts bring, by those of a step without them over those with them."""
+    tokens, seconds = 100 * (1 / tokens_ratio - 1), 100 * (1 / seconds_ratio - 1)
     length = "longer" if seconds >= 0 else "shorter"
     return (
         f"{listed(names)} {verb}: {tokens:+.0f} % tokens for {abs(seconds):.0f} % {length} steps,"

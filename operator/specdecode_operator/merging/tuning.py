@@ -16,11 +16,6 @@ class MergeTuning:
     """Stored credit cells: three tasks with four orders (common, own, two merged), 16 depths, two kinds of parents."""
     least_drafts: float = 20.0
     """Independent drafts of a task below which nothing is chosen: as many as outweigh a prior of acceptance twice."""
-    trial_seconds: float = 60.0
-    """Longest trial of dropped drafts: as long as the window of measurements."""
-    retry_seconds: float = 600.0
-    """Least time between a change and a trial of the dropped drafts: the mean time between the changes that the default
-    of ``StabilityLimits.max_changes_per_hour`` allows."""
     half_count: float = 0.5
     """Pseudo-count of a share of drafts, so that no event is held to be impossible (Jeffreys)."""
 

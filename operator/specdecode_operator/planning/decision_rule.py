@@ -18,7 +18,7 @@ from specdecode_operator.planning.estimates import NORMAL, confidence
 from specdecode_operator.planning.row_states import next_row, recent_changes
 from specdecode_operator.planning.shape_search import RANK, Choice, Found, ShapeSearch
 from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
-from specdecode_operator.state.learned import LearnedState, RowState
+from specdecode_operator.state.learned import LearnedState, MergeChoice, RowState
 from specdecode_worker.contract import TreeShape
 
 LOSES, SUSPENDED = "speculation loses against plain decoding; ", "the guards suspend speculation at this load; "
@@ -80,9 +80,9 @@ class LoadDecision:
         """Return the best shapes where plain decoding is surely faster. They wait for no dwell."""
         group = [row for row in self.rows if row.depth]
         now, plain, choices = self._best(group)
-        if self._bound(now, plain, TUNING.z) <= TUNING.measured_error - math.log(self.search.objective.min_speedup):
+        if self.bound(now, plain, TUNING.z) <= TUNING.measured_error - math.log(self.search.objective.min_speedup):
             return []
-        better = [choice for choice in choices if self._bound(now, choice, TUNING.z) > 0]
+        better = [choice for choice in choices if self.bound(now, choice, TUNING.z) > 0]
         return self._to(group, now, min(better, key=RANK, default=plain), "loses", LOSES)
 
     def _improved(self) -> list[Change]:
@@ -90,98 +90,112 @@ class LoadDecision:
 
         Where the guards suspend speculation, only a shallower shape is, and it waits for no dwell.
         """
-        group = [row for row in self.rows if self._is_free(row)]
+        group = [row for row in self.rows if self.is_free(row)]
         if not group:
             return []
         now, plain, choices = self._best(group)
         timed = max((choice.passes for choice in (now, *choices) if choice.is_timed), default=0)
         others = [choice for choice in choices if choice is not now]
         outdated = all(self._is_outdated(row) for row in group)
-        gains = [other for other in others if other.passes <= timed and self._is_worth_it(now, other, outdated)]
+        gains = [other for other in others if other.passes <= timed and self.is_worth_it(now, other, outdated)]
         if self.is_suspended:
             # Otherwise the estimates err, and as much for the shallower shape.
             gains = [
                 other
                 for other in others
                 if other.depth < now.depth and self.search.gain(now, other) > 2 * TUNING.measured_error * other.is_plain
-                if other.is_plain or self.search.gain(plain, other) > self._least_gain
+                if other.is_plain or self.search.gain(plain, other) > self.least_gain
             ]
             return self._to(group, now, min(gains, key=RANK, default=now), "loses", SUSPENDED)
         if gains:
             return self._to(group, now, min(gains, key=RANK), "gain", OUTDATED if outdated else "")
         worth = [(self._trial_value(now, other, plain), other) for other in others]
         trials = [(value, other) for value, other in worth if value > 0]
-        value, best = max(trials, key=lambda one: self._bound(now, one[1], TUNING.z), default=(0.0, now))
+        value, best = max(trials, key=lambda one: self.bound(now, one[1], TUNING.z), default=(0.0, now))
         why = f"a trial, worth {100 * value:.1f} % beyond the cost of its changes; "
         return self._to(group, now, best, "probe" if now.is_plain else "trial", why, is_trial=True)
 
     def _after_trial(self) -> list[Change]:
-        """Return the better of the timed shapes, once the shapes on trial were timed or their time is over."""
+        """Return the better of the shapes on trial and those before, once the former were timed or their time is over.
+
+        A trial compares these two. Other shapes must be surely better than both, as at any time.
+        """
         since = max(row.since for row in self.rows if row.trial)
         now, _, choices = self._best(self.rows)
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
         if not (is_timed or self.is_suspended) and self.now - since < TUNING.window_seconds:
             return []
-        better = (each for each in choices if each.is_timed and self.search.gain(now, each) > 0)
-        return self._to(self.rows, now, min(better, key=RANK, default=now), "trial", "after a trial; ")
+        before = self.search.evaluate([tuple((row.task, row.settled_shape) for row in self.rows)])
+        kept = min((*before.values(), *([now] if now.is_timed else [])), key=RANK)
+        better = (each for each in choices if each.is_timed and self.bound(kept, each, TUNING.z) > 0)
+        return self._to(self.rows, now, min(better, key=RANK, default=kept), "trial", "after a trial; ")
 
     # --- what a change is worth ---------------------------------------------------------------------------------------
 
-    def _is_worth_it(self, now: Choice, other: Choice, outdated: bool) -> bool:
+    def is_worth_it(self, now: Choice, other: Choice, outdated: bool) -> bool:
         """Return whether the gain surely exceeds the least gain of the tasks that change.
 
         A shape that is outdated by a change point has no claim against another, so less evidence is enough. What only a
         trial can measure is no sure gain.
         """
-        if not other.is_timed and self._trial_error(now, other) > 0:
+        if not other.is_timed and self._trial_variance(now, other) > 0:
             return False
-        if outdated and self.search.gain(now, other) >= self._least_gain:
-            return self._bound(now, other, TUNING.z_changed) > 0
-        return self._bound(now, other, TUNING.z) > self._least_gain * self.search.moving_demand(now, other)
+        if outdated and self.search.gain(now, other) >= self.least_gain:
+            return self.bound(now, other, TUNING.z_changed) > 0
+        return self.bound(now, other, TUNING.z) > self.least_gain * self.search.moving_demand(now, other)
 
     def _trial_value(self, now: Choice, other: Choice, plain: Choice) -> float:
-        """Return the expected gain of a trial, E[max(0, gain)], less the cost of its changes.
-
-        It costs one change, and a second one if it is in vain. No step is shorter than one that it includes, which
-        bounds the gain while acceptance is measured.
-        """
-        error = self._trial_error(now, other)
-        if error <= 0:
-            return -1.0
+        """Return what a trial is worth. No step is shorter than one that it includes, which bounds the gain."""
         gain, most = self.search.gain(now, other), math.inf
         if not now.is_plain:
             shapes = zip(now.shapes, other.shapes, strict=True)
             includes = all(one.depth <= two.depth and one.nodes <= two.nodes for (_, one), (_, two) in shapes)
             least = max(plain.seconds.mean, now.seconds.mean * includes)
             most = max(0.0, math.log(now.per_token * other.tokens / least))
+        return self.trial_value(gain, self._trial_variance(now, other), most)
+
+    def trial_value(self, gain: float, variance: float, most: float = math.inf, share: float = 1.0) -> float:
+        """Return the expected gain of a trial, E[max(0, gain)], at most ``most``, less the cost of its changes.
+
+        It costs one change of this share of the tokens, and a second one if it is in vain. Its own noise, and the
+        wander of its polls, leave a part of the doubt.
+        """
+        if variance <= 0:
+            return -1.0
+        noise = TUNING.measured_error**2 + self.search.times.wander / TUNING.trial_polls
+        error = variance / math.sqrt(variance + noise)
         expected = error * (_above(gain / error) - _above((gain - most) / error))
-        return expected - self._least_gain * (1 + NORMAL.cdf(-gain / error))
+        return expected - share * self.least_gain * (1 + NORMAL.cdf(-gain / error))
 
-    def _trial_error(self, now: Choice, other: Choice) -> float:
-        """Return the standard error of a gain that only a trial can measure; 0 where it is measured anyway.
+    def drift_variance(self, seconds: float) -> float:
+        """Return the variance of a gain that was not measured for so long.
 
-        Workers that explore time other chains by themselves while they draft. While they decode plainly, gains drift;
         ``minDwellSeconds`` says how soon users expect conditions to change.
+        """
+        return TUNING.drift_per_dwell**2 * max(0.0, seconds) / max(1, self.speculation.limits.min_dwell_seconds)
+
+    def _trial_variance(self, now: Choice, other: Choice) -> float:
+        """Return the variance of a gain that only a trial can measure; 0 where it is measured anyway.
+
+        Workers that explore time other chains by themselves while they draft. While they decode plainly, gains drift.
         """
         is_busy = self.is_present and self.now - self.learned.load.at <= TUNING.window_seconds
         if other.is_plain or not is_busy:
             return 0.0
         is_chain = len({shape for _, shape in other.shapes}) == 1 and other.shapes[0][1].is_chain
-        variance = 0.0
         if not other.is_timed and not (self.speculation.limits.explore_percent > 0 and is_chain and not now.is_plain):
-            variance = other.seconds.relative_variance
-        elif other.is_timed and now.is_plain:
+            return max(0.0, other.seconds.relative_variance - self.search.times.wander)
+        if other.is_timed and now.is_plain:
             newest = max((cell.at for cell in self.learned.costs if cell.draft_passes), default=0.0)
-            age = max(0.0, self.now - newest - TUNING.window_seconds)
-            variance = TUNING.drift_per_dwell**2 * age / max(1, self.speculation.limits.min_dwell_seconds)
-        return math.sqrt(max(0.0, variance - TUNING.measured_error**2 - self.search.times.wander))
+            return self.drift_variance(self.now - newest - TUNING.window_seconds)
+        return 0.0
 
-    def _bound(self, now: Choice, other: Choice, z: float) -> float:
+    def bound(self, now: Choice, other: Choice, z: float) -> float:
         """Return the lower confidence bound of a gain."""
         return self.search.gain(now, other) - z * self.search.gain_error(now, other)
 
     @property
-    def _least_gain(self) -> float:
+    def least_gain(self) -> float:
         return math.log(1 + self.speculation.limits.min_gain_percent / 100)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -189,8 +203,11 @@ class LoadDecision:
     def _best(self, group: Sequence[RowState]) -> Found:
         return self.search.best(tuple((row.task, row.shape) for row in self.rows), [row.task for row in group])
 
-    def _is_free(self, row: RowState) -> bool:
-        """Return whether the row may change for a gain: by the changes of the hour, and its dwell or suspension."""
+    def is_free(self, row: RowState | MergeChoice) -> bool:
+        """Return whether a row, or the choice of drafts, may change for a gain.
+
+        The changes of the hour, and its dwell or suspension, decide.
+        """
         limits = self.speculation.limits
         if len(recent_changes(row.moves, self.now)) >= limits.max_changes_per_hour:
             return False
@@ -198,7 +215,7 @@ class LoadDecision:
             return self._is_active(row)
         return self.now - row.since >= limits.min_dwell_seconds
 
-    def _is_active(self, row: RowState) -> bool:
+    def _is_active(self, row: RowState | MergeChoice) -> bool:
         """Return whether the row's task was drafted for about as recently as any."""
         seen = {cell.task: cell.at for cell in self.learned.acceptance if (cell.depth, cell.parent) == (1, "main")}
         return seen.get(row.task, 0.0) > max(seen.values(), default=0.0) - TUNING.window_seconds

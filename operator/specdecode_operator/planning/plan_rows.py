@@ -128,6 +128,7 @@ def next_plan(
     pin: Pin | None = None,
     assignment: DraftAssignment | None = None,
     capture: CaptureRules | None = None,
+    prefill: tuple[str, ...] = (),
 ) -> Plan:
     """Return ``before`` if nothing changed, else the next version, which is above those that workers run.
 
@@ -147,6 +148,7 @@ def next_plan(
         tasks=tuple(task.for_worker() for task in speculation.tasks),
         assignment=assignment,
         capture=capture,
+        prefill=prefill,
     )
     plan = pin.over(plan) if pin else plan
     version = before.version if before and before.uid == uid else 0

@@ -13,7 +13,8 @@ def next_row(row: RowState, shape: TreeShape, now: float, *, is_trial: bool = Fa
     ``counts`` says whether the change counts against the changes of the hour. The end of a trial does not.
     """
     moves = (*recent_changes(row.moves, now), now) if counts else row.moves
-    return row.running(shape, since=row.since if shape == row.shape else now, moves=moves, trial=is_trial)
+    before = row.shape.parents if is_trial else None
+    return row.running(shape, since=row.since if shape == row.shape else now, moves=moves, before=before)
 
 
 def recent_changes(moves: tuple[float, ...], now: float) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 from specdecode_operator.planning.draft_trees import Node, Path, Position, chain_of, paths_of, shape_of
@@ -53,6 +54,10 @@ class Choice:
     """Expected tokens of a step, mean over the running sequences."""
     violation: float
     """Share by which the worst objective is missed."""
+    verified: float
+    """Tokens that a step verifies of one sequence, mean over the running sequences."""
+    tasks: tuple[TaskLoad, ...]
+    """Tasks with the drafts that they merge, in the order of the shapes."""
 
     @property
     def per_token(self) -> float:
@@ -120,11 +125,17 @@ class ShapeSearch:
 
     def evaluate(self, candidates: Iterable[Shapes]) -> dict[Shapes, Choice]:
         """Return every candidate with its step time and tokens."""
-        bounds = {task.name: task.bounds for task in self.tasks}
-        mixes = {shapes: self._mix(shapes) for shapes in candidates}
-        met = {shapes: batches(shapes, bounds, mix[1], self.load.sequences) for shapes, mix in mixes.items()}
+        bounds, mixes = {task.name: task.bounds for task in self.tasks}, {each: self._mix(each) for each in candidates}
+        met = {
+            shapes: batches(shapes, bounds, mix[1], self.load.sequences, self._extended(shapes))
+            for shapes, mix in mixes.items()
+        }
         times = self.times.predict(self.load, (one.batch for each in met.values() for one in each))
         return {shapes: self._choice(shapes, mix, met[shapes], times) for shapes, mix in mixes.items()}
+
+    def _extended(self, shapes: Shapes) -> dict[str, float]:
+        """Return the nodes of a step beyond its shapes, by task."""
+        return {task.name: task.extended(shape)[1] for task, (_, shape) in zip(self.tasks, shapes, strict=True)}
 
     def gain(self, one: Choice, two: Choice) -> float:
         """Return log(time per token of ``one`` / of ``two``). While an objective is missed, how much less it is."""
@@ -135,48 +146,25 @@ class ShapeSearch:
     def gain_error(self, one: Choice, two: Choice) -> float:
         """Return the standard error of the gain. Errors that both choices share do not add."""
         time = one.seconds.relative_variance + two.seconds.relative_variance
-        if one.passes == two.passes:
-            time = min(time, (math.log(one.seconds.mean / two.seconds.mean) / 2) ** 2)
-        return math.sqrt(time + sum(self._gain_variance(task, one, two) for task in self.tasks))
+        if one.passes == two.passes and one.seconds[2:] == two.seconds[2:]:
+            # Both rest on the same steps, and differ by what the model says of verified tokens.
+            apart = self.times.token_variance(self.load.sequences * (two.verified - one.verified))
+            time = min(time, apart / (one.seconds.mean * two.seconds.mean))
+        pairs = zip(one.tasks, two.tasks, strict=True)
+        return math.sqrt(time + sum(_gain_variance(before, after, one, two) for before, after in pairs))
 
     def moving_demand(self, one: Choice, two: Choice) -> float:
-        """Return the share of the tokens that belongs to tasks with a different shape."""
-        pairs = zip(self.tasks, one.shapes, two.shapes, strict=True)
-        return sum(task.demand for task, before, after in pairs if before != after)
+        """Return the share of the tokens that belongs to tasks with a different shape, or with other drafts."""
+        steps = zip(one.tasks, one.shapes, two.tasks, two.shapes, strict=True)
+        return sum(task.demand for task, shape, other, after in steps if (task, shape) != (other, after))
 
     def tokens_variance(self, choice: Choice) -> float:
         """Return the variance of log(expected tokens per step)."""
         return sum(
             slope**2 * task.acceptance.rate(at).variance
-            for task in self.tasks
-            for at, slope in self._slopes(task, choice).items()
+            for task in choice.tasks
+            for at, slope in _slopes(task, choice).items()
         )
-
-    def _gain_variance(self, task: TaskLoad, one: Choice, two: Choice) -> float:
-        """Return one task's part of the variance of log(tokens of two / tokens of one).
-
-        Acceptance rates err together over depths, and requests differ in what a change brings; the larger doubt counts.
-        """
-        before, after = self._slopes(task, one), self._slopes(task, two)
-        errors = [
-            (after.get(at, 0.0) - before.get(at, 0.0)) * math.sqrt(task.acceptance.rate(at).variance)
-            for at in {**before, **after}
-        ]
-        apart, together = sum(error**2 for error in errors), sum(errors) ** 2
-        rates = max(apart, TUNING.depth_correlation * together + (1 - TUNING.depth_correlation) * apart)
-        change = abs(math.log(two.by_task[task.name] / one.by_task[task.name]))
-        weight = (one.shares[task.name] + two.shares[task.name]) / 2
-        requests = (weight * min(TUNING.request_spread, change)) ** 2 / max(1.0, task.requests)
-        return max(rates, requests)
-
-    def _slopes(self, task: TaskLoad, choice: Choice) -> dict[Position, float]:
-        """Return the derivatives of log(tokens) by the acceptance rates of one task.
-
-        Half of it comes through the tokens of its sequences, half through their number.
-        """
-        weight = choice.shares[task.name] * (1 + choice.by_task[task.name] / choice.tokens) / 2
-        shape = dict(choice.shapes)[task.name]
-        return {at: weight * slope for at, slope in task.acceptance.slopes(shape).items()}
 
     def _mix(self, shapes: Shapes) -> Mix:
         """Return the mix while ``shapes`` run.
@@ -184,7 +172,7 @@ class ShapeSearch:
         With open arrivals a task's share follows demand / tokens; with a fixed number of clients it does not change.
         Counters do not tell which, so the share is the geometric mean of both.
         """
-        tokens = {task.name: task.acceptance.tokens(shape) for task, (_, shape) in zip(self.tasks, shapes, strict=True)}
+        tokens = {task.name: task.tokens(shape) for task, (_, shape) in zip(self.tasks, shapes, strict=True)}
         raw = {task.name: math.sqrt(task.share * task.demand / tokens[task.name]) for task in self.tasks}
         return tokens, {name: share / sum(raw.values()) for name, share in raw.items()}
 
@@ -196,7 +184,9 @@ class ShapeSearch:
             own[one.task] += one.weight * times[one.batch].mean
         violation = self.objective.violation(seconds.mean, (tokens[name] * seconds.mean / own[name] for name in tokens))
         mean = sum(share * tokens[name] for name, share in shares.items())
-        return Choice(shapes, seconds, max(one.batch.passes for one in met), tokens, shares, mean, violation)
+        passes = max(one.batch.passes for one in met)
+        verified = sum(shares[one.task] * one.weight * one.batch.verified for one in met)
+        return Choice(shapes, seconds, passes, tokens, shares, mean, violation, verified, self.tasks)
 
     def _best_of(self, depth: int) -> Shapes | None:
         """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""
@@ -233,21 +223,28 @@ class ShapeSearch:
         return sorted(found, key=lambda step: (step[1].order, step[0].name))
 
 
-def batches(shapes: Shapes, bounds: Mapping[str, Bounds], shares: Mapping[str, float], sequences: float) -> list[Met]:
+def batches(
+    shapes: Shapes,
+    bounds: Mapping[str, Bounds],
+    shares: Mapping[str, float],
+    sequences: float,
+    extended: Mapping[str, float] = MappingProxyType({}),
+) -> list[Met]:
     """Return the batches that a sequence of each task is in; the weights of a task sum to 1.
 
     The shape with most draft passes in a batch decides how many a step makes. The other sequences are drawn by
-    ``shares``.
+    ``shares``. ``extended`` are nodes beyond the shapes.
     """
     passes = {name: bounds[name].passes(shape.depth) for name, shape in shapes}
+    drafted = {name: shape.nodes + extended.get(name, 0.0) for name, shape in shapes}
     others, found = max(0.0, sequences - 1), list[Met]()
-    for name, own in shapes:
+    for name, own in drafted.items():
         met, below = list[Met](), 0.0
         for most in sorted({count for count in passes.values() if count >= passes[name]}):
-            inside = [(shares[task], shape.nodes) for task, shape in shapes if passes[task] <= most]
+            inside = [(shares[task], nodes) for task, nodes in drafted.items() if passes[task] <= most]
             share = min(1.0, sum(weight for weight, _ in inside))
             nodes = sum(weight * count for weight, count in inside) / share if share > 0 else 0.0
-            verified = 1 + (own.nodes + others * nodes) / (1 + others)
+            verified = 1 + (own + others * nodes) / (1 + others)
             met.append(Met(name, Batch(most, round(verified, 1)), share**others - below))
             below = share**others
         often = [one for one in met if one.weight >= TUNING.least_share]
@@ -260,3 +257,35 @@ def _changed(now: Shapes, shapes: Iterable[tuple[str, TreeShape]], tasks: Collec
     """Return ``now`` with the ``shapes`` of ``tasks``."""
     found = dict(shapes)
     return tuple((name, found[name] if name in tasks else shape) for name, shape in now)
+
+
+def _gain_variance(before: TaskLoad, after: TaskLoad, one: Choice, two: Choice) -> float:
+    """Return one task's part of the variance of log(tokens of two / tokens of one).
+
+    Acceptance rates err together over depths, and requests differ in what a change brings; the larger doubt counts.
+    Where other drafts are merged, the rates were measured at the same nodes, and their difference errs.
+    """
+    slopes, others, drafts = _slopes(before, one), _slopes(after, two), 0.0
+    if after.differing is not None:
+        rates = after.acceptance
+        slopes = {at: slope for at, slope in slopes.items() if rates.has(at)}
+        drafts = sum(slope**2 * after.differing.get(at, rates.rate(at).variance) for at, slope in others.items())
+    errors = [
+        (others.get(at, 0.0) - slopes.get(at, 0.0)) * math.sqrt(after.acceptance.rate(at).variance)
+        for at in {**slopes, **others}
+    ]
+    apart, together = sum(error**2 for error in errors), sum(errors) ** 2
+    rates_variance = max(apart, TUNING.depth_correlation * together + (1 - TUNING.depth_correlation) * apart)
+    change = abs(math.log(two.by_task[after.name] / one.by_task[before.name]))
+    weight = (one.shares[before.name] + two.shares[after.name]) / 2
+    requests = (weight * min(TUNING.request_spread, change)) ** 2 / max(1.0, before.requests)
+    return drafts + max(rates_variance, requests)
+
+
+def _slopes(task: TaskLoad, choice: Choice) -> dict[Position, float]:
+    """Return the derivatives of log(tokens) by the acceptance rates of one task.
+
+    Half of it comes through the tokens of its sequences, half through their number.
+    """
+    weight = choice.shares[task.name] * (1 + choice.by_task[task.name] / choice.tokens) / 2
+    return {at: weight * slope for at, slope in task.acceptance.slopes(dict(choice.shapes)[task.name]).items()}

@@ -116,6 +116,12 @@ class StepTimeModel:
         """Return the seconds by the linear model for features in the order of contract.FEATURES."""
         return float(sum(map(float.__mul__, map(float, _with_drafting(x)), self.coefficients)))
 
+    def token_variance(self, tokens: float) -> float:
+        """Return the variance of what ``tokens`` more verified tokens add to a step, in square seconds."""
+        at = FEATURES.index("verify_tokens")
+        error = TUNING.model_error * self.coefficients[at]
+        return tokens**2 * (float(self.covariance[at, at]) + error**2)
+
     def near(self, load: Load) -> list[_Cell]:
         """Return the kinds of step that were timed at about this load, the nearest in sequences first."""
         if load not in self.nearby:

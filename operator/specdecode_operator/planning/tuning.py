@@ -61,6 +61,8 @@ class Tuning:
     """Standard errors by which a gain must exceed its cost: 90 % confidence."""
     z_changed: float = 0.84
     """The same after a change point outdated the evidence behind the present shapes: 80 % confidence."""
+    trial_polls: float = 4.0
+    """Polls over which a trial averages the wander of step times: ``recent_seconds`` of five seconds each."""
     measured_error: float = 0.03
     """Relative error that a trial leaves, and smallest loss that is believed: recorded noise of 15 s."""
     drift_per_dwell: float = 0.065

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import NamedTuple
@@ -12,14 +12,14 @@ import numpy as np
 
 from specdecode_operator.api.v1alpha1 import ObjectiveSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
-from specdecode_operator.planning.draft_trees import TaskAcceptance
+from specdecode_operator.planning.draft_trees import Position, TaskAcceptance, paths_of
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import Bounds, bounds_of
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.telemetry.counters import NO_TRAFFIC, Moments, RequestSums, TrafficSums
-from specdecode_worker.contract import FEATURES, OTHER_TASK, EngineConfig, LatencyHistogram, Report
+from specdecode_worker.contract import FEATURES, OTHER_TASK, EngineConfig, LatencyHistogram, Report, TreeShape
 
 _PREFILL_TOKENS = FEATURES.index("prefill_tokens")
 
@@ -83,13 +83,29 @@ class TaskLoad:
     """Of the tokens that are asked for, whatever runs; sums to 1 over the tasks."""
     requests: float = math.inf
     """Number of requests that the acceptance was measured on."""
+    extension: Callable[[int, float], tuple[float, float]] | None = None
+    """Tokens and nodes that drafts without passes add to a main path of this depth, by its survival."""
+    differing: Mapping[Position, float] | None = None
+    """Where other drafts are merged than run: variances of what changes in the acceptance rates."""
+
+    def extended(self, shape: TreeShape) -> tuple[float, float]:
+        """Return the tokens and the nodes of a step that are beyond its shape."""
+        if self.extension is None:
+            return 0.0, 0.0
+        main = (0,) * max((len(path) for path in paths_of(shape) if not any(path)), default=0)
+        return self.extension(len(main), self.acceptance.survival(main))
+
+    def tokens(self, shape: TreeShape) -> float:
+        """Return the expected tokens of a step."""
+        return self.acceptance.tokens(shape) + self.extended(shape)[0]
 
 
 def tasks_at(
     model: AcceptanceModel, rows: Sequence[RowState], load: Load, kv_tokens: float | None
 ) -> tuple[TaskLoad, ...]:
     """Return the tasks of the rows of one load, with no more draft tokens than the cache has room for."""
-    tokens = {row.task: model.of(row.task).tokens(row.shape) for row in rows}
+    rates = {row.task: model.of(row.task, load.context) for row in rows}
+    tokens = {row.task: rates[row.task].tokens(row.shape) for row in rows}
     output = _output_tokens(model.learned, tokens)
     steps = {task: output[task] / tokens[task] for task in tokens}
     total = sum(steps.values())
@@ -100,7 +116,7 @@ def tasks_at(
         TaskLoad(
             task,
             _fitting(bounds_of(model.speculation, task), load, kv_tokens),
-            model.of(task),
+            rates[task],
             shares[task],
             shares[task] * tokens[task] / mean,
             requests[task],

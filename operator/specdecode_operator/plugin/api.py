@@ -10,6 +10,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
+from specdecode_operator.api.draft import DRAFT_PLURAL
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from specdecode_operator.errors import PluginError
 from specdecode_operator.state.learned import LearnedState, parse_state
@@ -53,6 +54,25 @@ class Api:
         )
         return resource
 
+    def drafts(self, namespace: str, name: str) -> tuple[Resource, ...]:
+        """Return the SpecDecodeDrafts of a deployment."""
+        listed = self._call(
+            lambda: self._ours.list_namespaced_custom_object(GROUP, VERSION, namespace, DRAFT_PLURAL, **_limits())
+        )
+        return tuple(one for one in listed["items"] if one["spec"]["deploymentRef"]["name"] == name)
+
+    def create_draft(self, namespace: str, manifest: Resource) -> None:
+        """Create a SpecDecodeDraft."""
+        self._call(
+            lambda: self._ours.create_namespaced_custom_object(
+                GROUP, VERSION, namespace, DRAFT_PLURAL, manifest, field_manager="kubectl-specdecode", **_limits()
+            )
+        )
+
+    def set_role(self, namespace: str, draft: str, role: str) -> None:
+        """Change the role of a SpecDecodeDraft."""
+        self._patch(namespace, draft, {"spec": {"role": role}}, "application/merge-patch+json", DRAFT_PLURAL)
+
     def learned_state(self, resource: Resource) -> LearnedState | None:
         """Return what the operator measured for a deployment, or None if it has not written anything readable yet."""
         metadata = resource["metadata"]
@@ -74,13 +94,13 @@ class Api:
         """Change the deployment by operations of a JSON patch, which reach into lists. Return the changed one."""
         return self._patch(namespace, name, list(operations), "application/json-patch+json")
 
-    def _patch(self, namespace: str, name: str, body: Any, content_type: str) -> Resource:
+    def _patch(self, namespace: str, name: str, body: Any, content_type: str, plural: str = PLURAL) -> Resource:
         resource: Resource = self._call(
             lambda: self._ours.patch_namespaced_custom_object(
                 GROUP,
                 VERSION,
                 namespace,
-                PLURAL,
+                plural,
                 name,
                 body,
                 field_manager="kubectl-specdecode",

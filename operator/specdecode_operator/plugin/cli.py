@@ -14,10 +14,9 @@ from pydantic import ValidationError
 
 from specdecode_operator.api.pins import Pin, pin_operations, read_pin
 from specdecode_operator.errors import OperatorError, PluginError
-from specdecode_operator.plugin.drafts import change_for, drafts
+from specdecode_operator.plugin.drafts import change_for, drafts, offer
 from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.plugin.overview import detail, overview, spec_of
-from specdecode_operator.plugin.simulation import run_simulator
 
 if TYPE_CHECKING:
     from specdecode_operator.plugin.api import Api
@@ -38,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from specdecode_operator.plugin.api import Api
 
     try:
-        return int(args.command(args, Api(args.kubeconfig, args.context)) or 0)
+        args.command(args, Api(args.kubeconfig, args.context))
+        return 0
     except OperatorError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -79,13 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     pin.add_argument("shape", metavar="SHAPE", help="chain:3, none, or one per task: code=chain:6,chat=none")
     add("unpin", _unpin, "remove the pin; the mode of the deployment decides again")
     add("drafts", _drafts, "show the draft in use, the trial of another one, and the candidates before it")
-    offer = add("try", _try, "offer a draft: one worker tries it, and a faster one is promoted")
-    offer.add_argument("uri", metavar="URI", help="where the draft comes from, such as pvc://drafts/week-47")
-    offer.add_argument("hash", metavar="HASH", nargs="?", help="hash of the draft's files (default: what lies there)")
+    trial = add("try", _try, "offer a draft: one worker tries it, and a faster one is promoted")
+    trial.add_argument("uri", metavar="URI", help="where the draft comes from, such as pvc://drafts/week-47")
+    trial.add_argument("hash", metavar="HASH", nargs="?", help="hash of the draft's files (default: what lies there)")
     for verb, text in DRAFT_COMMANDS.items():
         add(verb, partial(_command, verb), text)
-    simulate = add("simulate", _simulate, "simulate the deployment with the measurements of its workers")
-    simulate.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of `specdecode-simulate`")
     return parser
 
 
@@ -176,34 +174,31 @@ def _unpin(args: argparse.Namespace, api: Api) -> None:
 
 
 def _drafts(args: argparse.Namespace, api: Api) -> None:
-    _print(drafts(api.get(_where(args, api), args.name), time.time()))
+    namespace = _where(args, api)
+    _print(drafts(api.get(namespace, args.name), api.drafts(namespace, args.name), time.time()))
 
 
 def _try(args: argparse.Namespace, api: Api) -> None:
-    namespace, candidate = _where(args, api), {"uri": args.uri, "hash": args.hash}
-    rollout = spec_of(api.get(namespace, args.name)).draft_rollout
-    if rollout.candidate is not None and rollout.candidate.model_dump() == candidate:
-        raise PluginError(
-            f"{args.name} offers this draft already; to repeat its trial, remove spec.draftRollout.candidate, wait for "
-            f"kubectl specdecode drafts {args.name} to show no candidate, and offer it again"
-        )
-    # An offer takes an earlier rejection of the same draft back.
-    withdrawn = {"reject": None} if args.hash and rollout.reject == args.hash else {}
-    api.change(namespace, args.name, {"draftRollout": {"candidate": candidate, **withdrawn}})
+    namespace = _where(args, api)
+    resource = api.get(namespace, args.name)
+    offered = offer(resource, api.drafts(namespace, args.name), args.uri, args.hash)
+    if isinstance(offered, str):
+        api.set_role(namespace, offered, "Candidate")
+    else:
+        api.create_draft(namespace, offered)
     print(f"{args.name} tries {args.uri}. To watch it: kubectl specdecode drafts {args.name}")
 
 
 def _command(verb: str, args: argparse.Namespace, api: Api) -> None:
-    """Change the spec as a verb asks for."""
+    """Change the deployment or a draft as a verb asks for."""
     namespace = _where(args, api)
     now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
-    api.change(namespace, args.name, change_for(verb, api.get(namespace, args.name), now))
+    change = change_for(verb, api.get(namespace, args.name), api.drafts(namespace, args.name), now)
+    if change.spec is not None:
+        api.change(namespace, args.name, change.spec)
+    else:
+        api.set_role(namespace, change.draft, change.role)
     print(f"{verb} was requested. To see the result: kubectl specdecode drafts {args.name}")
-
-
-def _simulate(args: argparse.Namespace, api: Api) -> int:
-    resource = api.get(_where(args, api), args.name)
-    return run_simulator(resource, api.learned_state(resource), args.rest)
 
 
 if __name__ == "__main__":

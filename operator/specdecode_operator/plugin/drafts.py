@@ -1,12 +1,15 @@
-"""Text of ``drafts``, and the changes of the spec that its commands make. Pure."""
+"""Text of ``drafts``, and the changes that its commands make. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import DraftStatus, DraftVersionStatus, Spec
+from specdecode_operator.api.draft import DRAFT_KIND, UNRESOLVED, DraftResourceSpec, SpecDecodeDraft
+from specdecode_operator.api.v1alpha1 import GROUP, VERSION, DraftStatus, DraftVersionStatus, NameRef, Spec
 from specdecode_operator.drafts.drift import BATCH_REQUESTS
 from specdecode_operator.drafts.job_status import obstacle_in_phase, obstacle_in_spec
 from specdecode_operator.errors import PluginError
@@ -55,18 +58,25 @@ def _row(task: TaskDrift, now: float) -> tuple[str, ...]:
 
 # Text of ``drafts``: the draft in use, the rollout of another one, and the candidates before it. Pure.
 
-HEAD = ("AGE", "OUTCOME", "DRAFT", "PAIRS", "GAIN", "FROM")
+HEAD = ("NAME", "PHASE", "OUTCOME", "SINCE", "PAIRS", "GAIN", "FROM")
 HASH_LENGTH = 12
 """Characters of a hash that are shown."""
 
 
-def drafts(resource: dict[str, Any], now: float) -> list[str]:
-    """Return the state of the drafts of one deployment."""
+def drafts(resource: dict[str, Any], drafts: Iterable[dict[str, Any]], now: float) -> list[str]:
+    """Return the state of the drafts of one deployment.
+
+    Args:
+        resource: The deployment.
+        drafts: Its SpecDecodeDrafts.
+        now: Time in seconds since the epoch.
+    """
     spec, draft = spec_of(resource), status_of(resource).draft
+    known = sorted(map(read_draft, drafts), key=lambda one: one.status.since or "", reverse=True)
     if draft is None or draft.phase is None:
-        candidate = spec.draft_rollout.candidate
-        waits = f"; the candidate {candidate.uri} waits" if candidate else ", and none is offered"
-        lines = [f"no candidate was tried for {resource['metadata']['name']} yet{waits}"]
+        waits = [one for one in known if one.is_offered]
+        sentence = f"; {waits[0].name} ({waits[0].spec.uri}) waits" if waits else ", and none is offered"
+        lines = [f"no candidate was tried for {resource['metadata']['name']} yet{sentence}"]
         refused = (one.message for one in status_of(resource).conditions if one.reason == "RunRefused")
         return [*lines, *(line for message in refused for line in wrapped(message, ""))]
     rows = [("current", *_version(draft.current))]
@@ -74,60 +84,95 @@ def drafts(resource: dict[str, Any], now: float) -> list[str]:
         (name, *_version(one)) for name, one in (("candidate", draft.candidate), ("previous", draft.previous)) if one
     ]
     lines = [f"{draft.phase}, mode {spec.draft_rollout.mode}", "", *table(("DRAFT", "HASH", "FROM"), rows)]
-    for progress in (run_line(draft), trial_line(draft), last_run_line(draft, now)):
+    for progress in (run_line(draft), *map(trial_line, known), last_run_line(draft, now)):
         lines += ["", *wrapped(progress, "")] if progress else []
     lines += ["", *wrapped(draft.last_verdict, "")] if draft.last_verdict else []
-    if draft.lineage:
+    if known:
         entries = [
             (
-                age(entry.time, now),
-                entry.outcome,
-                entry.hash[:HASH_LENGTH],
-                str(entry.pairs),
-                _percent(entry.gain_percent),
-                word(entry.uri),
+                one.name,
+                one.status.phase or ABSENT,
+                one.status.outcome or ABSENT,
+                age(one.status.since, now) if one.status.since else ABSENT,
+                str(one.status.pairs),
+                _percent(one.status.gain_percent),
+                one.spec.uri,
             )
-            for entry in draft.lineage
+            for one in known
         ]
         lines += ["", *table(HEAD, entries)]
     return lines
 
 
-def change_for(command: str, resource: dict[str, Any], now: str) -> dict[str, Any]:
-    """Return the change of the spec that a command asks for.
+def read_draft(resource: dict[str, Any]) -> SpecDecodeDraft:
+    """Return a SpecDecodeDraft as the API server has it."""
+    return SpecDecodeDraft.model_validate(resource)
+
+
+def offer(
+    resource: dict[str, Any], drafts: Iterable[dict[str, Any]], uri: str, hash: str | None
+) -> dict[str, Any] | str:
+    """Return the SpecDecodeDraft that offers a draft, or the name of the one that offers it again as a candidate.
+
+    Raises:
+        PluginError: The draft is offered already, or in use.
+    """
+    name = resource["metadata"]["name"]
+    spec = DraftResourceSpec(deployment_ref=NameRef(name=name), uri=uri, hash=hash)
+    made = SpecDecodeDraft(metadata={"name": ""}, spec=spec)
+    for known in map(read_draft, drafts):
+        if known.spec.uri == uri and hash in (None, known.spec.hash):
+            if known.spec.role != "Retired":
+                raise PluginError(f"{known.name} offers this draft already; its phase is {known.status.phase}")
+            return known.name
+    suffix = re.sub(r"[^a-z0-9]", "-", made.id.removeprefix(UNRESOLVED)[:HASH_LENGTH].lower()).strip("-")
+    metadata = {"name": f"{name}-{suffix}", "namespace": resource["metadata"]["namespace"]}
+    manifest = {"apiVersion": f"{GROUP}/{VERSION}", "kind": DRAFT_KIND, "metadata": metadata}
+    return {**manifest, "spec": spec.model_dump(mode="json", by_alias=True, exclude_none=True)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftChange:
+    """Change that a command asks for: of the deployment's spec, or of the role of one of its drafts."""
+
+    spec: dict[str, Any] | None = None
+    draft: str = ""
+    """Name of the SpecDecodeDraft."""
+    role: str = "Retired"
+
+
+def change_for(command: str, resource: dict[str, Any], drafts: Iterable[dict[str, Any]], now: str) -> DraftChange:
+    """Return the change that a command asks for.
 
     Args:
         command: promote, reject, rollback or distill.
         resource: The deployment.
+        drafts: Its SpecDecodeDrafts.
         now: Present time as text, by which a request to train is a new one.
 
     Raises:
         PluginError: The command would change nothing now. The message says why.
     """
-    status = status_of(resource)
-    draft = status.draft or DraftStatus()
-    phase = draft.phase or "Serving"
-    current, candidate = draft.current or DraftVersionStatus(), draft.candidate or DraftVersionStatus()
+    draft = status_of(resource).draft or DraftStatus()
+    phase, known = draft.phase or "Serving", [read_draft(one) for one in drafts]
+    tried = next((one.name for one in known if one.status.phase == "Canary"), "")
+    serving = next((one.name for one in known if one.status.phase in ("Promoting", "Serving")), "")
     problem = ""
-    change: dict[str, Any] = {}
-    if command == "promote":
-        waits = any(one.type == "DraftRollout" and one.reason == "WaitsForUser" for one in status.conditions)
+    if command == "distill":
+        problem = obstacle_in_spec(spec_of(resource)) or obstacle_in_phase(phase)
+        change = DraftChange(spec={"distillation": {"trigger": {"request": now}}})
+    elif command == "promote":
+        waits = any(one.status.is_confirmed and one.name == tried for one in known)
         if not waits:
             problem = f"no draft waits for its promotion (phase {phase}); a trial in mode Manual must find it better"
-        change = {"draftRollout": {"approve": candidate.hash}}
-    elif command == "distill":
-        problem = obstacle_in_spec(spec_of(resource)) or obstacle_in_phase(phase)
-        change = {"distillation": {"trigger": {"request": now}}}
-    elif phase in ("Collecting", "Distilling") and command == "reject":
-        change = {"draftRollout": {"reject": draft.run.id if draft.run else None}}
-    elif phase in ("Canary", "Promoting"):
-        change = {"draftRollout": {"reject": candidate.hash or current.hash}}
-    elif command == "reject":
-        problem = f"no draft is trained, tried or promoted now (phase {phase})"
-    elif draft.previous is None:
-        problem = f"there is no draft to return to (phase {phase})"
+        change = DraftChange(draft=tried, role="Serving")
+    elif command == "reject" and draft.run is not None:
+        change = DraftChange(spec={"distillation": {"trigger": {"reject": draft.run.id}}})
+    elif command == "reject" and not tried and phase != "Promoting":
+        raise PluginError(f"no draft is trained, tried or promoted now (phase {phase})")
     else:
-        change = {"draftRollout": {"reject": current.hash}}
+        problem = "" if tried or serving else f"there is no draft to return to (phase {phase})"
+        change = DraftChange(draft=tried or serving)
     if problem:
         raise PluginError(problem)
     return change
@@ -156,18 +201,19 @@ def last_run_line(draft: DraftStatus, now: float) -> str:
     return f"Latest run {run.id}, {age(run.time, now)} ago: {run.outcome}{hours}: {run.reason}"
 
 
-def trial_line(draft: DraftStatus | None) -> str:
-    """Return a sentence on the trial that runs; empty without one."""
-    if draft is None or draft.trial is None:
+def trial_line(draft: SpecDecodeDraft) -> str:
+    """Return a sentence on the trial of a draft that runs; empty without one."""
+    status = draft.status
+    if status.trial is None:
         return ""
-    trial = draft.trial
-    where = f"Pod {trial.pod} tries the candidate" if trial.pod else "No worker is ready to try the candidate"
-    if trial.gain_percent is None:
+    where = f"Pod {status.trial.pod} tries" if status.trial.pod else "No worker is ready to try"
+    where = f"{where} {draft.name}"
+    if status.gain_percent is None:
         return f"{where}: no pair of blocks is finished."
-    measured = f"{where}: {trial.pairs} pairs, gain {_percent(trial.gain_percent)}"
-    if trial.least_gain_percent is None or trial.most_gain_percent is None:
+    measured = f"{where}: {status.pairs} pairs, gain {_percent(status.gain_percent)}"
+    if status.least_gain_percent is None or status.most_gain_percent is None:
         return f"{measured}; these are too few for bounds."
-    bounds = f"{_percent(trial.least_gain_percent)} to {_percent(trial.most_gain_percent)}"
+    bounds = f"{_percent(status.least_gain_percent)} to {_percent(status.most_gain_percent)}"
     return f"{measured} (between {bounds} with 97.5 % each)."
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Decision, Spec, SpeculationStatus, Status
-from specdecode_operator.plugin.drafts import drift_lines, run_line, trial_line
+from specdecode_operator.plugin.drafts import drift_lines, run_line
 from specdecode_operator.plugin.overview import (
     acceptance_lines,
     age,
@@ -108,6 +108,8 @@ def _depth(
         return
     yield f"Depth at the current load: {word(speculation.depth)}, from plan version {word(speculation.plan_version)}."
     yield _deciding_mode(mode_of(resource), spec)
+    if speculation.acceptance_by_context:
+        yield f"Acceptance of the first draft token by context, in tokens: {speculation.acceptance_by_context}."
     if speculation.recommended:
         yield f"Mode Auto would run {speculation.recommended} at the current load."
     yield from _not_planned(status)
@@ -170,7 +172,7 @@ def _rollout(status: Status) -> Iterator[str]:
     """Yield a line on the rollout of another draft, while one is under way."""
     phase = status.draft.phase if status.draft else None
     if phase not in (None, "Serving", "Cooldown"):
-        yield f"Rollout of another draft: {phase}. {run_line(status.draft) or trial_line(status.draft)}".rstrip()
+        yield f"Rollout of another draft: {phase}. {run_line(status.draft)}".rstrip()
 
 
 def _not_planned(status: Status) -> Iterator[str]:
@@ -234,6 +236,8 @@ def _workers(spec: Spec, status: Status, now: float) -> Iterator[str]:
         )
     if capacity and capacity.wanted_replicas is not None:
         yield f"Workers needed for this demand: {capacity.wanted_replicas}."
+    if status.prefill:
+        yield f"Prefill workers: {status.prefill.ready} ready. Long prompts are computed there."
     history = status.speculation.history if status.speculation else ()
     last = next((decision for decision in history if decision.kind == "Replicas"), None)
     if last:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from specdecode_operator.api.v1alpha1 import Cause, DraftCandidateSpec, seconds_of
+from specdecode_operator.api.draft import UNRESOLVED, SpecDecodeDraft, TrialRecord
+from specdecode_operator.api.v1alpha1 import Cause, DraftLineageStatus, seconds_of
 from specdecode_operator.drafts.crossover import Verdict
-from specdecode_operator.drafts.lifecycle import Event, EventKind, Mode, Phase, advance
+from specdecode_operator.drafts.lifecycle import FAILURE_LIMIT, Event, EventKind, Mode, Phase, advance
 from specdecode_operator.rollout.trial_evidence import count_pairs, evidence_text, verdict_of
-from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
+from specdecode_operator.state.draft_record import DraftRecord
+from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import OTHER_TASK, Artifact, DraftAssignment, DraftTrial, Report
 from specdecode_worker.contract.distillation import DistillationVerdict
 
 # Assignment of drafts in the plan, from the stored rollout, and the choice of the canary pod.
-
-UNRESOLVED = "by-uri-"
-"""Beginning of the name of a candidate whose hash nobody knows yet."""
-
-
-def candidate_name(candidate: DraftCandidateSpec) -> str:
-    """Return the hash of a candidate, or a name of its URI until a worker reports the hash."""
-    return candidate.hash or UNRESOLVED + hashlib.sha256(candidate.uri.encode()).hexdigest()[:12]
 
 
 def assignment_of(record: DraftRecord, deployment: Deployment) -> DraftAssignment | None:
@@ -80,8 +73,6 @@ REFUSAL_SECONDS = 10.0
 """Time after an assignment before a worker's problem counts as a refusal of it: reports may show an older problem."""
 PHASE_SECONDS: Mapping[Phase, float] = {Phase.PROMOTING: 1800.0, Phase.ROLLING_BACK: 1800.0}
 """Time limits of phases, long enough for a download by every worker."""
-UNKNOWN_OFFER = "-"
-"""``offered`` of a record that could not be read: no candidate of the spec counts as taken up."""
 _VERDICTS = {
     Verdict.PROMOTE: (EventKind.CANARY_BETTER, "the candidate is faster"),
     Verdict.ROLL_BACK: (EventKind.CANARY_WORSE, "the candidate is slower, as a whole or in a task"),
@@ -113,6 +104,8 @@ class Detection:
     """Time of the first alarm, where drift requests a run; 0 otherwise."""
     verdict: DistillationVerdict | None = None
     """Verdict of a run's Job."""
+    previous: str = ""
+    """Draft that a promoted one replaces, where a restore brought both; empty for the one in use."""
 
 
 Detector = Callable[[Facts, DraftRecord], Detection | None]
@@ -147,50 +140,50 @@ def find_image_change(facts: Facts, record: DraftRecord) -> Detection | None:
 
 
 def find_rejection(facts: Facts, record: DraftRecord) -> Detection | None:
-    """Find the draft or the training run that draftRollout.reject names, if it is tried, in service or under way."""
-    rejected = facts.deployment.spec.draft_rollout.reject
-    if not rejected:
+    """Find a draft that is tried or serves although its SpecDecodeDraft was retired or deleted, or a rejected run."""
+    named = facts.deployment.spec.distillation.trigger.reject
+    if record.run is not None and record.run.id == named:
+        event = Event(kind=EventKind.USER_REJECT)
+        return Detection(record=record, event=event, reason=f"distillation.trigger.reject names {named}", cause="user")
+    in_use = record.candidate or record.current
+    draft = draft_with(facts, record, in_use)
+    is_tried = record.phase is Phase.CANARY
+    if not in_use or (draft is not None and draft.spec.role in ("Serving", "Candidate" if is_tried else "Serving")):
         return None
-    is_run = record.run is not None and record.run.id == rejected
-    is_served = record.current == rejected and record.previous is not None
-    kind = EventKind.USER_ROLLBACK if is_served else EventKind.USER_REJECT
-    event = Event(kind=kind)
-    is_named = is_run or is_served or record.candidate == rejected
-    if not is_named or advance(record.lifecycle, event).state == record.lifecycle:
+    event = Event(kind=EventKind.USER_REJECT if is_tried else EventKind.USER_ROLLBACK)
+    if advance(record.lifecycle, event).state == record.lifecycle:
         return None
-    return Detection(record=record, event=event, reason=f"draftRollout.reject names {rejected[:12]}", cause="user")
+    what = "was deleted" if draft is None else f"{draft.name} has the role {draft.spec.role}"
+    return Detection(record=record, event=event, reason=f"the SpecDecodeDraft {what}", cause="user")
 
 
-def find_withdrawn_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
-    """Find a candidate that a user removed from the spec, or replaced."""
-    if not record.offered or offer_of(facts.deployment) == record.offered:
-        return None
-    noted = record.model_copy(update={"offered": UNKNOWN_OFFER if record.problem else "", "refusal": ""})
-    if record.phase is not Phase.CANARY or record.offered.partition(" ")[2] != record.uris.get(record.candidate):
-        return Detection(record=noted)
-    event = Event(kind=EventKind.USER_REJECT)
-    return Detection(record=noted, event=event, reason="the candidate was removed from the spec", cause="user")
+def draft_with(facts: Facts, record: DraftRecord, one: str) -> SpecDecodeDraft | None:
+    """Return the SpecDecodeDraft of a draft in the record; None if there is none."""
+    uri = record.uris.get(one)
+    drafts = facts.observed.drafts
+    named = (draft for draft in drafts if draft.id == one)
+    return next(named, next((draft for draft in drafts if not draft.spec.hash and draft.spec.uri == uri), None))
 
 
 def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
     """Find the loss of the canary pod, a refusal, new pairs, and a verdict."""
     if record.phase is not Phase.CANARY:
         return None
-    if record.is_confirmed:
-        is_approved = facts.deployment.spec.draft_rollout.approve == record.candidate
+    draft, trial = draft_with(facts, record, record.candidate), record.trial
+    is_approved = draft is not None and draft.spec.role == "Serving"
+    if is_approved or (record.is_confirmed and record.mode is not Mode.MANUAL):
         event = Event(kind=EventKind.USER_PROMOTE if is_approved else EventKind.CANARY_BETTER)
-        reason = "draftRollout.approve names it" if is_approved else f"mode is {record.mode} now"
-        if record.mode is Mode.MANUAL and not is_approved:
-            return None
-        return Detection(record=record, event=event, reason=f"{reason}: {evidence_text(record.trial)}", cause="user")
-    trial = record.trial
+        reason = "its role is Serving" if is_approved else f"mode is {record.mode} now"
+        return Detection(record=record, event=event, reason=f"{reason}: {evidence_text(trial)}", cause="user")
+    if record.is_confirmed:
+        return None
     if trial is None or not trial.pod:
         return None
     worker = next((one for one in facts.observed.workers if one.uid == trial.pod_uid and not one.leaving), None)
     lost = _loss_of(worker, trial)
     if lost:
         noted = _with_trial(record, trial.model_copy(update={"pod": "", "pod_uid": "", "boot": ""}))
-        reason = f"pod {trial.pod}: {lost} (loss {record.canary_losses + 1} of {record.failure_limit})"
+        reason = f"pod {trial.pod}: {lost} (loss {record.canary_losses + 1} of {FAILURE_LIMIT})"
         return Detection(record=noted, event=Event(kind=EventKind.CANARY_POD_LOST), reason=reason)
     state = worker.report.trial if worker is not None and worker.report is not None else None
     if state is None or state.id != trial.id:
@@ -214,7 +207,7 @@ def find_trial_event(facts: Facts, record: DraftRecord) -> Detection | None:
 def _resolved(facts: Facts, record: DraftRecord, trial: TrialRecord, found: str) -> Detection:
     """Return the record with the hash that a worker reported for the candidate, and start its trial again."""
     uri = record.uris[record.candidate]
-    refusal = _refusal(facts, found, record.current or record.spec_hash)
+    refusal = _refusal(found, record.current or record.spec_hash)
     if refusal:
         return Detection(record=record, event=Event(kind=EventKind.LOAD_REFUSED), reason=f"{uri}: {refusal}")
     uris = {draft: place for draft, place in record.uris.items() if draft != record.candidate}
@@ -224,13 +217,9 @@ def _resolved(facts: Facts, record: DraftRecord, trial: TrialRecord, found: str)
     )
 
 
-def _refusal(facts: Facts, candidate: str, incumbent: str) -> str:
+def _refusal(candidate: str, incumbent: str) -> str:
     """Return why a candidate is not tried; empty if it is."""
-    if candidate == incumbent:
-        return f"the workers run the candidate {candidate[:12]} already"
-    if candidate == facts.deployment.spec.draft_rollout.reject:
-        return f"draftRollout.reject names the candidate {candidate[:12]}"
-    return ""
+    return f"the workers run the candidate {candidate[:12]} already" if candidate == incumbent else ""
 
 
 def find_convergence(facts: Facts, record: DraftRecord) -> Detection | None:
@@ -273,31 +262,75 @@ def find_time_over(facts: Facts, record: DraftRecord) -> Detection | None:
     return Detection(record=record, event=Event(kind=EventKind.TIME_OVER), reason=reason)
 
 
-def find_candidate(facts: Facts, record: DraftRecord) -> Detection | None:
-    """Find a candidate of the spec that was not taken up yet, once a worker runs the draft to compare it with."""
-    candidate, offer = facts.deployment.spec.draft_rollout.candidate, offer_of(facts.deployment)
-    incumbent = record.current or spec_hash_of(facts)
-    if candidate is None or offer == record.offered or record.phase not in (Phase.SERVING, Phase.COOLDOWN):
+def find_offer(facts: Facts, record: DraftRecord) -> Detection | None:
+    """Find the next draft that is to serve or to be tried, once a worker runs the draft to compare it with."""
+    draft, incumbent = next_offer(facts.observed), record.current or spec_hash_of(facts)
+    if draft is None or obstacle_of_offer(facts, record):
         return None
-    spec = facts.deployment.spec
-    if not incumbent or spec.speculation.mode == "Off":
-        return None
-    name = candidate_name(candidate)
+    begun = begun_from(facts)
     noted = record.model_copy(
         update={
-            "offered": offer,
-            **begun_from(facts),
+            **begun,
             "spec_hash": record.spec_hash if record.current else incumbent,
-            "uris": {**record.uris, name: candidate.uri},
-            "problem": "",
+            "uris": {**record.uris, draft.id: draft.spec.uri},
             "refusal": "",
         }
     )
-    if refusal := _refusal(facts, name, incumbent):
-        return Detection(record=noted.model_copy(update={"refusal": refusal, "uris": record.uris}))
-    event = Event(kind=EventKind.USER_CANDIDATE, draft=name)
-    reason = f"the spec offers {candidate.uri}; it is compared with {incumbent[:12]}"
+    base = draft.spec.base
+    refusal = _refusal(draft.id, incumbent)
+    if base is not None and (base.target, base.draft, base.method) != (noted.target, noted.spec_draft, noted.method):
+        refusal = f"it is of {base.target} with the draft {base.draft}, and spec.base says so"
+    if refusal:
+        entry = DraftLineageStatus(
+            hash=draft.id, uri=draft.spec.uri, time=iso(facts.now), outcome="Refused", reason=refusal[:1000]
+        )
+        ended = noted.with_ended(entry)
+        return Detection(record=ended.model_copy(update={"refusal": refusal, "uris": record.uris}))
+    if draft.spec.role == "Serving":
+        event = Event(kind=EventKind.USER_PROMOTE, draft=draft.id)
+        replaced = None if record.current else draft_with(facts, record, draft.spec.replaces or "")
+        if replaced is not None:
+            noted = noted.model_copy(update={"uris": {**noted.uris, replaced.id: replaced.spec.uri}})
+        return Detection(
+            record=noted,
+            event=event,
+            reason=f"the role of {draft.name} is Serving",
+            cause="user",
+            previous=replaced.id if replaced else "",
+        )
+    event = Event(kind=EventKind.USER_CANDIDATE, draft=draft.id)
+    reason = f"{draft.name} offers {draft.spec.uri}; it is compared with {incumbent[:12]}"
     return Detection(record=noted, event=event, reason=reason, cause="user")
+
+
+def next_offer(observed: Observation) -> SpecDecodeDraft | None:
+    """Return the draft that is taken up next: one that is to serve, or else the oldest candidate. None without any."""
+    offered = [draft for draft in observed.drafts if draft.is_offered]
+    replaced = {draft.spec.replaces for draft in offered if draft.spec.role == "Serving"}
+    return min(
+        offered,
+        key=lambda one: (
+            one.spec.role != "Serving",
+            one.id in replaced,
+            str(one.metadata.get("creationTimestamp", "")),
+            one.name,
+        ),
+        default=None,
+    )
+
+
+def obstacle_of_offer(facts: Facts, record: DraftRecord) -> str:
+    """Return why no offered draft is taken up now; empty if one is."""
+    spec = facts.deployment.spec
+    if record.phase not in (Phase.SERVING, Phase.COOLDOWN):
+        return f"the phase is {record.phase}"
+    if spec.speculation.method != "eagle3":
+        return f"speculation.method is {spec.speculation.method}; only eagle3 drafts can be tried"
+    if spec.speculation.mode == "Off":
+        return "speculation.mode is Off, so no draft is used and none can be compared"
+    if not (record.current or spec_hash_of(facts)):
+        return "no worker has reported the draft to compare it with"
+    return ""
 
 
 def begun_from(facts: Facts) -> dict[str, object]:
@@ -312,25 +345,18 @@ def begun_from(facts: Facts) -> dict[str, object]:
     }
 
 
-OFFERS: tuple[Detector, ...] = (find_withdrawn_candidate, find_candidate)
+OFFERS: tuple[Detector, ...] = (find_offer,)
 """Detectors that begin a rollout. They run for deployments without one too."""
 DETECTORS: tuple[Detector, ...] = (
     find_spec_change,
     find_image_change,
     find_rejection,
-    find_withdrawn_candidate,
     find_trial_event,
     find_convergence,
     find_time_over,
-    find_candidate,
+    find_offer,
 )
 """All detectors in their order: what a user did goes before what workers report, and that before time."""
-
-
-def offer_of(deployment: Deployment) -> str:
-    """Return the candidate of the spec as text; empty without one."""
-    candidate = deployment.spec.draft_rollout.candidate
-    return f"{candidate_name(candidate)} {candidate.uri}" if candidate else ""
 
 
 def image_of(observed: Observation) -> str:

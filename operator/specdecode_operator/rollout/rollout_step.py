@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdecode_operator.api.draft import TrialRecord
 from specdecode_operator.api.status import Outcome
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
@@ -16,15 +17,13 @@ from specdecode_operator.rollout.drift_run import find_drift_run
 from specdecode_operator.rollout.observed_events import (
     DETECTORS,
     OFFERS,
-    UNKNOWN_OFFER,
     Detection,
     Facts,
     choose_canary,
-    offer_of,
 )
 from specdecode_operator.rollout.runs import RUN_DETECTORS, find_run_deletion, with_run, with_run_end
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
-from specdecode_operator.state.draft_record import DraftRecord, TrialRecord
+from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
 
@@ -62,14 +61,8 @@ class RolloutStep:
 def step_rollout(deployment: Deployment, observed: Observation, *, now: float) -> RolloutStep:
     """Return the record after what was observed. A paused deployment keeps its record."""
     record, facts = observed.session.drafts, Facts(deployment, observed, now)
-    if deployment.spec.paused or record.paused:
-        kind = EventKind.PAUSED if deployment.spec.paused else EventKind.RESUMED
-        record = record.moved(advance(record.lifecycle, Event(kind=kind)).state)
-        if deployment.spec.paused:
-            return RolloutStep(record)
-    if record.problem and not record.offered:
-        # What became of this candidate is not known any more. It is not tried again without a user.
-        record = record.model_copy(update={"offered": offer_of(deployment) or UNKNOWN_OFFER})
+    if deployment.spec.paused:
+        return RolloutStep(record)
     changes: list[DecisionRecord] = []
     if record.is_used:
         record = record.model_copy(update={"mode": Mode(deployment.spec.draft_rollout.mode)})
@@ -88,6 +81,8 @@ def _advanced(detection: Detection, facts: Facts) -> tuple[DraftRecord, Decision
         return before, None
     state, deletes_captures = advance(before.lifecycle, event)
     after = before.moved(state)
+    if detection.previous:
+        after = after.model_copy(update={"previous": detection.previous})
     if deletes_captures:
         after = after.model_copy(update={"captures_deleted_before": now})
     is_new = after.phase is not before.phase or after.is_confirmed != before.is_confirmed
@@ -104,7 +99,7 @@ def _advanced(detection: Detection, facts: Facts) -> tuple[DraftRecord, Decision
 def _concluded(detection: Detection, event: Event, after: DraftRecord, now: float) -> DraftRecord:
     """Return the record with the end of a trial or a promotion in its lineage, and with the verdict in words."""
     before = detection.record
-    ended = before.candidate or before.current
+    ended = before.candidate or (after.current if event.kind is EventKind.USER_PROMOTE else before.current)
     outcome = _OUTCOMES.get(event.kind)
     if event.kind is EventKind.USER_ROLLBACK and before.phase is Phase.CANARY:
         outcome = "Rejected"
@@ -112,7 +107,7 @@ def _concluded(detection: Detection, event: Event, after: DraftRecord, now: floa
     is_dropped = outcome != "Promoted" and ended and ended not in (after.candidate, after.current)
     if outcome is None or not (is_promoted or is_dropped):
         is_confirmed = after.is_confirmed and not before.is_confirmed
-        verdict = f"{ended[:12]} waits for draftRollout.approve (kubectl specdecode promote): {detection.reason}"
+        verdict = f"{ended[:12]} waits for its role Serving (kubectl specdecode promote): {detection.reason}"
         return after.model_copy(update={"last_verdict": verdict[:1000]}) if is_confirmed else after
     gain = gain_of(before.trial) if before.trial else None
     entry = DraftLineageStatus(
@@ -171,7 +166,6 @@ def _run_canary(record: DraftRecord, facts: Facts) -> DraftRecord:
     if trial is None:
         spec = facts.deployment.spec.draft_rollout
         trial = TrialRecord(
-            started_at=facts.now,
             block_requests=spec.block_requests,
             max_pairs=MAX_PAIRS,
             min_gain=spec.min_gain_percent / 100,
@@ -181,12 +175,11 @@ def _run_canary(record: DraftRecord, facts: Facts) -> DraftRecord:
     if worker is None or worker.report is None:
         return record
     # Another id for every pod: a worker that restarted may run pairs again that were counted, by the plan it mounts.
-    number = record.trials + 1
     chosen = {
-        "id": f"{record.candidate[:40]}-{number}",
+        "id": f"{record.candidate[:40]}-{int(facts.now):x}",
         "pod": worker.name,
         "pod_uid": worker.uid,
         "boot": worker.report.boot_id,
         "first_pair": trial.next_pair,
     }
-    return record.model_copy(update={"trials": number, "trial": trial.model_copy(update=chosen)})
+    return record.model_copy(update={"trial": trial.model_copy(update=chosen)})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.status import RunOutcome
 from specdecode_operator.api.v1alpha1 import (
     DistillationCaptureSpec,
@@ -27,7 +28,6 @@ from specdecode_operator.rollout.observed_events import (
     Detector,
     Facts,
     begun_from,
-    candidate_name,
     spec_hash_of,
 )
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
@@ -291,24 +291,22 @@ def run_to_delete(deployment: Deployment, observed: Observation, now: float) -> 
     return run if next(mine, None) is None else None
 
 
-def needed_drafts(deployment: Deployment, record: DraftRecord, place: str, uris: Iterable[str]) -> tuple[str, ...]:
+def needed_drafts(
+    deployment: Deployment, record: DraftRecord, drafts: Sequence[SpecDecodeDraft], place: str, uris: Iterable[str]
+) -> tuple[str, ...]:
     """Return the hashes of the published drafts that a Job must not delete.
 
     Args:
         deployment: The resource.
         record: Its stored rollout.
+        drafts: Its SpecDecodeDrafts.
         place: URI below which the drafts lie.
         uris: URIs of all drafts of the spec.
     """
-    candidate = deployment.spec.draft_rollout.candidate
     known = {record.current, record.candidate, record.previous or "", record.spec_hash}
-    known |= {entry.hash for entry in record.lineage} | set(record.uris)
-    if candidate is not None:
-        known.add(candidate_name(candidate))
+    known |= {entry.hash for entry in record.lineage} | set(record.uris) | {draft.id for draft in drafts}
     prefix = published_prefix(place, deployment.name)
-    named = {
-        published_hash(uri, prefix) for uri in (*uris, *record.uris.values(), *([candidate.uri] if candidate else []))
-    }
+    named = {published_hash(uri, prefix) for uri in (*uris, *record.uris.values(), *(one.spec.uri for one in drafts))}
     return tuple(sorted((known | named) - {""}))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from specdecode_operator.api.draft import CountedPair, PairEvidence, TrialRecord
 from specdecode_operator.drafts.crossover import (
     TILTS,
     Block,
@@ -21,7 +22,6 @@ from specdecode_operator.drafts.crossover import (
     pair_difference,
     task_differences,
 )
-from specdecode_operator.state.draft_record import CountedPair, PairEvidence, TrialRecord
 from specdecode_worker.contract import TrialCost, TrialPair
 
 GAIN_LIMIT = 3.0

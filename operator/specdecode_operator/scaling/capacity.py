@@ -87,6 +87,8 @@ class Mix:
     """Steps that read the prompt."""
     prompt_seconds: float = 0
     """Seconds that reading the prompt adds to each of these steps."""
+    prompt_busy_seconds: float = 0
+    """Time for which a prompt keeps the worker busy that computes it, which may be another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

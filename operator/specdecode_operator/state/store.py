@@ -1,24 +1,30 @@
-"""Store of what must survive the operator: the ConfigMaps ``<name>-state`` with two entries, ``state`` and ``drafts``.
+"""Store of what must survive the operator: the SpecDecodeDrafts, and the ConfigMaps ``<name>-state``.
 
-A ConfigMap is written at once for a decision and for each change of the rollout of drafts, because what takes effect
-must not be lost with the process; otherwise at most once a minute, and only if something was measured. Nothing is
-written for deployments at rest.
+A ConfigMap has what was learned (``state``) and the training runs (``training``). It is written at once for a decision,
+because what takes effect must not be lost with the process; otherwise at most once a minute, and only if something was
+measured. Drafts are written with each change, before it. Nothing is written for deployments at rest.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specdecode_operator.api.draft import SpecDecodeDraft
+from specdecode_operator.errors import ClusterError, Refused
 from specdecode_operator.kube.apply import text_digest
-from specdecode_operator.kube.kinds import CONFIG_MAPS, Kind
+from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS, Kind
 from specdecode_operator.manifests import state_config_map, state_name
-from specdecode_operator.state.draft_record import UNUSED, DraftRecord, parse_drafts, render_drafts
+from specdecode_operator.rollout.draft_objects import DraftWrite, draft_writes, manifest_of, surplus
+from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, DraftRecord, parse_training, render_training
 from specdecode_operator.state.learned import LearnedState, parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import ChildProblem, Deployment, Key
+
+Drafts = Sequence[SpecDecodeDraft]
+Problem = ChildProblem | None
 
 WRITE_SECONDS = 60.0
 """Shortest time between two writes of estimates. A trade: at most a minute of measurements is lost with the process."""
@@ -32,10 +38,16 @@ class Applier(Protocol):
     async def apply(self, manifest: Mapping[str, Any], owner_uid: str) -> ChildProblem | None: ...
 
 
-class Reader(Protocol):
-    """Reader of objects (KubeClient)."""
+class Client(Protocol):
+    """Client of the API server (KubeClient)."""
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Any: ...
+
+    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> Any: ...
+
+    async def update(self, kind: Kind, manifest: Mapping[str, Any], *, subresource: str | None = None) -> Any: ...
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -43,7 +55,8 @@ class _Written:
     """Content of a stored ConfigMap."""
 
     digest: str = ""
-    drafts: DraftRecord = UNUSED
+    training: str = ""
+    """Text of the training runs."""
     at: float = 0.0
     """Time of the last write."""
     is_measured: bool = False
@@ -53,15 +66,17 @@ class _Written:
 class StateStore:
     """Stored states by the uid of their deployment."""
 
-    def __init__(self, reader: Reader, applier: Applier) -> None:
+    def __init__(self, client: Client, applier: Applier, note_draft: Callable[[Any], None]) -> None:
         """Create an empty store.
 
         Args:
-            reader: Reads the ConfigMap.
+            client: Reads the ConfigMap and writes drafts.
             applier: Writes the ConfigMap.
+            note_draft: Takes a SpecDecodeDraft as the API server returned it.
         """
-        self._reader = reader
+        self._client = client
         self._applier = applier
+        self._note_draft = note_draft
         self._written: dict[str, _Written] = {}
 
     async def load(self, key: Key, uid: str) -> Session:
@@ -70,7 +85,7 @@ class StateStore:
         Raises:
             ClusterError: The API server did not answer.
         """
-        config_map = await self._reader.get(CONFIG_MAPS, key[0], state_name(key[1]))
+        config_map = await self._client.get(CONFIG_MAPS, key[0], state_name(key[1]))
         if config_map is None or not _is_owned(config_map, uid):
             return Session(learned=LearnedState(uid=uid), stored=False)
         data = config_map.get("data") or {}
@@ -79,10 +94,12 @@ class StateStore:
             learned = parse_state(data, uid)
         except ValueError as error:
             log.warning("%s/%s: the state was not read: %s", *key, error)
-        drafts = parse_drafts(data)
-        if drafts.problem:
-            log.warning("%s/%s: the rollout of drafts was not read: %s", *key, drafts.problem)
-        self._written[uid] = _Written(digest=text_digest(data), drafts=drafts)
+        drafts = UNUSED
+        try:
+            drafts = parse_training(data)
+        except ValueError as error:
+            log.warning("%s/%s: the training runs were not read: %s", *key, error)
+        self._written[uid] = _Written(digest=text_digest(data), training=data.get(TRAINING_KEY, ""))
         return Session(learned=learned or LearnedState(uid=uid), stored=learned is not None, drafts=drafts)
 
     async def save(
@@ -103,17 +120,56 @@ class StateStore:
         before = self._written.setdefault(deployment.uid, _Written())
         before.is_measured |= learnt
         is_due = before.is_measured and now - before.at >= WRITE_SECONDS
-        if not (urgent or is_due or session.drafts != before.drafts):
+        training = render_training(session.drafts)
+        if not (urgent or is_due or training.get(TRAINING_KEY, "") != before.training):
             return None
-        data = {**render_state(session.learned), **render_drafts(session.drafts)}
+        data = {**render_state(session.learned), **training}
         digest = text_digest(data)
         if digest != before.digest:
             problem = await self._applier.apply(state_config_map(deployment, data), deployment.uid)
             if problem is not None:
                 return problem
             before.digest, before.at = digest, now
-        before.drafts, before.is_measured = session.drafts, False
+        before.training, before.is_measured = training.get(TRAINING_KEY, ""), False
         return None
+
+    async def save_drafts(self, deployment: Deployment, record: DraftRecord, drafts: Drafts, *, now: float) -> Problem:
+        """Write the drafts of a rollout where they differ from it, and delete those that nobody needs any more.
+
+        Args:
+            deployment: The resource.
+            record: Its rollout.
+            drafts: Its drafts as they are.
+            now: Time in seconds since the epoch.
+
+        Returns:
+            The problem that prevents a write; nothing is written after it. None if all is written.
+        """
+        for write in draft_writes(deployment, record, drafts, now=now):
+            try:
+                await self._write_draft(write)
+            except ClusterError as error:
+                is_refused = isinstance(error, Refused)
+                name = write.after.name
+                return ChildProblem(DRAFTS.kind, name, "Refused" if is_refused else "Unavailable", error.sentence)
+        for draft in surplus(drafts):
+            try:
+                await self._client.delete(DRAFTS, deployment.namespace, draft.name, uid=draft.uid)
+            except ClusterError as error:
+                log.warning("%s/%s: %s", *deployment.key, error)
+        return None
+
+    async def _write_draft(self, write: DraftWrite) -> None:
+        manifest = manifest_of(write.after)
+        status = manifest.pop("status")
+        if write.before is None:
+            manifest = await self._client.create(DRAFTS, manifest)
+            self._note_draft(manifest)
+        elif write.before.spec != write.after.spec:
+            manifest = await self._client.update(DRAFTS, manifest)
+            self._note_draft(manifest)
+        if write.before is None or write.before.status != write.after.status:
+            self._note_draft(await self._client.update(DRAFTS, {**manifest, "status": status}, subresource="status"))
 
     def forget(self, uid: str) -> None:
         """Drop what is known of a deployment that was deleted."""

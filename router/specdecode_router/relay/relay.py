@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -72,6 +73,8 @@ class Relay:
         self._search = WorkerSearch(context, chooser, self._history)
         self._silence_factor = 1.0
         self._next_hedge = 0.0
+        self._blocks_at = ""
+        """Where the worker that moved the request keeps its cache blocks; for the next attempt."""
         self._deadline = deadline
         self._log = ContinuationLog(context.metrics, self._clock())
 
@@ -141,7 +144,8 @@ class Relay:
         """Start an attempt: from the journal, if the request has one."""
         left = max(self._deadline - self._clock(), 0.001)
         resume = None if self._journal is None else self._journal.resume()
-        request = msgspec.structs.replace(self._request, timeout_seconds=left, resume=resume)
+        blocks_at, self._blocks_at = self._blocks_at, ""
+        request = msgspec.structs.replace(self._request, timeout_seconds=left, resume=resume, blocks_at=blocks_at)
         attempt = Attempt(endpoint, request, self._context, self._take, self._headers)
         self._context.workers.begin_stream(endpoint.name, self._request.tenant)
         task = asyncio.create_task(attempt.run())
@@ -269,6 +273,9 @@ class Relay:
             self._log.begin(reason_of(outcome))
         if isinstance(outcome, Moved):
             workers.record_draining(name)
+            if outcome.block_port:
+                host = urlsplit(attempt.endpoint.admin_url).netloc.rpartition(":")[0]
+                self._blocks_at = f"{host}:{outcome.block_port}"
             self._history.add_move(name, self._clock())
         elif isinstance(outcome, Error):
             self._history.add_refusal(name, outcome, self._clock(), opened=opened)

@@ -18,6 +18,7 @@ import torch
 
 from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.core.errors import RankLost
+from specdecode_worker.core.request import Request
 from specdecode_worker.engine import tensor_parallel as rank_process
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.engine import Engine
@@ -63,6 +64,26 @@ def run(engine: Engine, shape: str, count: int, **sampling: Any) -> dict[str, li
 def numbers(nested: Any) -> list[float]:
     """Return all numbers of nested lists, in order."""
     return [x for each in nested for x in numbers(each)] if isinstance(nested, list | tuple) else [nested]
+
+
+def test_blocks_of_all_ranks_move_whole(split: Engine, whole: Engine) -> None:
+    """The prefix of one prompt is exported, erased and imported on two ranks, and continues as on one device."""
+    expected = run(whole, "chain:3", 8)["7"]
+    run(split, "chain:3", 8)
+    target, scheduler = split._target, split._scheduler
+    request = Request.of(submit("7", PROMPTS[7]), (), arrived_seconds=0.0)
+    blocks = [one.block for one in scheduler.reuse.stored(request, 0, len(PROMPTS[7]) // 16)]
+    kept = target.read_blocks(blocks)
+    assert kept.shape[:2] == (len(blocks), 2)
+    assert not torch.equal(kept[:, 0], kept[:, 1]), "each rank has its own heads"
+    assert kept.numel() * kept.element_size() == len(blocks) * target.block_bytes
+    target.write_blocks(blocks, torch.zeros_like(kept))
+    assert not target.read_blocks(blocks).any()
+    target.write_blocks(blocks, kept)
+    assert torch.equal(target.read_blocks(blocks), kept)
+    again = run(split, "chain:3", 8)
+    assert again["7"] == expected
+    assert scheduler.counters.prefix_hit_tokens > 0
 
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0}

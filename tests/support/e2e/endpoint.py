@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from specdecode_operator.plugin.drafts import change_for
+from specdecode_operator.plugin.drafts import change_for, offer
 from specdecode_operator.state.learned import parse_state
 from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
 from support.e2e.kube import Namespace
@@ -103,7 +103,37 @@ class Endpoint:
 
     def command_draft(self, verb: str) -> None:
         """Promote, reject, roll back or distill as the kubectl plugin does."""
-        self.patch(change_for(verb, self.get(), str(time.time_ns())))
+        change = change_for(verb, self.get(), self.drafts(), str(time.time_ns()))
+        if change.spec is not None:
+            self.patch(change.spec)
+        else:
+            self.set_role(change.draft, change.role)
+
+    def drafts(self) -> list[Manifest]:
+        """Return the SpecDecodeDrafts, those that ended last first."""
+        drafts = [one for one in self.namespace.list("sddr") if one["spec"]["deploymentRef"]["name"] == self.name]
+        return sorted(drafts, key=lambda one: one.get("status", {}).get("outcomeTime", ""), reverse=True)
+
+    def ended_drafts(self) -> list[Manifest]:
+        """Return the status of the drafts that ended or were promoted, the latest first."""
+        return [one["status"] for one in self.drafts() if one.get("status", {}).get("outcome")]
+
+    def offer_draft(self, uri: str, digest: str) -> None:
+        """Offer a draft as the kubectl plugin does."""
+        offered = offer(self.get(), self.drafts(), uri, digest)
+        if isinstance(offered, str):
+            self.set_role(offered, "Candidate")
+        else:
+            self.namespace.apply(offered)
+
+    def set_role(self, draft: str, role: str) -> None:
+        patch = json.dumps({"spec": {"role": role}})
+        self.namespace.kubectl("patch", "sddr", draft, "--type", "merge", "--patch", patch)
+
+    def trial_pod(self) -> str | None:
+        """Return the pod that tries a draft."""
+        trials = (one["status"].get("trial", {}) for one in self.drafts() if "status" in one)
+        return next((trial["pod"] for trial in trials if trial.get("pod")), None)
 
     def condition(self, kind: str) -> Manifest:
         """Return the condition of this type, or a placeholder with status 'absent'."""

@@ -76,6 +76,8 @@ def deployed(
         yield endpoint
     finally:
         namespace.kubectl("delete", "sdd", name, "--ignore-not-found", "--timeout=30s")
+        if drafts := [one["metadata"]["name"] for one in endpoint.drafts()]:
+            namespace.kubectl("delete", "sddr", *drafts)
         wait_for("its pods are gone", lambda: not endpoint.all_pods(), timeout_s=60)
 
 

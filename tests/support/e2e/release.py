@@ -13,6 +13,7 @@ from support.kube import ROOT, Cluster, KubectlError, Manifest, wait_for
 HELM = Path(sys.executable).parent / "helm"
 CHART = ROOT / "helm" / "specdecode"
 CRD = "specdecodedeployments.specdecode.io"
+CRDS = (CRD, "specdecodedrafts.specdecode.io")
 OWNER_OF_CRD = {
     # The labels and annotations of the README's `helm install`, so that a later release can adopt the CRD.
     "labels": {"app.kubernetes.io/managed-by": "Helm"},
@@ -21,9 +22,9 @@ OWNER_OF_CRD = {
 
 
 class Crd:
-    """The CRD, which the whole cluster shares.
+    """The CRDs, which the whole cluster shares.
 
-    It is updated before the tests, and removed afterwards only if the tests installed it.
+    They are updated before the tests, and removed afterwards only if the tests installed them.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -32,15 +33,16 @@ class Crd:
 
     def install(self) -> None:
         flags = ["--server-side", "--force-conflicts", "--field-manager", "specdecode-tests"]
-        self._cluster.kubectl("apply", *flags, "--filename", str(ROOT / "crds" / f"{CRD}.yaml"))
-        if self._brought:
-            patch = json.dumps({"metadata": OWNER_OF_CRD})
-            self._cluster.kubectl("patch", "crd", CRD, "--type", "merge", "--patch", patch)
-        self._cluster.kubectl("wait", "--for", "condition=Established", f"crd/{CRD}", "--timeout", "30s")
+        for crd in CRDS:
+            self._cluster.kubectl("apply", *flags, "--filename", str(ROOT / "crds" / f"{crd}.yaml"))
+            if self._brought:
+                patch = json.dumps({"metadata": OWNER_OF_CRD})
+                self._cluster.kubectl("patch", "crd", crd, "--type", "merge", "--patch", patch)
+            self._cluster.kubectl("wait", "--for", "condition=Established", f"crd/{crd}", "--timeout", "30s")
 
     def remove(self) -> None:
         if self._brought and not self._cluster.kubectl("get", "sdd", "--all-namespaces", "--output", "name"):
-            self._cluster.kubectl("delete", "crd", CRD)
+            self._cluster.kubectl("delete", "crd", *CRDS)
 
 
 REPLICAS = 2

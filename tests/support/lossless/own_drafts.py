@@ -55,9 +55,7 @@ class OwnDrafts:
         if name not in self.running or not self.running[name][0].usable:
             self.running[name] = self._start(network, vocab_size)
         supervisor, ready = self.running[name]
-        drafter = drafter_of(ready, state)
-        drafter.connect(supervisor)
-        return drafter
+        return drafter_of(ready, supervisor, state)
 
     def close(self) -> None:
         """End all processes."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from support.kube import Cluster, KubectlError, Manifest, wait_for
 from support.operator_faults.api_client import Api
@@ -24,10 +25,12 @@ SELECTOR = "app.kubernetes.io/name=specdecode-operator"
 
 
 def install_crd(cluster: Cluster, revision: Revision) -> None:
-    """Apply the revision's CRD and wait until the API server serves it."""
+    """Apply the revision's CRDs and wait until the API server serves them."""
     flags = ["--server-side", "--force-conflicts", "--field-manager", "specdecode-tests"]
-    cluster.kubectl("apply", *flags, "--filename", str(revision.crd))
-    cluster.kubectl("wait", "--for", "condition=Established", f"crd/{CRD_NAME}", "--timeout", "30s")
+    for file in (revision.crd, *(one for one in (revision.source / "crds").glob("*.yaml") if one.stem != CRD_NAME)):
+        cluster.kubectl("apply", *flags, "--filename", str(file))
+        name = yaml.safe_load(file.read_text())["metadata"]["name"]
+        cluster.kubectl("wait", "--for", "condition=Established", f"crd/{name}", "--timeout", "30s")
 
 
 class Installation:

@@ -83,15 +83,8 @@ GOOD: list[dict[str, Any]] = [
     {"engine": {"extraArgs": ["--queue-timeout-seconds=5", "--models-are-not-a-flag", "draft"]}},
     {"engine": {"extraArgs": ["--enforce-eager"]}},
     {"tlsSecretRef": {"name": "llama-tls"}},
-    {
-        "draftRollout": {
-            "candidate": {"uri": "pvc://drafts/new", "hash": "4f1c9a7b"},
-            "mode": "Manual",
-            "approve": "4f1c9a7b",
-        }
-    },
-    {"draftRollout": {"candidate": {"uri": "pvc://drafts/new"}}},
-    {"draftRollout": {"maxDuration": "1h30m", "minGainPercent": 1, "reject": "4f1c9a7b"}},
+    {"draftRollout": {"mode": "Manual", "maxDuration": "1h30m", "minGainPercent": 1}},
+    {"distillation": {"trigger": {"reject": "6928f3a1"}}},
     {"draftRollout": {}, "speculation": {"method": "none", "draft": None}},
     {
         "distillation": {
@@ -231,26 +224,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"engine": {"extraArgs": ["-tp", "4"]}}, "has a field of its own"),
     ({"engine": {"extraArgs": [""]}}, "[eE]xtra_?[aA]rgs"),
     ({"tlsSecretRef": {}}, "tlsSecretRef"),
-    ({"draftRollout": {"candidate": {"uri": "pvc://drafts/new", "hash": "not a hash"}}}, "hash"),
-    ({"draftRollout": {"candidate": {"uri": "s3://new", "hash": "4f1c"}}}, "uri"),
-    (
-        {"draftRollout": {"candidate": {"uri": "embedded://d", "hash": "4f1c"}}},
-        "must differ from speculation.draft",
-    ),
-    (
-        {
-            "draftRollout": {"candidate": {"uri": "pvc://drafts/new", "hash": "4f1c"}},
-            "speculation": {"method": "medusa"},
-        },
-        "needs speculation.method eagle3",
-    ),
-    (
-        {
-            "draftRollout": {"candidate": {"uri": "pvc://drafts/new", "hash": "4f1c"}},
-            "speculation": {"method": "none", "draft": None},
-        },
-        "needs speculation.method eagle3",
-    ),
     ({"draftRollout": {"maxDuration": "1d"}}, "max_?[dD]uration"),
     ({"draftRollout": {"blockRequests": 0}}, "block_?[rR]equests"),
     ({"draftRollout": {"mode": "Blind"}}, "mode"),
@@ -288,7 +261,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"distillation": {"storage": {**S3, "endpoint": "s3.example.com"}}}, "endpoint"),
     ({"distillation": {"storage": {**S3, "endpoint": "https://s3.example.com/path"}}}, "endpoint"),
     ({"distillation": {"storage": {**S3, "secretRef": {"name": "A b"}}}}, "secretRef"),
-    ({"draftRollout": {"approve": "no hash"}}, "approve"),
+    ({"distillation": {"trigger": {"reject": ""}}}, "reject"),
     ({"model": {"uri": "hf://org/m", "chatTemplate": "template.jinja"}}, "chatTemplate"),
 ]
 """Specs that the API server refuses, with words of its answer."""

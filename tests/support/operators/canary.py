@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specdecode_operator.api.draft import DraftResourceSpec, DraftResourceStatus, Role, SpecDecodeDraft
+from specdecode_operator.api.v1alpha1 import NameRef
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.errors import PluginError
 from specdecode_operator.plugin.drafts import change_for
-from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
+from specdecode_operator.rollout.draft_objects import draft_writes, manifest_of, record_of
+from specdecode_operator.state.draft_record import DraftRecord, parse_training, render_training
 from specdecode_operator.state.learned import LearnedState, parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Deployment, Observation, TrainingJob, Worker
@@ -124,6 +128,8 @@ class Canary:
     jobs: list[TrainingJob] = field(default_factory=list)
     created_jobs: list[str] = field(default_factory=list)
     """Names of all Jobs that were created."""
+    drafts: list[SpecDecodeDraft] = field(default_factory=list)
+    """The SpecDecodeDrafts of the deployment."""
 
     @property
     def record(self) -> DraftRecord:
@@ -143,14 +149,36 @@ class Canary:
         self.now += seconds
         for pod in self.pods:
             pod.clock += seconds
-        workers = tuple(pod.worker() for pod in self.pods)
-        observed = Observation(
-            workload=workload_with(len(workers)), workers=workers, session=self.session, jobs=tuple(self.jobs)
-        )
-        self.decision, self.session = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        self.decision, self.session = decide(self.deployment, self.observed(), DEFAULTS, now=self.now)
         if push:
             self.push()
         return self.decision
+
+    def observed(self) -> Observation:
+        """Return what a step observes."""
+        workers, drafts = tuple(pod.worker() for pod in self.pods), tuple(sorted(self.drafts, key=lambda one: one.name))
+        return Observation(
+            workload=workload_with(len(workers)),
+            workers=workers,
+            session=replace(self.session, drafts=record_of(drafts, self.record)),
+            drafts=drafts,
+            jobs=tuple(self.jobs),
+        )
+
+    def write_drafts(self, limit: int = 100) -> None:
+        """Write the drafts as the store does; no more than ``limit`` requests, each of a spec or a status."""
+        for write in draft_writes(self.deployment, self.record, self.observed().drafts, now=self.now):
+            before, after = write.before, SpecDecodeDraft.model_validate(manifest_of(write.after))
+            for part in ("spec", "status"):
+                if limit <= 0:
+                    return
+                if before is None and part == "spec":
+                    self.drafts.append(after.model_copy(update={"status": DraftResourceStatus()}))
+                elif before is not None and getattr(before, part) == getattr(after, part):
+                    continue
+                index = next(index for index, one in enumerate(self.drafts) if one.name == after.name)
+                self.drafts[index] = self.drafts[index].model_copy(update={part: getattr(after, part)})
+                limit -= 1
 
     def write_jobs(self) -> None:
         """Create and delete Jobs as the reconciler does."""
@@ -177,6 +205,7 @@ class Canary:
 
     def push(self) -> None:
         assert self.decision is not None
+        self.write_drafts()
         self.write_jobs()
         for pod in self.pods:
             pod.follow(self.decision.plan, self.spec_draft)
@@ -208,36 +237,58 @@ class Canary:
         """Change the spec, as a user does."""
         self.deployment = replace(self.deployment, spec=deployment_with(replicas=2, **spec).spec)
 
-    def command(self, verb: str) -> None:
-        """Promote, reject, roll back or distill, as the plugin changes the spec for it."""
-        record, spec = self.record, self.deployment.spec
-        if verb == "distill":
-            trigger = spec.distillation.trigger.model_copy(update={"request": f"at {self.now}"})
-            distillation = spec.distillation.model_copy(update={"trigger": trigger})
-            self.deployment = replace(self.deployment, spec=spec.model_copy(update={"distillation": distillation}))
+    def offer(self, candidate: Mapping[str, str] = CANDIDATE, role: Role = "Candidate") -> None:
+        """Offer a draft as a user does, by a new SpecDecodeDraft or by the role of the one that there is."""
+        known = [one for one in self.drafts if one.spec.uri == candidate["uri"]]
+        if known:
+            self.set_role(known[0].id, role)
             return
-        run = record.run.id if record.run else ""
-        named = {
-            "promote": {"approve": record.candidate},
-            "reject": {"reject": record.candidate or run or record.current},
-            "rollback": {"reject": record.candidate or record.current},
-        }
-        rollout = spec.draft_rollout.model_copy(update=named[verb])
-        self.deployment = replace(self.deployment, spec=spec.model_copy(update={"draft_rollout": rollout}))
+        spec = DraftResourceSpec(deployment_ref=NameRef(name="demo"), role=role, **candidate)
+        metadata = {"name": f"draft-{len(self.drafts)}", "namespace": "ns", "uid": f"draft-{len(self.drafts)}"}
+        self.drafts.append(SpecDecodeDraft(metadata=metadata, spec=spec))
+
+    def withdraw(self) -> None:
+        """Delete all drafts that a user offered."""
+        self.drafts = []
+
+    def set_role(self, draft: str, role: Role) -> None:
+        """Change the role of a draft, as a user does."""
+        for index, one in enumerate(self.drafts):
+            if one.id == draft:
+                self.drafts[index] = one.model_copy(update={"spec": one.spec.model_copy(update={"role": role})})
+
+    def retire_others(self) -> None:
+        """Retire all drafts but the one that serves."""
+        for one in self.drafts:
+            if one.id != self.record.current:
+                self.set_role(one.id, "Retired")
+
+    def command(self, verb: str) -> None:
+        """Promote, reject, roll back or distill, as the plugin does."""
+        record, spec = self.record, self.deployment.spec
+        if (verb in ("promote", "rollback") or record.run is None) and verb != "distill":
+            self.set_role(record.candidate or record.current, "Serving" if verb == "promote" else "Retired")
+            return
+        named = {"request": f"at {self.now}"} if verb == "distill" else {"reject": record.run.id if record.run else ""}
+        trigger = spec.distillation.trigger.model_copy(update=named)
+        distillation = spec.distillation.model_copy(update={"trigger": trigger})
+        self.deployment = replace(self.deployment, spec=spec.model_copy(update={"distillation": distillation}))
 
     def restart_operator(self) -> None:
-        """Drop everything but what the ConfigMap has."""
-        learned = parse_state(render_state(self.session.learned), "u1")
-        drafts = parse_drafts(render_drafts(self.record))
-        assert drafts == self.record
-        self.session = Session(learned=learned or LearnedState(uid="u1"), drafts=drafts)
+        """Drop everything but what the ConfigMap and the SpecDecodeDrafts have."""
+        before, learned = self.record, parse_state(render_state(self.session.learned), "u1")
+        training = parse_training(render_training(self.record))
+        self.session = Session(learned=learned or LearnedState(uid="u1"), drafts=training)
+        self.session = self.observed().session
+        assert self.record == before.model_copy(update={"lineage": self.record.lineage})
 
 
-def canary_with(**rollout: Any) -> Canary:
+def canary_with(candidate: Mapping[str, str] = CANDIDATE, **rollout: Any) -> Canary:
     """Return a deployment that offers a candidate, whose workers have reported."""
     canary = Canary(deployment_with(replicas=2))
     canary.tick()
-    canary.change(draft_rollout={"candidate": CANDIDATE, **rollout})
+    canary.change(draft_rollout=rollout)
+    canary.offer(candidate)
     return canary
 
 
@@ -283,10 +334,10 @@ def verdict(kind: str = "better", gain: float = 0.2, draft: Artifact | None = No
     return JobStatus(state=JobState.FINISHED, verdict=document)
 
 
-def refusal_of(verb: str, resource: dict[str, Any]) -> str:
+def refusal_of(verb: str, canary: Canary) -> str:
     """Return why the plugin refuses a command; empty if it does not."""
     try:
-        change_for(verb, resource, "now")
+        change_for(verb, resource_of(canary), map(manifest_of, canary.drafts), "now")
     except PluginError as error:
         return str(error)
     return ""

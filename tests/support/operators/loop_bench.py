@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
 from specdecode_operator.controller.training_jobs import JobWriter
-from specdecode_operator.errors import ClusterError
+from specdecode_operator.errors import ClusterError, Unavailable
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DEPLOYMENTS, Kind
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.polling import WorkerAccess, WorkerPoll
@@ -79,9 +79,17 @@ class Cluster:
             return None if self.is_deleted else self.resources[KEY]
         return self.state if kind == CONFIG_MAPS else None
 
-    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> None:
+    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> Any:
         if kind.kind != "Event":
             self.writes.append(f"{kind.kind}/{manifest['metadata']['name']}")
+        return manifest
+
+    async def update(self, kind: Kind, manifest: Mapping[str, Any], *, subresource: str | None = None) -> Any:
+        name = manifest["metadata"]["name"]
+        if name in self.down:
+            raise Unavailable("no answer")
+        self.writes.append("/".join(filter(None, (kind.kind, name, subresource))))
+        return manifest
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None) -> None:
         self.writes.append(f"deleted {kind.kind}/{name} {uid}")
@@ -141,6 +149,7 @@ class Bench:
             workload=lambda key: None,
             routers=lambda key: None,
             demand=lambda key: {},
+            drafts=lambda key: (),
             jobs=lambda key: (),
             jobs_problem=lambda key: "",
             record=self.records.get,
@@ -154,7 +163,7 @@ class Bench:
             update=self.update,
             gone=self.gone.append,
             applier=client,
-            store=StateStore(client, client),
+            store=StateStore(client, client, lambda manifest: None),
             tokens=client,
             jobs=JobWriter(client),
             defaults=DEFAULTS,

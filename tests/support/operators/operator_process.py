@@ -12,19 +12,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-import yaml
-
 from specdecode_operator.api import crd
-from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
 from support.kube import Cluster, wait_for
 
 
 def install_crd(cluster: Cluster) -> None:
-    """Install the CRD as the models have it, over another version that the cluster may have."""
-    cluster.apply(yaml.safe_load(crd.text()), server_side=True)
-    # The full name: copies of the kind in other groups may be served or cached by kubectl at the same time.
-    words = ("get", f"{PLURAL}.{GROUP}", "--all-namespaces")
-    wait_for("our kind is served", lambda: cluster.kubectl(*words) is not None)
+    """Install the CRDs as the models have them, over other versions that the cluster may have."""
+    for definition in (crd.crd(), crd.draft_crd()):
+        cluster.apply(definition, server_side=True)
+        # The full name: copies of the kind in other groups may be served or cached by kubectl at the same time.
+        words = ("get", definition["metadata"]["name"], "--all-namespaces")
+        wait_for("our kind is served", lambda words=words: cluster.kubectl(*words) is not None)
 
 
 def free_port() -> int:

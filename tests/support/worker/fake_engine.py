@@ -108,6 +108,9 @@ class FakeEngine:
             return ["no message of the engine"]  # type: ignore[list-item]
         return [self._advance(key) for key, (submit, _) in list(self._requests.items()) if submit.prompt[0] != SILENT]
 
+    def open_exchange(self, address: tuple[str, int] | None, wake: Callable[[], None]) -> int:
+        return 0
+
     @property
     def draft_names(self) -> list[str]:
         return ["", *self._named]

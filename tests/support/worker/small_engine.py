@@ -21,9 +21,11 @@ from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
 from specdecode_worker.engine.engine import Engine, EngineParts
+from specdecode_worker.engine.remote_prefill import BlockExchange, BlockParts
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.transfer import TransferAccess
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.layers import Attend
@@ -32,6 +34,7 @@ from specdecode_worker.models.target_states import TargetStates
 CPU = torch.device("cpu")
 VOCABULARY = 41
 HIDDEN = 16
+ACCESS = TransferAccess("key", lambda: ("token",))
 
 
 class NoisedCopy(nn.Module):
@@ -87,7 +90,10 @@ def small_engine(
     max_model_len: int = 200,
     eos: tuple[int, ...] = (),
     pipelined: bool = False,
+    exchange: str = "",
+    access: TransferAccess = ACCESS,
 ) -> Engine:
+    """Return an engine; ``exchange`` is the role of one that exchanges blocks with others."""
     target, head = networks()
     layers, dtype = target.config.num_hidden_layers, torch.float64
     state = DeviceState(max_num_seqs, max_model_len, dtype, CPU)
@@ -97,9 +103,13 @@ def small_engine(
         drafts[""] = LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))
     registry = DraftRegistry(drafts, state, HIDDEN)
     cache = paged_cache(target.config, layers, blocks, dtype, CPU)
+    scheduler = Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks, contiguous=not pipelined))
+    whole = Target(target, cache, state)
+    block_parts = BlockParts(whole, registry, state)
     parts = EngineParts(
-        scheduler=Scheduler(Limits(max_num_seqs, budget), BlockPool(blocks, contiguous=not pipelined)),
-        target=Target(target, cache, state),
+        exchange=BlockExchange(block_parts, scheduler, access, computes=exchange == "prefill") if exchange else None,
+        scheduler=scheduler,
+        target=whole,
         drafts=registry,
         state=state,
         shape_selector=ShapeSelector(Dispatcher("", "d" if draft else ""), registry),

@@ -170,6 +170,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cuda-graph-sizes", type=int, nargs="+", default=(), metavar="N",
                         help="batches to capture graphs for (default: 1, 2, 4, 8, 16, ...)")  # fmt: skip
     parser.add_argument("--kernel-timings", metavar="FILE", help="kernel times of this GPU, written by hack/gpu")
+    parser.add_argument("--role", choices=("worker", "prefill"), default=_ENGINE.role,
+                        help="prefill: compute prompts for other workers (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--block-port", type=int, metavar="PORT", help="port from which other workers get cache blocks")
+    parser.add_argument("--prefill", nargs="+", default=(), metavar="HOST:PORT",
+                        help="block ports of prefill workers, to be asked for long prompts")  # fmt: skip
 
 
 def _add_capture_flags(parser: argparse.ArgumentParser) -> None:

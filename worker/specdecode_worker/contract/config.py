@@ -182,8 +182,20 @@ class EngineConfig(Written):
 
     If empty: 1, 2, 4 and every multiple of 8 up to max_num_seqs.
     """
+    role: Literal["worker", "prefill"] = "worker"
+    """``prefill`` computes the cache blocks of long prompts for other workers, and sends them from ``block_port``."""
+    block_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port from which other workers of the deployment get cache blocks. None sends none. 0 takes a free port."""
     kernel_timings: str | None = None
     """File of ``hack/gpu`` with the times of this GPU, from which operations choose. None chooses by rules."""
+
+    @model_validator(mode="after")
+    def _sends_what_it_has(self) -> Self:
+        if self.role == "prefill" and self.block_port is None:
+            raise ValueError("role prefill needs block_port, from which other workers get the blocks")
+        if self.block_port is not None and not self.enable_prefix_caching:
+            raise ValueError("block_port needs the prefix cache; set enable_prefix_caching, or leave block_port out")
+        return self
 
 
 class ServerConfig(Written):
@@ -277,6 +289,13 @@ class WorkerConfig(Written):
         names = [draft.name for draft in self.drafts]
         if len(set(names)) < len(names):
             raise ValueError(f"drafts have distinct names, got {names}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_the_keys_that_it_sends(self) -> Self:
+        if self.engine.block_port is not None and any(one.placement == "own" for one in (self.draft, *self.drafts)):
+            raise ValueError("block_port needs drafts in the engine's process: draft.placement own keeps their keys "
+                             "in another one; use placement shared, or leave block_port out")  # fmt: skip
         return self
 
     @model_validator(mode="after")

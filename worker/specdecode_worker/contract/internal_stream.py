@@ -109,6 +109,9 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 class Moved(msgspec.Struct, frozen=True, tag="moved"):
     """Last frame of a worker that drains: continue on another worker at once."""
 
+    block_port: int = 0
+    """Port from which the other worker gets the cache blocks of the request, for as long as this one lives; or 0."""
+
 
 class Error(msgspec.Struct, frozen=True, tag="error", kw_only=True):
     """Last frame of a request that failed or was refused."""
@@ -178,6 +181,8 @@ class OpenStream(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Salt of the prefix cache, in addition to the body's: requests with different salts share no cached prefix."""
     resume: Resume | None = None
+    blocks_at: str = ""
+    """Host and block port of the worker that ``resume`` comes from, if that one moved the request."""
     seed: int | None = None
     """Seed for a body that has none; None for a random one."""
     created: int | None = None

@@ -6,10 +6,11 @@ from enum import StrEnum
 
 
 class Port:
-    """Ports of a worker: the public one and the admin one, which the public Service never exposes."""
+    """Ports of a worker. The public Service exposes the first alone; ``blocks`` is for workers of the deployment."""
 
     http = 8000
     admin = 8001
+    blocks = 8002
 
 
 class Route:
@@ -77,6 +78,10 @@ class Metric(StrEnum):
     prefill_chunks = "specdecode_prefill_chunks"
     prefix_cache_queries = "specdecode_prefix_cache_queries"
     prefix_cache_hits = "specdecode_prefix_cache_hits"
+    remote_prefills = "specdecode_remote_prefills"
+    remote_prefill_failures = "specdecode_remote_prefill_failures"
+    remote_prefill_tokens = "specdecode_remote_prefill_tokens"
+    remote_prefill_bytes = "specdecode_remote_prefill_bytes"
     kv_cache_usage_perc = "specdecode_kv_cache_usage_perc"
     kv_cache_reusable_perc = "specdecode_kv_cache_reusable_perc"
     memory_bytes = "specdecode_memory_bytes"

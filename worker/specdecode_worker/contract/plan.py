@@ -14,6 +14,7 @@ from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
     MAX_DEPTH,
     MAX_MERGED,
+    MAX_PREFILL_WORKERS,
     MAX_RANKS,
     MAX_TASKS,
     OTHER_TASK,
@@ -102,6 +103,8 @@ class Plan(Received):
     It then gets no rows and no initial shape, at the same version as the other workers.
     """
     tasks: tuple[TaskMatch, ...] = Field(default=(), max_length=MAX_TASKS)
+    prefill: tuple[str, ...] = Field(default=(), max_length=MAX_PREFILL_WORKERS)
+    """Addresses (host and block port) of the prefill workers that may be asked for the blocks of long prompts."""
     assignment: DraftAssignment | None = None
     """Drafts of the workers. None: each worker runs the draft of its config."""
     capture: CaptureRules | None = None

@@ -44,6 +44,16 @@ class AcceptanceCell(Received):
         return sum(self.ranks)
 
 
+class ContextCell(Received):
+    """First draft tokens of one draft and task in steps of one context bucket: those drafted, and those accepted."""
+
+    draft: str
+    task: str
+    context: int = Field(ge=0)
+    total: int = Field(ge=0)
+    hits: int = Field(ge=0)
+
+
 class RequestCell(Received):
     """Sums over ``n`` finished requests. Tokens of a request are correlated, so errors are estimated per request.
 
@@ -280,6 +290,11 @@ class Report(Received):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     """Prompt tokens found in the prefix cache, out of the ``prefix_query_tokens`` looked up."""
+    remote_prefills: int = 0
+    """Requests for whose blocks this worker asked another one, and for how many not all of them came."""
+    remote_prefill_failures: int = 0
+    remote_prefill_tokens: int = 0
+    remote_prefill_bytes: int = 0
     phases: PhaseSeconds | None = None
     memory: MemoryState | None = None
     start: StartSeconds | None = None
@@ -296,6 +311,8 @@ class Report(Received):
 
     A node that several drafts propose counts for each of them. Ranks are those of the draft's own order.
     """
+    contexts: tuple[ContextCell, ...] = ()
+    """Acceptance of the first draft token by context. As steps, rows are of the longest context in their batch."""
     requests: tuple[RequestCell, ...] = ()
     steps: tuple[StepCell, ...] = ()
     traffic: tuple[TrafficCell, ...] = ()

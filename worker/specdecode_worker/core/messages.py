@@ -67,6 +67,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     Arrival and latency of a continued request are not counted again. Its speculation counters begin at 0.
     """
+    blocks_at: str = ""
+    """Host and port of the worker that may still hold the cache blocks of the earlier attempt; empty for none."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

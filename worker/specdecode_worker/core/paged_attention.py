@@ -181,6 +181,23 @@ class PagedCache:
         """Write keys and values of one layer to these slots, outside of a pass."""
         write(self.data[layer], slots_T, k_TKD, v_TKD, self._scales[layer])
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.data.select(2, 0).numel() * self.data.element_size()
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Return a copy of N whole blocks, [N, layers, 2, 16, heads, dim]."""
+        return self.data.index_select(2, self._indices(blocks)).movedim(2, 0).contiguous()
+
+    def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
+        """Write N whole blocks, as `read_blocks` returns them; any shape with N first."""
+        whole = kv.reshape(len(blocks), *self.data.select(2, 0).shape)
+        self.data.index_copy_(2, self._indices(blocks), whole.movedim(0, 2))
+
+    def _indices(self, blocks: Sequence[int]) -> Tensor:
+        return to_device(blocks, self.data.device, dtype=torch.int64)
+
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
         """Copy keys and values from source to target slots in all layers.
 

@@ -183,6 +183,8 @@ class Request:
     """Number of tokens found in the prefix cache at admission. Their blocks may be shared and are never written."""
     cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache at the first admission."""
+    imported: int = 0
+    """Number of prompt tokens whose blocks another worker has computed for this request; they are not cached ones."""
     renews_prefix: bool | None = None
     """Whether a cached prefix that the draft cannot see is computed once more; None until one is found."""
     digests: list[bytes] = field(default_factory=list)
@@ -295,7 +297,7 @@ class Request:
         self.prefill_end = len(self.tokens)
         self.draft.resume(self.prefix, hit.drafted * BLOCK_SIZE, has_state=hit.has_state)
         if self.epoch == 0:
-            self.cached_tokens = self.prefix
+            self.cached_tokens = max(self.prefix - self.imported, 0)
 
     def append_output(self, tokens: list[int]) -> list[int]:
         """Append newly emitted tokens up to the first stop token (included) or ``max_tokens`` and return them.

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import accumulate
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -20,7 +21,7 @@ from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, P
 from specdecode_worker.core.request import DraftProgress, Request
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
 from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Forest, Level, Nodes, Tree
+from specdecode_worker.sampling.trees import Forest, Level, Nodes, Tree, all_nodes
 
 # Target hidden states that the loaded drafts read. They are stored together; each draft selects its columns.
 
@@ -71,6 +72,8 @@ def causal_pass(
     last_position: int,
     *,
     first_key: FirstKey,
+    masks: Sequence[int] = (),
+    block: bool = False,
 ) -> PackedBatch:
     """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
 
@@ -81,6 +84,8 @@ def causal_pass(
         first_B: First slot of each request, on the device.
         last_position: Last position that the draft supports; later positions are clamped to it.
         first_key: Function that returns the first slot of a request whose keys the draft attends to.
+        masks: Number of the slots of each request that are mask slots behind its root; none if left out.
+        block: The slots of a request see each other, and not only those before them.
     """
     device = first_B.device
     slots_B = to_device([request.slot for request in requests], device)
@@ -89,14 +94,16 @@ def causal_pass(
     table_BM = state.block_table_SM[slots_B]
     # During prefill, a request owns blocks only for the tokens launched so far; the last of them has the last slot.
     bounds = tuple(
-        min(max(request.cached_bound, request.prefilled) + 1, len(request.blocks) * BLOCK_SIZE) for request in requests
+        min(max(request.cached_bound, request.prefilled) + 1 + behind, len(request.blocks) * BLOCK_SIZE)
+        for request, behind in zip(requests, masks or [0] * len(requests), strict=True)
     )
+    seen = to_device([all_nodes(count) for count in counts for _ in range(count)], device) if block else None
     return PackedBatch(
         tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
         positions_T=index_T.clamp(max=last_position),
         slots_T=slots_of(table_BM, sequence_T, index_T),
         prefix_len_B=first_B,
-        ancestors_T=torch.zeros_like(index_T),
+        ancestors_T=torch.zeros_like(index_T) if seen is None else seen,
         block_table_BM=table_BM,
         blocks=tuple(tuple(request.blocks) for request in requests),
         query_counts=tuple(counts),
@@ -152,27 +159,18 @@ def level_pass(
 
 
 def catch_up_runs(
-    state: DeviceState, requests: Sequence[Request], counts: Sequence[int]
+    state: DeviceState, requests: Sequence[Request], counts: Sequence[int], masks: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Locate the ``counts[b]`` draft slots that end at the root of each request.
+    """Locate the ``counts[b]`` draft slots that end at the root of each request, and the ``masks[b]`` behind it.
 
     Returns:
         The first draft slot of each request [B], all draft slots [T], and the slot in DeviceState of each [T].
     """
     slots_B = to_device([request.slot for request in requests], state.length_S.device)
     first_B = state.length_S[slots_B] + 1 - to_device(counts, slots_B.device)
-    sequence_T, row_T = spread(tuple(counts), slots_B.device)
+    every = [count + behind for count, behind in zip(counts, masks or [0] * len(counts), strict=True)]
+    sequence_T, row_T = spread(tuple(every), slots_B.device)
     return first_B, first_B[sequence_T] + row_T, slots_B[sequence_T]
-
-
-def roots_of(out_TE: Tensor, counts: Sequence[int], drafting: Sequence[int], rows: int) -> Tensor:
-    """Return the last hidden state of each row of a causal pass, [B, E]; zeros for rows not in ``drafting``."""
-    last = to_device(counts, out_TE.device).cumsum(0) - 1
-    if len(drafting) == rows:
-        return out_TE[last]
-    roots_BE = out_TE.new_zeros(rows, out_TE.shape[-1])
-    roots_BE[to_device(drafting, out_TE.device)] = out_TE[last]
-    return roots_BE
 
 
 # Interface of all draft methods, and the loop over the levels of a tree that they share.
@@ -203,6 +201,8 @@ class Drafter(ABC):
     """False if the draft has no network, so that a deeper tree costs no draft pass."""
     one_pass: ClassVar[bool] = False
     """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
+    kv_cache: PagedCache | None = None
+    """Keys and values of the draft's own in this process, if it has any."""
     reads: TargetStates = NO_STATES
     """Target states that the draft reads."""
     columns: StateColumns = StateColumns()
@@ -257,6 +257,9 @@ class PagedDrafter(Drafter):
     last_position: int
     """Last position that its position embedding supports; later positions are clamped to it."""
 
+    def record_prefill(self, rows: Sequence[Row]) -> None:
+        """Record that the draft has run over these chunks."""
+
     @abstractmethod
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that the draft runs for: rows that draft, and rows that must catch up now."""
@@ -294,18 +297,64 @@ class CapturedDrafter(PagedDrafter):
     """True if the one pass runs a block of the root and its mask slots, which all see each other. The committed tokens
     before the root are not in it; `store_context` gets them."""
     _state: DeviceState
+    _ranking: Ranking
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Catch up to the root, and return the function that proposes tokens."""
-        drafting, requests, counts = self.start_catch_up(rows, forest.trees)
+        drafting, _, counts = self.start_catch_up(rows, forest.trees)
+        return self.first_pass(drafting, counts, rows, forest, sampler)
+
+    def first_pass(
+        self, drafting: Sequence[int], counts: Sequence[int], rows: Sequence[Row], forest: Forest, sampler: Proposer
+    ) -> Expand | None:
+        """Run the slots up to the roots and the mask slots, and return the function that proposes tokens.
+
+        Args:
+            drafting: Rows that the draft runs for; without any, None is returned.
+            counts: Number of slots of each up to its root.
+            rows: Rows of the step.
+            forest: Their trees.
+            sampler: Sampler of the step.
+        """
+        if self.block and drafting:
+            self._store_committed([rows[b].request for b in drafting], counts)
+            drafting = [b for b in drafting if forest.trees[b].drafted_depth]
+            counts = [1] * len(drafting)
         if not drafting:
             return None
-        first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts)
-        packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
-        roots_BE = roots_of(self.root_states(slots_T, index_T, packed), counts, drafting, len(rows))
-        return self.pass_by_level(roots_BE, rows, forest, sampler)
+        requests, depths = [rows[b].request for b in drafting], [forest.trees[b].drafted_depth for b in drafting]
+        masks = [max(depth - 1 + self.block, 0) if self.one_pass else 0 for depth in depths]
+        every = [count + behind for count, behind in zip(counts, masks, strict=True)]
+        first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts, masks)
+        packed = causal_pass(self._state, requests, every, first_B, self.last_position,
+                             first_key=self.first_key, masks=masks, block=self.block)  # fmt: skip
+        hidden_TE = self.root_states(slots_T, index_T, packed)
+        begins = [begin + count - 1 for begin, count in zip(accumulate(every, initial=0), counts, strict=False)]
+        if not self.one_pass:
+            return self._by_level(hidden_TE[self._of_rows(drafting, begins, len(rows))], rows, forest, sampler)
+        # The output matrix is read once, for all depths.
+        depths = [behind + 1 - self.block for behind in masks]
+        proposing = [root + self.block + k for root, depth in zip(begins, depths, strict=True) for k in range(depth)]
+        logits_PV = self.logits(hidden_TE[to_device(proposing, hidden_TE.device)], 0)
+        first_B = self._of_rows(drafting, list(accumulate(depths, initial=0)), len(rows))
 
-    def pass_by_level(self, roots_RE: Tensor, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand:
+        def expand(depth: int, level: Level) -> Tensor:
+            return self._ranking.of(logits_PV[first_B[level.batch_R] + depth], level.nodes, depth, sampler)
+
+        return expand
+
+    def _of_rows(self, drafting: Sequence[int], places: Sequence[int], rows: int) -> Tensor:
+        """Return the places of the drafting rows, [B], and 0 for the others."""
+        of_row = dict(zip(drafting, places, strict=False))
+        return to_device([of_row.get(b, 0) for b in range(rows)], self._state.length_S.device)
+
+    def _store_committed(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Write keys and values of the committed tokens that the draft lags behind, up to the one before the root."""
+        _, index_T, slots_T = catch_up_runs(self._state, requests, counts)
+        places_T = slots_of(self._state.block_table_SM, slots_T, index_T - 1)
+        self.store_context(slots_T, index_T - 1, (index_T - 1).clamp(max=self.last_position), places_T)
+
+    def _by_level(self, roots_RE: Tensor, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand:
         """Return the function that proposes tokens, with one pass for each level below the roots.
 
         Args:
@@ -354,8 +403,15 @@ class CapturedDrafter(PagedDrafter):
         """
 
     @abstractmethod
+    def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
+        """Return the logits of the draft's tokens behind these hidden states of nodes of one depth, [R, V].
+
+        With ``one_pass`` they are those of any depth.
+        """
+
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
         """Return the best target token ids behind these hidden states, [R, K], best first."""
+        return self._ranking.of(self.logits(hidden_RE, depth), at, depth, sampler)
 
 
 class Ranking:

@@ -19,8 +19,7 @@ from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, P
 from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Nodes, Tree
+from specdecode_worker.sampling.trees import Tree
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +74,8 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         self, model: CausalLM, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
     ) -> None:
         """Create a drafter. ``vocab_size`` is that of the target; padding ids beyond it are never proposed."""
-        self._model, self._cache, self._state = model, cache, state
+        self._model, self._state = model, state
+        self.kv_cache = self._cache = cache
         self._vocab_size = vocab_size
         self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
         self._vocabulary = model.vocabulary
@@ -95,11 +95,10 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         """Return the draft's hidden states [R, E] at tree nodes. ``hidden_RE`` is not used; the model reads tokens."""
         return self._forward(packed)
 
-    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
-        """Return the best target token ids behind these states, [R, K], best first."""
+    def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
+        """Return the logits of the model's tokens behind these states that the target has too, [R, V]."""
         logits_RV = self._model.logits(hidden_RE)
-        mine = logits_RV[:, : self._vocab_size] if self._vocabulary is None else self._vocabulary.outputs(logits_RV)
-        return self._ranking.of(mine, at, depth, sampler)
+        return logits_RV[:, : self._vocab_size] if self._vocabulary is None else self._vocabulary.outputs(logits_RV)
 
     def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
         """Run ``counts[b]`` slots of each request from ``first_B[b]`` on, and return their hidden states [T, E]."""

@@ -25,8 +25,7 @@ from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMe
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Nodes, Tree
+from specdecode_worker.sampling.trees import Tree
 
 
 class Head(Protocol):
@@ -169,16 +168,17 @@ class HeadDrafter(StateDrafter):
         """
         self.reads = head.reads
         self.first_slot, self.last_position = 1, positions - 1
-        self._head, self._cache, self._state = head, cache, state
+        self._head, self._state = head, state
+        self.kv_cache = self._cache = cache
         self._ranking = Ranking(target_ids, sharpness)
 
     def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
         return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
-    def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
-        """Return the best target token ids behind these states, [R, K], best first."""
-        return self._ranking.of(self._head.logits(hidden_RE), at, depth, sampler)
+    def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
+        """Return the logits of the head's tokens behind these states, [R, V]."""
+        return self._head.logits(hidden_RE)
 
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)

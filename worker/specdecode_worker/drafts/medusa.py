@@ -12,16 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, Expand, Ranking
+from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, Ranking
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Forest, Level, Nodes, Tree
+from specdecode_worker.sampling.trees import Nodes, Tree
 
 
 class MedusaDrafter(CapturedDrafter):
@@ -60,43 +59,19 @@ class MedusaDrafter(CapturedDrafter):
         for request in requests:
             self.progress(request).reached_root(len(request.in_flight))
 
-    def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
-        """Return the function that proposes tokens. Here every head runs once for all nodes of its depth."""
-        drafting = self.drafting(rows, forest.trees)
-        if not drafting:
-            return None
-        self.record_catch_up([rows[b].request for b in drafting], [1] * len(drafting))
-        slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
-        hidden_BE = self._states(slots_B, self._state.length_S[slots_B])
-
-        def expand(depth: int, level: Level) -> Tensor:
-            logits_BV = self._logits(hidden_BE, depth)
-            if logits_BV is None:
-                return no_candidates(level.nodes)
-            return self._ranking.of(logits_BV[level.batch_R], level.nodes, depth, sampler)
-
-        return expand
-
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the target's states before the roots."""
-        return self._states(slots_T, index_T)
+        return self.columns.of(self._state.aux(slots_T, (index_T - 1).clamp(min=0)))
+
+    def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
+        """Return the logits of the head of this depth, [R, V]."""
+        return self._heads.head_logits(hidden_RE, depth)
 
     def rank(self, hidden_RE: Tensor, at: Nodes, depth: int, sampler: Proposer) -> Tensor:
-        """Return the best target token ids behind these nodes by the head of this depth, [R, K], best first."""
-        logits_RV = self._logits(hidden_RE, depth)
-        return no_candidates(at) if logits_RV is None else self._ranking.of(logits_RV, at, depth, sampler)
-
-    def _states(self, slots_T: Tensor, roots_T: Tensor) -> Tensor:
-        return self.columns.of(self._state.aux(slots_T, (roots_T - 1).clamp(min=0)))
-
-    def _logits(self, hidden_RE: Tensor, depth: int) -> Tensor | None:
-        """Return the logits of the head of this depth; None if the tree is deeper than the number of heads."""
-        return self._heads.head_logits(hidden_RE, depth) if depth < self._heads.count else None
-
-
-def no_candidates(at: Nodes) -> Tensor:
-    """Return ranked tokens of nodes behind which nothing is proposed."""
-    return torch.full((len(at.batch_R), MAX_RANKS), -1, dtype=torch.int64, device=at.batch_R.device)
+        """Return the best target token ids behind these nodes, [R, K]; none if there is no head of this depth."""
+        if depth >= self._heads.count:
+            return torch.full((len(at.batch_R), MAX_RANKS), -1, dtype=torch.int64, device=at.batch_R.device)
+        return super().rank(hidden_RE, at, depth, sampler)
 
 
 def _medusa(heads: MedusaHeads, context: DraftContext) -> MedusaDrafter:

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -295,9 +294,17 @@ class OwnDrafter(PagedDrafter):
 
     _state: DeviceState
 
-    def connect(self, supervisor: ProcessSupervisor) -> None:
-        """Use the process of this supervisor."""
+    def __init__(
+        self, supervisor: ProcessSupervisor, reads: TargetStates, last_position: int, state: DeviceState
+    ) -> None:
+        """Create a drafter for a draft of these facts, in the process of this supervisor."""
         self._supervisor = supervisor
+        self.reads, self.columns, self._state = reads, StateColumns(), state
+        self.first_slot, self.last_position = int(bool(reads)), last_position
+
+    def ready(self, request: Request) -> bool:
+        """Return whether there is a draft process, and the draft can propose for the request."""
+        return self._supervisor.usable and super().ready(request)  # type: ignore[safe-super]
 
     @property
     def problem(self) -> str:
@@ -326,10 +333,6 @@ class OwnDrafter(PagedDrafter):
             return None
         ranked_BNK = self._ask(rows, forest, drafting, counts)
         return lambda _, level: ranked_BNK[level.batch_R, level.node_R]
-
-    @abstractmethod
-    def record_prefill(self, rows: Sequence[Row]) -> None:
-        """Record that the draft runs over these chunks."""
 
     def _ask(self, rows: Sequence[Row], forest: Forest, drafting: list[int], counts: list[int]) -> Tensor:
         """Return the ranked tokens behind every node [B, N, K], -1 where the process has none or is lost."""
@@ -387,38 +390,12 @@ class OwnDrafter(PagedDrafter):
 class OwnStateDrafter(OwnDrafter, StateDrafter):
     """Drafter of the methods eagle3 and eagle in a draft process."""
 
-    def __init__(self, reads: TargetStates, last_position: int, state: DeviceState) -> None:
-        """Create a drafter for a head that reads these states, up to this position."""
-        self.reads, self.columns, self._state = reads, StateColumns(), state
-        self.first_slot, self.last_position = 1, last_position
-
-    def ready(self, request: Request) -> bool:
-        """Return whether there is a draft process, and the ring holds the target state that the head needs."""
-        return self._supervisor.usable and StateDrafter.ready(self, request)
-
-    def record_prefill(self, rows: Sequence[Row]) -> None:
-        """Record that the head runs over these chunks."""
-        StateDrafter.record_prefill(self, rows)
-
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> NoReturn:
         raise NotImplementedError("the draft runs in another process")
 
 
 class OwnModelDrafter(OwnDrafter, TextDrafter):
     """Drafter of the method draft-model in a draft process."""
-
-    def __init__(self, last_position: int, state: DeviceState) -> None:
-        """Create a drafter for a model that supports positions up to ``last_position``."""
-        self.reads, self.columns, self._state = TargetStates(), StateColumns(), state
-        self.first_slot, self.last_position = 0, last_position
-
-    def ready(self, request: Request) -> bool:
-        """Return whether there is a draft process, and the request is within the positions of the draft model."""
-        return self._supervisor.usable and TextDrafter.ready(self, request)
-
-    def record_prefill(self, rows: Sequence[Row]) -> None:
-        """Record that the draft model runs over these chunks."""
-        TextDrafter.record_prefill(self, rows)
 
 
 def _place(request: Request) -> Place:
@@ -518,18 +495,18 @@ def start_draft(
     except BaseException:
         process.kill()
         raise
-    drafter = drafter_of(ready, state)
     supervisor = ProcessSupervisor(process, start, first_delay)
-    drafter.connect(supervisor)
+    drafter = drafter_of(ready, supervisor, state)
     # A draft is replaced, or loaded and never used, without further notice.
     weakref.finalize(drafter, supervisor.close)
     return LoadedDraft(drafter, DraftState.model_validate_json(ready.state_json))
 
 
-def drafter_of(ready: DraftReady, state: DeviceState) -> OwnStateDrafter | OwnModelDrafter:
-    """Return a drafter for the draft of a process, to be connected with its supervisor."""
+def drafter_of(ready: DraftReady, supervisor: ProcessSupervisor, state: DeviceState) -> OwnDrafter:
+    """Return the drafter for the draft of a process."""
     reads = TargetStates(ready.layers, ready.final)
-    return OwnStateDrafter(reads, ready.last_position, state) if reads else OwnModelDrafter(ready.last_position, state)
+    kind = OwnStateDrafter if reads else OwnModelDrafter
+    return kind(supervisor, reads, ready.last_position, state)
 
 
 def message_regions(state: DeviceState, max_tokens: int, widest: int) -> Regions:

@@ -22,7 +22,7 @@ from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
 from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.core.request import DraftProgress, FinishRule, Request
-from specdecode_worker.drafts.base import CapturedDrafter, catch_up_runs, causal_pass, draft_trees, roots_of
+from specdecode_worker.drafts.base import CapturedDrafter, catch_up_runs, draft_trees
 from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.models.causal_lm import CausalLM
@@ -243,20 +243,18 @@ class DraftServer:
         for request, root in zip(requests, roots_B.tolist(), strict=True):
             request.cached = root
             state.set_length(request.slot, root)
-        first_B, index_T, slots_T = catch_up_runs(state, requests, counts)
+        _, index_T, slots_T = catch_up_runs(state, requests, counts)
         state.tokens_SP[slots_T, index_T] = self._here(tokens_T)
         if drafter.reads:
             self._ring[slots_T, (index_T - 1) % STATE_RING_POSITIONS] = self._here(others[0])
         for b, text in zip(message.texts, others[bool(drafter.reads) :], strict=True):
             state.tokens_SP[requests[b].slot, : len(text)] = self._here(text)
-        packed = causal_pass(state, requests, counts, first_B, drafter.last_position, first_key=drafter.first_key)
-        hidden_RE = roots_of(drafter.root_states(slots_T, index_T, packed), counts, range(len(rows)), len(rows))
         forest = forest_of(trees, self._device)
         slots_B1 = to_device([*(request.slot for request in requests), state.padding_slot], self._device)
         texts = BatchTokens(state.tokens_SP, slots_B1, state.length_S[slots_B1])
         longest = 1 + max(request.cached for request in requests)
         sampler = sampler_of([one.params for one in message.trees], texts, forest, self.vocab_size, longest=longest)
-        expand = drafter.pass_by_level(hidden_RE, rows, forest, sampler)
+        expand = drafter.first_pass(range(len(rows)), counts, rows, forest, sampler)
         ranked_BNK = draft_trees(rows, forest, state, expand)
         return [] if ranked_BNK is None else [ranked_BNK]
 

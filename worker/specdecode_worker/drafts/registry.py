@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.rope_cache.reference import Scales
-from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState, TaskMatch
+from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState, MergedDraft, TaskMatch
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import AuxStates, DeviceState
 from specdecode_worker.core.paged_attention import PagedCache
@@ -200,6 +200,10 @@ class DraftRegistry:
     def name_of(self, task: str) -> str:
         """Return the name of the draft of a task, loaded or not."""
         return self._tasks.name(task)
+
+    def merged(self, task: str) -> tuple[MergedDraft, ...]:
+        """Return the drafts that are merged with the draft of a task."""
+        return self._tasks.merged(task)
 
     def serves(self, name: str, task: str) -> bool:
         """Return whether the draft of this name proposes for requests of a task, alone or merged with others."""

@@ -542,9 +542,10 @@ def _attempt(load: LoadDraft, config: DraftConfig, name: str, expected_hash: str
         return DraftSwap(name, None, describe_failure(error, config.uri or config.method))
 
 
-# Default draft of an engine as the follower of the assignment sees it: what runs, what loads, how it is replaced.
+# Engine as the follower of the assignment sees it.
 
 _NAME = ""
+"""Name of the default draft, which the follower replaces."""
 
 
 class FollowedEngine(Protocol):
@@ -562,65 +563,6 @@ class FollowedEngine(Protocol):
     def set_block(self, block: BlockCosts | None) -> None:
         """Begin a block of a trial; None ends the trial."""
         ...
-
-
-class DefaultDraft:
-    """Default draft of one engine. Methods that can fail return the reason, which the report then shows too."""
-
-    def __init__(self, engine: FollowedEngine, swaps: DraftSwapQueue, install: Callable[[LoadedDraft], None]) -> None:
-        """Create the access to the draft.
-
-        Args:
-            engine: Engine that runs the draft.
-            swaps: Queue that loads drafts.
-            install: Function that passes a loaded draft to the engine. It raises ModelError if that fails.
-        """
-        self._engine, self._swaps, self._install = engine, swaps, install
-
-    @property
-    def state(self) -> DraftState:
-        """State of the draft that runs, or that could not be loaded at start."""
-        return self._engine.draft
-
-    @property
-    def loaded(self) -> LoadedDraft | None:
-        """Draft that runs, or None."""
-        return self._engine.loaded_draft()
-
-    def is_replaced(self, goal: DraftGoal) -> bool:
-        """Return whether another draft than ``goal`` is loading."""
-        pending = self._swaps.pending_draft(_NAME)
-        return pending is not None and (pending.hash, pending.uri) != (goal.hash, goal.config.uri or "")
-
-    def begin(self, goal: DraftGoal) -> str:
-        """Start to load a draft. It replaces one that is loading. Return the reason if that cannot be tried."""
-        draft_json = goal.config.model_dump_json(exclude={"name"}).encode()
-        try:
-            self._swaps.begin(SetDraft(0, draft_json, _NAME, goal.hash))
-        except ModelError as error:
-            return self.record_problem(str(error))
-        return ""
-
-    def cancel(self) -> None:
-        """Discard the draft that is loading, if there is one."""
-        self._swaps.cancel(_NAME)
-
-    def install(self, loaded: LoadedDraft) -> str:
-        """Pass a loaded draft to the engine. Return the reason if it cannot be used; nothing has changed then."""
-        try:
-            self._install(loaded)
-        except ModelError as error:
-            return self.record_problem(str(error))
-        return ""
-
-    def record_problem(self, problem: str) -> str:
-        """Show a problem in the report, and return it."""
-        self._swaps.record_problem(_NAME, problem)
-        return problem
-
-    def set_block(self, block: BlockCosts | None) -> None:
-        """Begin a block of a trial; None ends the trial."""
-        self._engine.set_block(block)
 
 
 # Trial of a candidate on one worker: the two drafts, the block that runs, and the state for the report.
@@ -703,7 +645,9 @@ class DraftFollower:
 
     def __init__(
         self,
-        draft: DefaultDraft,
+        engine: FollowedEngine,
+        swaps: DraftSwapQueue,
+        install: Callable[[LoadedDraft], None],
         config: WorkerConfig,
         set_plan: Callable[[Plan], None],
         clock: Callable[[], float] = time.monotonic,
@@ -711,12 +655,15 @@ class DraftFollower:
         """Create a follower without an assignment.
 
         Args:
-            draft: Default draft of the engine, which the follower replaces.
+            engine: Engine that runs the default draft.
+            swaps: Queue that loads drafts.
+            install: Function that passes a loaded draft to the engine. It raises ModelError if that fails.
             config: Config of the worker, with the draft of the spec.
             set_plan: Function that puts a plan in force. It raises ValueError if the engine refuses the plan.
             clock: Monotonic clock.
         """
-        self._draft, self._config, self._set_plan, self._clock = draft, config, set_plan, clock
+        self._engine, self._swaps, self._install_draft = engine, swaps, install
+        self._config, self._set_plan, self._clock = config, set_plan, clock
         self._worker = worker_name()
         self._convergence = Convergence()
         self._load: _Load | None = None
@@ -744,9 +691,9 @@ class DraftFollower:
         goal = self._convergence.goal
         if problem and goal is not None:
             self._record_failure(problem)
-        elif goal is not None and not self._draft.state.hash:
+        elif goal is not None and not self._engine.draft.hash:
             self._needs_fallback = bool(goal.hash) and self._config.draft.method != "none"
-            self._record_failure(self._draft.state.problem or "the assigned draft was not loaded")
+            self._record_failure(self._engine.draft.problem or "the assigned draft was not loaded")
 
     def take_plan(self, plan: Plan) -> None:
         """Take a plan, now or at the end of the pair that runs. Raise ValueError if the engine refuses it."""
@@ -769,7 +716,7 @@ class DraftFollower:
     def take_swap(self, swap: DraftSwap) -> None:
         """Take a default draft that has loaded, or the reason why it has not."""
         load, self._load = self._load, None
-        problem = self._draft.install(swap.loaded) if swap.loaded and load is not _Load.CANDIDATE else swap.problem
+        problem = self._install(swap.loaded) if swap.loaded and load is not _Load.CANDIDATE else swap.problem
         if load is _Load.CANDIDATE and self._run is not None:
             self._begin_trial(self._run, swap)
         elif load is _Load.GOAL and problem:
@@ -777,7 +724,7 @@ class DraftFollower:
         elif load is _Load.GOAL:
             self._convergence.clear()
         elif load is _Load.FALLBACK and not problem:
-            self._draft.record_problem(f"the draft of the spec runs: {self._last_problem}")
+            self._swaps.record_problem(_NAME, f"the draft of the spec runs: {self._last_problem}")
 
     def advance(self) -> None:
         """Do what is due between two steps: the next block of a trial, or an attempt to load a draft."""
@@ -823,37 +770,54 @@ class DraftFollower:
 
     def _aim(self, goal: DraftGoal) -> None:
         """Make a draft the goal, unless it runs and no other one is loading to replace it."""
-        if goal.is_met(self._draft.state) and not self._draft.is_replaced(goal):
+        if goal.is_met(self._engine.draft) and not self._is_replaced(goal):
             self._convergence.clear()
         else:
             self._convergence.aim(goal, self._clock())
-            if self._load is _Load.GOAL and self._draft.is_replaced(goal):
+            if self._load is _Load.GOAL and self._is_replaced(goal):
                 self._load = None  # it loads the goal before, which the next attempt replaces
 
     def _converge(self) -> None:
         """Start to load the goal, or clear it if it runs already."""
         goal = self._convergence.goal
         assert goal is not None
-        if goal.is_met(self._draft.state):
-            if self._draft.is_replaced(goal):
-                self._draft.cancel()
+        if goal.is_met(self._engine.draft):
+            if self._is_replaced(goal):
+                self._swaps.cancel(_NAME)
             self._convergence.clear()
         else:
             self._begin(_Load.GOAL, goal)
 
+    def _is_replaced(self, goal: DraftGoal) -> bool:
+        """Return whether another draft than ``goal`` is loading."""
+        pending = self._swaps.pending_draft(_NAME)
+        return pending is not None and (pending.hash, pending.uri) != (goal.hash, goal.config.uri or "")
+
+    def _install(self, loaded: LoadedDraft) -> str:
+        """Pass a loaded draft to the engine. Return the reason if it cannot be used; nothing has changed then."""
+        try:
+            self._install_draft(loaded)
+        except ModelError as error:
+            self._swaps.record_problem(_NAME, str(error))
+            return str(error)
+        return ""
+
     def _begin(self, load: _Load, goal: DraftGoal) -> None:
         """Start to load a draft. It replaces one that is loading."""
-        problem = self._draft.begin(goal)
-        if not problem:
+        draft_json = goal.config.model_dump_json(exclude={"name"}).encode()
+        try:
+            self._swaps.begin(SetDraft(0, draft_json, _NAME, goal.hash))
             self._load = load
-        elif load is _Load.CANDIDATE:
-            self._fail_trial(problem)
-        elif load is _Load.GOAL:
-            self._record_failure(problem)
+        except ModelError as error:
+            self._swaps.record_problem(_NAME, str(error))
+            if load is _Load.CANDIDATE:
+                self._fail_trial(str(error))
+            elif load is _Load.GOAL:
+                self._record_failure(str(error))
 
     def _begin_trial(self, run: TrialRun, swap: DraftSwap) -> None:
         """Begin the first block with the candidate that has loaded, or end the trial with the reason of its failure."""
-        run.incumbent, run.candidate = self._draft.loaded, swap.loaded
+        run.incumbent, run.candidate = self._engine.loaded_draft(), swap.loaded
         if run.candidate is None:
             self._fail_trial(swap.problem)
         elif run.incumbent is None:
@@ -868,11 +832,11 @@ class DraftFollower:
         """
         if run.schedule.is_between_pairs:
             self._take_held(run)
-        if problem := self._draft.install(run.next_draft):
+        if problem := self._install(run.next_draft):
             self._fail_trial(problem)
             return
         run.block = run.schedule.new_block()
-        self._draft.set_block(run.block)
+        self._engine.set_block(run.block)
 
     def _take_held(self, run: TrialRun) -> None:
         """Put the plan in force that has waited for the end of the pair, if there is one."""
@@ -906,19 +870,19 @@ class DraftFollower:
     def _stop(self, run: TrialRun, goal: DraftGoal) -> None:
         """End the blocks of a trial and install ``goal`` or the incumbent, whichever is loaded."""
         if self._load is _Load.CANDIDATE:
-            self._draft.cancel()
+            self._swaps.cancel(_NAME)
             self._load = None
         if run.block is None:
             return
-        self._draft.set_block(None)
+        self._engine.set_block(None)
         chosen = next((draft for draft in run.loaded if goal.is_met(draft.state)), run.loaded[0])
-        if chosen is not self._draft.loaded and self._draft.install(chosen):
+        if chosen is not self._engine.loaded_draft() and self._install(chosen):
             self._convergence.aim(goal, self._clock())
 
     def _record_failure(self, problem: str) -> None:
         """Record a failed attempt to reach the goal. A trial cannot begin without its incumbent."""
         self._last_problem = problem
-        self._draft.record_problem(problem)
+        self._swaps.record_problem(_NAME, problem)
         self._convergence.record_failure(self._clock())
         if self._run is not None and self._run.is_loading:
             self._fail_trial(f"the incumbent cannot be loaded: {problem}")

@@ -27,6 +27,7 @@ from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry
 from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failure
 from specdecode_worker.engine.cuda_graphs import StepGraphs
 from specdecode_worker.engine.launched_step import LaunchedStep, StepTimer
+from specdecode_worker.engine.remote_prefill import BlockExchange
 from specdecode_worker.engine.runner import StepLauncher
 from specdecode_worker.engine.scheduler import Deadlines, GrammarQueue, Scheduler
 from specdecode_worker.engine.stats import (
@@ -40,12 +41,13 @@ from specdecode_worker.engine.stats import (
     build_report,
 )
 from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.transfer import Refused
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.stages import start_seconds
 
-GRAMMAR_WAIT_SECONDS = 0.002
-"""Longest wait for a compilation while no request runs, so that the engine still reads its messages."""
+WAIT_SECONDS = 0.002
+"""Longest wait for a compilation or for blocks while no request runs, so that the engine still reads its messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class EngineParts:
     """The sampler is ``coupled``, else ``mss``."""
     graphs: StepGraphs | None = None
     grammars: GrammarCompiler | None = None
+    exchange: BlockExchange | None = None
+    """Exchange of cache blocks with other workers; None without one."""
 
 
 class Engine:
@@ -106,6 +110,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
         self._grammars = GrammarQueue(parts.grammars, self.eos_token_ids)
+        self._exchange = parts.exchange
         self._launched: deque[LaunchedStep] = deque()
         self._ahead = 1 if pipelined else 0
         if self._scheduler.prefix_caching:
@@ -113,8 +118,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """True if the engine has no request and no step in flight."""
-        return not self._requests and not self._launched
+        """True if the engine has no request and no step in flight, and no other worker waits for blocks."""
+        return not self._requests and not self._launched and not (self._exchange is not None and self._exchange.busy)
 
     @property
     def draft(self) -> DraftState:
@@ -153,8 +158,26 @@ class Engine:
         self._requests[request.id] = request
         self._deadlines.add(submit, self._requests)
         if not submit.sampling.grammar:
-            self._scheduler.add(request)
+            self._queue(request)
         self._recorder.record_arrival(request)
+
+    def open_exchange(self, address: tuple[str, int] | None, wake: Callable[[], None]) -> int:
+        """Begin to exchange cache blocks with other workers; nothing happens without an exchange.
+
+        Args:
+            address: Host and port to listen on; None not to listen.
+            wake: Function that ends the engine's sleep. Threads call it.
+
+        Returns:
+            Port that is listened on, 0 if none is.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        if self._exchange is None:
+            return 0
+        self._exchange.open(address, self.max_model_len, wake)
+        return 0 if self._exchange.server is None else self._exchange.server.port
 
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         """End a request and drop its results of steps in flight. Unknown ids are ignored.
@@ -180,6 +203,8 @@ class Engine:
         """
         self._shape_selector.take_plan(plan)
         self._drafts.set_tasks(plan.tasks)
+        if self._exchange is not None:
+            self._exchange.set_peers(plan.prefill)
         if self._graphs is not None and self.idle and not len(self._graphs):
             self._graphs.prepare(self._planned_shapes())
 
@@ -256,6 +281,8 @@ class Engine:
     def close(self) -> None:
         """End the other processes of a replica on several devices: the ranks above 0."""
         self._grammars.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self._target.close()
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
@@ -272,6 +299,8 @@ class Engine:
         expired = self._cancel_expired(now) if now >= self._deadlines.next_seconds else []
         if self._grammars:
             expired += self._admit_compiled()
+        if self._exchange:
+            self._exchange_blocks(self._exchange)
         launched = self.launch()
         if launched is not None:
             self._launched.append(launched)
@@ -284,7 +313,7 @@ class Engine:
         began = time.monotonic()
         self._phases.start()
         self._add_request_seconds(began)
-        draft_prefill = self._shape_selector.draft_prefill
+        draft_prefill = self._draft_prefill
         self._scheduler.set_draft_prefill(draft_prefill)
         for identity in self._drafts.take_restarted(self._requests.values()):
             self._scheduler.forget_draft(identity, states=False)
@@ -318,7 +347,7 @@ class Engine:
         seconds, now = self._step_timer.finish(step, self._launcher.synthetic)
         self._phases.start()
         emissions = []
-        emitted = 0
+        emitted, self._recorder.context = 0, step.choice.context
         for index, (row, epoch, read) in enumerate(zip(step.rows, step.epochs, reads, strict=True)):
             request = row.request
             if request.finish is not None or request.epoch != epoch:
@@ -406,15 +435,52 @@ class Engine:
     def _admit_compiled(self) -> list[Tokens]:
         """Queue the requests whose grammars are compiled, and return the last messages of those that are refused."""
         refused = []
-        has_work = bool(self._launched) or not self._scheduler.idle
-        for request, problem in self._grammars.take_ready(0.0 if has_work else GRAMMAR_WAIT_SECONDS):
+        for request, problem in self._grammars.take_ready(0.0 if self._has_work else WAIT_SECONDS):
             if problem:
                 request.finish = "error"
                 self._requests.pop(request.id)
                 refused.append(Tokens(request_id=request.id, tokens=(), finish="error", error=problem))
             else:
-                self._scheduler.add(request)
+                self._queue(request)
         return refused
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request for the next steps, or let it wait for blocks of another worker."""
+        if self._exchange is None or not self._exchange.park(request, time.monotonic(), draft=self._draft_prefill):
+            self._scheduler.add(request)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._launched) or not self._scheduler.idle
+
+    @property
+    def _draft_prefill(self) -> bool:
+        """True if drafts process prompts. Those of a prefill worker do so for the plans of others."""
+        computes = self._exchange is not None and self._exchange.computes
+        return self._shape_selector.draft_prefill or (computes and bool(self._drafts))
+
+    def _exchange_blocks(self, exchange: BlockExchange) -> None:
+        """Store blocks that have arrived, queue the requests that waited for them, and send blocks to others."""
+        if not self._has_work and not exchange.has_wants:
+            exchange.wait(WAIT_SECONDS)
+        for request in exchange.take_ready(time.monotonic()):
+            self._scheduler.add(request)
+        for submit, outgoing in exchange.take_wants():
+            try:
+                if outgoing.want.compute:
+                    self.add(submit)
+                    request = self._requests[submit.request_id]
+                else:
+                    request = Request.of(submit, self.eos_token_ids, arrived_seconds=submit.arrival_seconds)
+                    self._drafts.assign_draft(request)
+                problem = exchange.export(request, outgoing)
+            except ValueError as error:
+                problem = str(error)
+            if problem:
+                self.abort(submit.request_id)
+                outgoing.finish(Refused(problem))
+        for request_id in exchange.advance_exports(self._requests.__contains__):
+            self.abort(request_id)
 
     def _cancel_expired(self, now: float) -> list[Tokens]:
         """Cancel the requests whose deadline has passed and return their last messages.
@@ -437,6 +503,8 @@ class Engine:
         del self._requests[request.id]
         if request in self._grammars:
             self._grammars.discard(request)
+        elif self._exchange is not None and request in self._exchange:
+            self._exchange.discard(request)
         else:
             self._scheduler.release(request)
         self._recorder.record_end(request, now)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
 
-from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, WorkerConfig
+from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
 from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.batch import ShapeSelector
 from specdecode_worker.core.device_state import DeviceState
@@ -23,7 +25,7 @@ from specdecode_worker.drafts.registry import DraftLoader, DraftRegistry, Resolv
 from specdecode_worker.drafts.swap import describe_failure, worker_name
 from specdecode_worker.engine.cuda_graphs import CaptureBackend, StagedBackend, StepGraphs, capture_backend
 from specdecode_worker.engine.engine import Engine, EngineParts
-from specdecode_worker.engine.kernel_class import use_kernel_timings, warm_up_prefill
+from specdecode_worker.engine.kernel_class import kernel_class, use_kernel_timings, warm_up_prefill
 from specdecode_worker.engine.memory import (
     Budget,
     CheckedDraftLoader,
@@ -34,10 +36,12 @@ from specdecode_worker.engine.memory import (
     require_servable,
     take_inventory,
 )
+from specdecode_worker.engine.remote_prefill import BlockExchange, BlockParts
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.engine.tensor_parallel import Assignment, LeaderBackend, LeaderState, LeaderTarget, RankGroup
+from specdecode_worker.engine.transfer import TransferAccess
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
@@ -46,6 +50,7 @@ from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.vocabulary import open_tokenizer
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.stages import stage
+from specdecode_worker.version import VERSION
 
 log = logging.getLogger(__name__)
 
@@ -154,8 +159,15 @@ def assemble(
     scales = target.kv_scales if config.kv_cache_dtype == "fp8" else ()
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device, scales)
     passes, captures = _passes(target, cache, state, group, backend)
+    scheduler = _scheduler(config, target.config.attention_chunk_size, blocks, identity.target, weight.device)
+    exchange = BlockExchange(
+        BlockParts(passes, drafts, state),
+        scheduler,
+        _transfer_access(worker, identity.target, weight.device),
+        computes=config.role == "prefill",
+    )
     parts = EngineParts(
-        scheduler=_scheduler(config, target.config.attention_chunk_size, blocks, identity.target, weight.device),
+        scheduler=scheduler,
         target=passes,
         drafts=drafts,
         state=state,
@@ -163,6 +175,7 @@ def assemble(
         coupled=config.sampler == "coupled",
         graphs=_graphs(config, passes, drafts, state, captures),
         grammars=_grammars(folder, target),
+        exchange=exchange,
     )
     return Engine(
         parts,
@@ -172,6 +185,28 @@ def assemble(
         pipelined=pipelined,
         load_draft=CheckedDraftLoader(load, config.tensor_parallel_size, lambda: free_bytes(weight.device)),
     )
+
+
+def _transfer_access(worker: WorkerConfig, target: str, device: torch.device) -> TransferAccess:
+    """Return what this worker has in common with those that it exchanges cache blocks with."""
+    of_blocks = (
+        target,
+        worker.model.dtype,
+        worker.model.quantization,
+        kernel_class(device),
+        worker.engine.tensor_parallel_size,
+        VERSION,
+    )
+    folder = worker.server.admin_tokens_path
+
+    def read_tokens() -> Sequence[str]:
+        text = os.environ.get(Env.admin_token, "") if folder is None else Path(folder, "operator").read_text()
+        if not (tokens := text.split()):
+            raise ValueError(f"workers exchange no blocks without the deployment's token; set {Env.admin_token}")
+        return tokens
+
+    compatibility = blake2b(json.dumps(of_blocks).encode(), digest_size=16).hexdigest()
+    return TransferAccess(compatibility, read_tokens, worker.server.tls_cert_file, worker.server.tls_key_file)
 
 
 def _own_device(worker: WorkerConfig, device: torch.device) -> OwnDevice:

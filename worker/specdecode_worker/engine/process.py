@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
@@ -40,7 +41,6 @@ from specdecode_worker.core.messages import (
 )
 from specdecode_worker.drafts.swap import (
     POLL_SECONDS,
-    DefaultDraft,
     DraftFollower,
     DraftSwap,
     DraftSwapQueue,
@@ -76,6 +76,13 @@ class DrivenEngine(CalibrationTarget, FollowedEngine, Protocol):
 
     def report(self, swaps: Mapping[str, SwapStatus] = ..., trial: TrialState | None = ...) -> Report:
         """Return the worker report, with the swaps of drafts by name and the draft trial."""
+        ...
+
+    def open_exchange(self, address: tuple[str, int] | None, wake: Callable[[], None]) -> int:
+        """Begin to exchange cache blocks with other workers, and return the port that is listened on, 0 for none.
+
+        ``wake`` ends the sleep of the loop. Threads call it.
+        """
         ...
 
     @property
@@ -125,6 +132,10 @@ class EnginePort:
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.connect(address)
+        self._woken = os.eventfd(0, os.EFD_NONBLOCK)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
         self._decoder = msgspec.msgpack.Decoder(list[ToEngine])
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -137,12 +148,18 @@ class EnginePort:
         Returns:
             The messages, which may be none.
         """
-        self._socket.poll(int(1000 * timeout_seconds))
+        self._poller.poll(int(1000 * timeout_seconds))
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._woken)
         messages: list[ToEngine] = []
         with contextlib.suppress(zmq.Again):
             while True:
                 messages += self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
         return messages
+
+    def wake(self) -> None:
+        """End the wait of `receive`, from any thread."""
+        os.eventfd_write(self._woken, 1)
 
     def send(self, messages: Sequence[FromEngine]) -> None:
         """Send the messages as one wire message; do nothing if there are none."""
@@ -336,8 +353,8 @@ class EngineLoop:
         self._port = port
         self._heartbeat = heartbeat
         self._swaps = DraftSwapQueue(engine.load_draft)
-        draft = DefaultDraft(engine, self._swaps, lambda loaded: self._install("", loaded))
-        self._follower = DraftFollower(draft, config, self._set_plan)
+        install = partial(self._install, "")
+        self._follower = DraftFollower(engine, self._swaps, install, config, self._set_plan)
         self._running = True
 
     def follow(self, plan: Plan | None, problem: str) -> None:
@@ -479,6 +496,10 @@ def main(
         port.send([loaded])
         loop = EngineLoop(engine, port, heartbeat, config)
         loop.follow(plan, started.problem)
+        listening = config.engine.block_port
+        own_address = None if listening is None else (config.server.host, listening)
+        if block_port := engine.open_exchange(own_address, port.wake):
+            print(f"specdecode-worker: block port: {block_port}", file=sys.stderr, flush=True)
         loop.run()
     except Exception as error:
         if isinstance(error, CannotServe):

@@ -43,6 +43,21 @@ _FOLLOWED = "followed"
 """Mark of blocks that any draft has processed, even one that was replaced since."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """Indexed block of a text.
+
+    ``draft`` and ``states``: keys of the request's draft, and states of the target, are valid. ``followed``: some draft
+    has processed the block.
+    """
+
+    block: int
+    digest: bytes
+    draft: bool
+    states: bool
+    followed: bool
+
+
 RENEW_EVERY = 4
 """Of the requests that find a prefix without keys of their draft, every so many-th computes it once more.
 
@@ -122,7 +137,7 @@ class PrefixReuse:
     def find(self, request: Request) -> CachedPrefix:
         """Return the cached prefix of a request, which ends before the block with the last token to prefill."""
         most = self._max_reusable_blocks(request)
-        blocks = self._index.find(self._digests(request, most)[:most])
+        blocks = self._index.find(self.digests(request, most)[:most])
         indexed = len(blocks)
         if self.draft_prefill and request.draft.draft:
             blocks = self._visible(request, blocks)
@@ -148,7 +163,7 @@ class PrefixReuse:
         """Record that a chunk of this step computes the tokens from ``start`` to ``end`` of the request."""
         if self.enabled:
             whole = end // BLOCK_SIZE
-            self._filling.update(self._digests(request, whole)[start // BLOCK_SIZE : whole])
+            self._filling.update(self.digests(request, whole)[start // BLOCK_SIZE : whole])
 
     def publish(self, request: Request, end: int) -> None:
         """Register the full blocks of the first ``end`` tokens and mark those with valid keys of the draft."""
@@ -156,7 +171,7 @@ class PrefixReuse:
             return
         whole = end // BLOCK_SIZE
         if whole > request.published:
-            digests = self._digests(request, whole)
+            digests = self.digests(request, whole)
             for k in range(request.published, whole):
                 self._replace_useless(digests[k], request.draft.draft)
                 self._pool.register(request.blocks[k], digests[k], digests[k - 1] if k else request.digest_root)
@@ -168,6 +183,53 @@ class PrefixReuse:
                 self._index.mark(request.blocks[request.marked], request.draft.draft)
                 self._index.mark(request.blocks[request.marked], _FOLLOWED)
             request.marked += 1
+
+    def stored(self, request: Request, first: int, end: int) -> list[StoredBlock]:
+        """Return the indexed blocks of a request's text from number ``first`` on, without a gap, before ``end``."""
+        found = []
+        for digest in self.digests(request, end)[first:end]:
+            block = self._index.holder(digest)
+            if block is None:
+                break
+            marks = [self._index.is_marked(block, name) for name in (request.draft.draft, _STATES, _FOLLOWED)]
+            found.append(StoredBlock(block, digest, *marks))
+        return found
+
+    def adopt(
+        self, request: Request, first: int, count: int, room: int, *, draft: str, states: bool, followed: bool
+    ) -> dict[int, int] | None:
+        """Register blocks of a request's text that another worker has computed.
+
+        They have no owner, so that they are evicted as others are. The caller writes their contents before anything
+        else runs.
+
+        Args:
+            request: The request.
+            first: Number of the first block within the text.
+            count: Number of blocks.
+            room: Number of blocks that the rest of the text needs, these included.
+            draft: Draft whose keys they have; empty for none.
+            states: They have the target's states.
+            followed: Some draft has processed them.
+
+        Returns:
+            Cache block by number within the text, of those that are to be written; the others are known already. None
+            if there is no room.
+        """
+        digests = self.digests(request, first + count)
+        for digest in digests[first : first + count]:
+            self._replace_useless(digest, draft)
+        missing = [k for k in range(first, first + count) if self._index.holder(digests[k]) is None]
+        blocks = self._pool.allocate(len(missing), self._index.holder(digests[first - 1]) if first else None, room)
+        if blocks is None:
+            return None
+        for k, block in zip(missing, blocks, strict=True):
+            self._pool.register(block, digests[k], digests[k - 1] if k else request.digest_root)
+            for name, is_valid in ((draft, bool(draft)), (_STATES, states), (_FOLLOWED, followed)):
+                if is_valid:
+                    self._index.mark(block, name)
+        self._pool.release(blocks)
+        return dict(zip(missing, blocks, strict=True))
 
     def forget(self, identity: str, *, states: bool) -> None:
         """Invalidate the cached keys of a draft and, with ``states``, the stored hidden states of the target."""
@@ -209,7 +271,7 @@ class PrefixReuse:
             return 0
         return blocks_for(len(request.tokens)) - 1
 
-    def _digests(self, request: Request, count: int) -> list[bytes]:
+    def digests(self, request: Request, count: int) -> list[bytes]:
         """Return at least the first ``count`` block digests of the request, computing missing ones."""
         if not request.digest_root:
             request.digest_root = salted_root(self._root, request.submit.cache_salt)
@@ -389,6 +451,8 @@ class PrefillLimit:
             timed: Start with ``least`` instead, so that the first prompt causes no long step.
         """
         self.tokens = least if timed else most
+        self.token_seconds = 0.0
+        """Time for one prompt token, as measured last; 0 without a measurement."""
         self._most, self._least = most, least
         self._recent: deque[int] = deque(maxlen=2)
 
@@ -400,6 +464,7 @@ class PrefillLimit:
         """
         if prompt_tokens < self._least or seconds <= 0:
             return
+        self.token_seconds = seconds / prompt_tokens
         self._recent.append(int(prompt_tokens * STEP_SECONDS / seconds))
         self.tokens = min(max(*self._recent, self._least), self._most)
 
@@ -559,6 +624,10 @@ class Counters:
     prefill_chunks: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    remote_prefills: int = 0
+    remote_prefill_failures: int = 0
+    remote_prefill_tokens: int = 0
+    remote_prefill_bytes: int = 0
 
 
 Dispatch = Callable[[Sequence[Request]], Selection]
@@ -592,7 +661,7 @@ class Scheduler:
         self._prompt_share = max(limits.max_num_batched_tokens // PROMPT_SHARE, 1)
         self._prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share, timed=timed)
         self._pool = pool
-        self._reuse = PrefixReuse(pool, enabled=prefix_caching, salt=salt)
+        self.reuse = PrefixReuse(pool, enabled=prefix_caching, salt=salt)
         self._slots = list(range(limits.max_num_seqs))[::-1]
         self._arrivals = self._turns = 0
         self._decoding_took_turns = False
@@ -605,7 +674,7 @@ class Scheduler:
     @property
     def prefix_caching(self) -> bool:
         """True if cached blocks of equal prefixes are reused."""
-        return self._reuse.enabled
+        return self.reuse.enabled
 
     @property
     def blocks(self) -> int:
@@ -627,6 +696,27 @@ class Scheduler:
         """Tokens of the blocks without an owner that are kept for prefix reuse."""
         return self._pool.cached * BLOCK_SIZE
 
+    @property
+    def token_seconds(self) -> float:
+        """Time that one prompt token takes, as measured last; 0 without a measurement."""
+        return self._prefill_limit.token_seconds
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Number of prompt tokens that are still to be computed, of waiting and running requests."""
+        running = sum(one.prefill_end - one.prefilled for one in self.running)
+        return running + sum(one.expected_prefill for one in self.waiting)
+
+    def missing_blocks(self, request: Request) -> tuple[int, int]:
+        """Return the numbers of the first block of a request's text that is not cached, and of its last one.
+
+        Both are the same if blocks from elsewhere are of no use: all are cached, the request reuses none, or they do
+        not fit beside the running requests.
+        """
+        hit, end = self.reuse.find(request), blocks_for(len(request.tokens)) - 1
+        reuses = self.reuse.enabled and request.submit.sampling.prompt_logprobs is None
+        return (len(hit.blocks), end) if reuses and self._fits(request, hit) else (end, end)
+
     def add(self, request: Request) -> None:
         """Append a request to the queue."""
         self._arrivals += 1
@@ -641,7 +731,7 @@ class Scheduler:
         Args:
             dispatch: Selects the draft trees of the decoding requests.
         """
-        self._reuse.begin_step()
+        self.reuse.begin_step()
         budget = self._limits.max_num_batched_tokens
         prompts = [request for request in self.running if request.prefilled < request.prefill_end]
         decoding_budget = budget - self._prompt_reserve(prompts)
@@ -659,14 +749,14 @@ class Scheduler:
 
         If they do, only cached prefixes that a draft has processed too are reused.
         """
-        self._reuse.draft_prefill = draft_prefill
+        self.reuse.draft_prefill = draft_prefill
 
     def publish(self, request: Request, end: int) -> None:
         """Make the full blocks of the first ``end`` tokens available to other requests.
 
         These tokens must be final, and the step that writes their keys must have been launched.
         """
-        self._reuse.publish(request, end)
+        self.reuse.publish(request, end)
 
     def record_step_time(self, prompt_tokens: int, seconds: float) -> None:
         """Record the duration of a step with ``prompt_tokens`` tokens of prompts, which bounds later chunks."""
@@ -683,7 +773,7 @@ class Scheduler:
             identity: Hash of the draft.
             states: Also invalidate the cached hidden states of the target that drafts read.
         """
-        self._reuse.forget(identity, states=states)
+        self.reuse.forget(identity, states=states)
 
     def release(self, request: Request) -> None:
         """Remove a finished or cancelled request, running or waiting, and free its slot and blocks."""
@@ -719,7 +809,7 @@ class Scheduler:
         request = self.waiting.first() if self._slots else None
         if request is None:
             return 0
-        hit = self._reuse.find_next(request)
+        hit = self.reuse.find_next(request)
         return self._to_prefill(request, hit) if self._fits(request, hit) else 0
 
     def _decoding(self, requests: Sequence[Request], trees: Sequence[Tree], budget: int) -> list[Row]:
@@ -790,8 +880,8 @@ class Scheduler:
             request = self.waiting.first(skip_long=skip_long)
             if request is None:
                 break
-            hit = self._reuse.find_next(request)
-            if not self._fits(request, hit) or self._reuse.is_being_filled(request, hit):
+            hit = self.reuse.find_next(request)
+            if not self._fits(request, hit) or self.reuse.is_being_filled(request, hit):
                 break
             wanted = share = self._to_prefill(request, hit)
             if not self._chunk_size(wanted, budget, rows):
@@ -830,7 +920,7 @@ class Scheduler:
         self._pool.share(hit.blocks)
         request.admit(self._slots.pop(), hit)
         insort(self.running, request, key=lambda one: one.order)
-        if self._reuse.enabled and request.epoch == 0:
+        if self.reuse.enabled and request.epoch == 0:
             self.counters.prefix_query_tokens += len(request.submit.prompt)
             self.counters.prefix_hit_tokens += request.cached_tokens
 
@@ -849,7 +939,7 @@ class Scheduler:
         if count <= 0 or not self._reserve(request, start + count, rows):
             return 0
         request.prefilled += count
-        self._reuse.record_chunk(request, start, request.prefilled)
+        self.reuse.record_chunk(request, start, request.prefilled)
         self.counters.prefill_chunks += 1
         rows.append(Row(request, count, start=start, emits=request.decoding))
         return count
@@ -883,7 +973,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         """Add a new or preempted request to the queue, as a short or a long prompt."""
-        request.expected_prefill = self._to_prefill(request, self._reuse.find(request))
+        request.expected_prefill = self._to_prefill(request, self.reuse.find(request))
         self.waiting.add(request)
 
     def _vacate(self, request: Request) -> None:

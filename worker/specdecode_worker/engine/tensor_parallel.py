@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -173,6 +173,18 @@ class RecordStep(msgspec.Struct, frozen=True, tag=True):
     """Capture of the prepared step, after one run with all ranks. The rank answers with a `CaptureState`."""
 
 
+class ReadBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Copy of these cache blocks, which rank 0 gathers."""
+
+    blocks: tuple[int, ...]
+
+
+class WriteBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Write to these cache blocks. Rank 0 scatters their contents."""
+
+    blocks: tuple[int, ...]
+
+
 class Replay(msgspec.Struct, frozen=True, tag=True):
     """Replay of a captured step. Its inputs follow in the collectives of the graph."""
 
@@ -185,7 +197,9 @@ class Discard(msgspec.Struct, frozen=True, tag=True):
     graph: int | None = None
 
 
-RankMessage = Forward | Keep | Logits | OpenTable | SetBlocks | Prepare | RecordStep | Replay | Discard
+RankMessage = (
+    Forward | Keep | Logits | OpenTable | SetBlocks | ReadBlocks | WriteBlocks | Prepare | RecordStep | Replay | Discard
+)
 
 
 class CaptureState(msgspec.Struct, frozen=True, tag=True):
@@ -436,6 +450,12 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
                 hidden_RE = torch.empty(count, model.config.hidden_size, dtype=dtype, device=device)
                 dist.broadcast(hidden_RE, src=0)
                 model.logits(hidden_RE)
+            case ReadBlocks(blocks):
+                dist.gather(cache.read_blocks(blocks), dst=0)
+            case WriteBlocks(blocks):
+                own = torch.empty_like(cache.read_blocks(blocks))
+                dist.scatter(own, src=0)
+                cache.write_blocks(blocks, own)
             case OpenTable(slots, columns):
                 graphs.open_table(slots, columns)
             case Prepare(shape):
@@ -699,6 +719,30 @@ class LeaderTarget(Target):
         source, target = source_BD.flatten(), target_BD.flatten()
         collectives.broadcast(torch.stack((source, target)))
         self._leader_cache.keep_here(source, target, depth)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the keys and values of one block, on all devices together."""
+        return super().block_bytes * dist.get_world_size()
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Gather the keys and values of N whole blocks from all ranks, [N, rank, ...]."""
+        self._ranks.send(ReadBlocks(tuple(blocks)))
+        own = super().read_blocks(blocks)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        with self._ranks.collective():
+            dist.gather(own, parts, dst=0)
+        return torch.stack(parts, 1)
+
+    def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
+        """Scatter the keys and values of N whole blocks to all ranks."""
+        self._ranks.send(WriteBlocks(tuple(blocks)))
+        own = torch.empty_like(super().read_blocks(blocks))
+        by_rank = kv.reshape(len(blocks), dist.get_world_size(), -1).unbind(1)
+        parts = [part.contiguous().view_as(own) for part in by_rank]
+        with self._ranks.collective():
+            dist.scatter(own, parts, src=0)
+        super().write_blocks(blocks, own)
 
     def take_shape(self) -> StepShape | None:
         """Return the sizes of the last pass over tables since the last call, None if there was none."""

@@ -294,6 +294,8 @@ class RequestTerms:
     queue_deadline_seconds: float = 0.0
     cache_salt: str = ""
     """Salt of the prefix cache that a router adds to the one of the body."""
+    blocks_at: str = ""
+    """Host and block port of the worker that a continued request comes from; empty for none."""
 
 
 def terms_of(client: str, headers: Headers, config: ServerConfig, now: float) -> RequestTerms:

@@ -283,8 +283,7 @@ def encode_bounded(
 ) -> list[int]:
     """Tokenize a text in time and memory that depend on the context length and not on the text.
 
-    A text that is certainly too long by its bytes is not tokenized. Of others, growing beginnings are tokenized, until
-    one is too long or holds the whole text.
+    Growing beginnings are tokenized, until one is too long or holds the whole text.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -294,11 +293,9 @@ def encode_bounded(
         add_special_tokens: Add the special tokens of the tokenizer, such as BOS.
 
     Raises:
-        TextTooLong: The text has more than ``TOKENS_FACTOR`` times ``max_model_len`` tokens, or more bytes than
-            ``max_model_len`` tokens can stand for.
+        TextTooLong: The text has more than ``TOKENS_FACTOR`` times ``max_model_len`` tokens.
         TextWorkStopped: ``stopped`` was set.
     """
-    check_length(tokenizer, text, max_model_len)
     most = TOKENS_FACTOR * max_model_len
     size = _FIRST_CHARACTERS_PER_TOKEN * max_model_len
     while size < len(text):
@@ -311,17 +308,3 @@ def encode_bounded(
     if len(ids) > most:
         raise TextTooLong
     return ids
-
-
-def check_length(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
-    """Raise TextTooLong if a text has more bytes than ``max_model_len`` tokens can stand for."""
-    per_token = tokenizer.most_bytes_per_token
-    if per_token is not None and _longer_in_bytes(text, per_token * max_model_len):
-        raise TextTooLong
-
-
-def _longer_in_bytes(text: str, most_bytes: int) -> bool:
-    """Return whether ``text`` has more than ``most_bytes`` UTF-8 bytes."""
-    return len(text) > most_bytes or (
-        4 * len(text) > most_bytes and len(text.encode(errors="surrogatepass")) > most_bytes
-    )

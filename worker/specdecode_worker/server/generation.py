@@ -56,18 +56,6 @@ NO_COUNTS = ChoiceCounters()
 
 
 @dataclass(frozen=True, slots=True)
-class OutputOptions:
-    """Output options of one generation. Without ``generates`` only the echo of the prompt is returned."""
-
-    text_options: TextOptions
-    has_logprobs: bool = False
-    """True when the engine returns log-probabilities, for the client or only to rank the choices of best_of."""
-    generates: bool = True
-    counts_prompt: bool = True
-    """False for the further choices of a prompt, so that its tokens count once in the usage."""
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
     """Output of a choice that an earlier attempt on another worker has emitted."""
 
@@ -84,13 +72,14 @@ class ChoiceOutput:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Prompt, options: OutputOptions, counters: ChoiceCounters = NO_COUNTS
+        self, tokenizer: Tokenizer, prompt: Prompt, options: TextOptions, counters: ChoiceCounters = NO_COUNTS
     ) -> None:
         self._prompt, self._options = prompt, options
         self._echo = prompt.echo
         first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
-        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options.text_options, first_offset=first_offset)
-        self._earlier, self._now = counters, counters
+        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options, first_offset=first_offset)
+        self._earlier, self.counters = counters, counters
+        """Counts of the choice in earlier attempts, and so far."""
         self._drafts = self._accepted = 0
         """Totals of the engine's last message, which are those of this attempt."""
         self.length = 0
@@ -103,14 +92,9 @@ class ChoiceOutput:
         return self._detokenizer.mean_logprob
 
     @property
-    def counters(self) -> ChoiceCounters:
-        """Counts of the choice so far."""
-        return self._now
-
-    @property
     def statistics(self) -> ChoiceStatistics:
         """Token and speculation counts so far."""
-        now = self._now
+        now = self.counters
         return ChoiceStatistics(
             prompt_tokens=len(self._prompt.ids),
             completion_tokens=self._detokenizer.count,
@@ -157,14 +141,14 @@ class ChoiceOutput:
 
     def _count(self, tokens: Tokens) -> None:
         """Add the engine's counters, which are totals of this attempt, to those of earlier attempts."""
-        before, acceptance = self._earlier, self._now.acceptance
+        before, acceptance = self._earlier, self.counters.acceptance
         if tokens.drafts > self._drafts:  # a message has the tokens of one step
             accepted = tokens.accepted - self._accepted
             steps = [*acceptance, *[0] * (accepted + 1 - len(acceptance))]
             steps[accepted] += 1
             acceptance = tuple(steps)
             self._drafts, self._accepted = tokens.drafts, tokens.accepted
-        self._now = ChoiceCounters(
+        self.counters = ChoiceCounters(
             before.cached_tokens + tokens.cached_tokens, before.draft_tokens + tokens.draft_tokens, acceptance
         )
 
@@ -173,7 +157,7 @@ class ChoiceOutput:
         echo, self._echo = self._echo, None
         if echo is None:
             return ChoicePiece("", None)
-        if not self._options.text_options.logprobs:
+        if not self._options.logprobs:
             return ChoicePiece(echo.text, None)
         if len(tokens.prompt_logprobs) != len(self._prompt.ids) - 1:
             raise EngineFailed("the engine returned no log-probabilities of the prompt")
@@ -213,18 +197,10 @@ def _messages(progress: Progress, rule: FinishRule) -> Iterator[Tokens]:
 _decode_sampling = msgspec.msgpack.Decoder(Sampling).decode
 
 
-@dataclass(frozen=True, slots=True)
-class EarlierChoice:
-    """Choice of an earlier attempt: its sampling parameters and its output so far."""
-
-    sampling: Sampling
-    progress: Progress
-
-
 def earlier_choices(
     request: GenerationRequest, resume: contract.Resume, key: str, limits: ModelLimits
-) -> list[EarlierChoice]:
-    """Return the choices of an earlier attempt.
+) -> list[tuple[Sampling, Progress]]:
+    """Return sampling parameters and output so far of each choice of an earlier attempt.
 
     Args:
         request: The validated request body.
@@ -253,16 +229,6 @@ def earlier_choices(
     ]
 
 
-def sampling_of_rest(sampling: Sampling, emitted: Sequence[int]) -> Sampling:
-    """Return the sampling parameters for the rest of a choice with these tokens.
-
-    The log-probabilities of its prompt came with its first token.
-    """
-    if emitted and sampling.prompt_logprobs is not None:
-        return msgspec.structs.replace(sampling, prompt_logprobs=None)
-    return sampling
-
-
 def contract_logprobs(logprobs: Sequence[Logprobs]) -> tuple[contract.Logprobs, ...]:
     """Return log-probabilities as frames have them, without the token."""
     return tuple((one.logprob, one.rank, one.top_tokens, one.top_logprobs) for one in logprobs)
@@ -270,7 +236,7 @@ def contract_logprobs(logprobs: Sequence[Logprobs]) -> tuple[contract.Logprobs, 
 
 def _earlier_choice(
     choice: contract.ChoiceStart, prompt: Sequence[int], progress: contract.ChoiceProgress, limits: ModelLimits
-) -> EarlierChoice:
+) -> tuple[Sampling, Progress]:
     try:
         sampling = _decode_sampling(choice.sampling)
     except msgspec.MsgspecError:
@@ -279,14 +245,11 @@ def _earlier_choice(
         raise Incompatible("this worker cannot continue the request: its context length is too small")
     if not all(0 <= token < limits.vocab_size for token in (*prompt, *progress.ids)):
         raise _no_attempt("a token id")
-    return EarlierChoice(
-        sampling,
-        Progress(
-            ids=progress.ids,
-            logprobs=_with_tokens(progress.ids, progress.logprobs),
-            prompt_logprobs=_with_tokens(prompt[1:], progress.prompt_logprobs),
-            counters=progress.counters,
-        ),
+    return sampling, Progress(
+        ids=progress.ids,
+        logprobs=_with_tokens(progress.ids, progress.logprobs),
+        prompt_logprobs=_with_tokens(prompt[1:], progress.prompt_logprobs),
+        counters=progress.counters,
     )
 
 
@@ -320,8 +283,8 @@ class StartingChoice:
 
     @property
     def engine_sampling(self) -> Sampling:
-        """Sampling parameters for the engine."""
-        return sampling_of_rest(self.sampling, self.emitted or ())
+        """Sampling parameters for the engine. Log-probabilities of the prompt came with the first token."""
+        return msgspec.structs.replace(self.sampling, prompt_logprobs=None) if self.emitted else self.sampling
 
 
 def new_choices(model: Model, request: GenerationRequest, prompts: Sequence[Prompt]) -> list[StartingChoice]:
@@ -343,7 +306,10 @@ def new_choices(model: Model, request: GenerationRequest, prompts: Sequence[Prom
 
 
 def continued_choices(
-    model: Model, request: GenerationRequest, prompts: Sequence[Prompt], earlier: Sequence[EarlierChoice]
+    model: Model,
+    request: GenerationRequest,
+    prompts: Sequence[Prompt],
+    earlier: Sequence[tuple[Sampling, Progress]],
 ) -> list[StartingChoice]:
     """Return the choices that continue an earlier attempt, whose output is replayed.
 
@@ -354,25 +320,24 @@ def continued_choices(
     """
     made = request.generated_choices
     choices = []
-    for index, one in enumerate(earlier):
-        prompt, progress, options = prompts[index // made], one.progress, _output_options(request, index % made)
+    for index, (sampling, progress) in enumerate(earlier):
+        prompt, options = prompts[index // made], _output_options(request, index % made)
         output = ChoiceOutput(model.tokenizer, prompt, options, progress.counters)
-        replayed = output.replay(progress, FinishRule.of(one.sampling, model.loaded.eos_token_ids))
-        choices.append(StartingChoice(prompt, one.sampling, output, options.generates, progress.ids, replayed))
+        replayed = output.replay(progress, FinishRule.of(sampling, model.loaded.eos_token_ids))
+        choices.append(StartingChoice(prompt, sampling, output, options.generates, progress.ids, replayed))
     return choices
 
 
-def _output_options(request: GenerationRequest, choice: int) -> OutputOptions:
-    text_options = TextOptions(
+def _output_options(request: GenerationRequest, choice: int) -> TextOptions:
+    return TextOptions(
         stops=tuple(request.stop),
         include_stop=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         min_tokens=request.min_tokens,
         logprobs=request.top_logprobs_count is not None,
-    )
-    generates = not isinstance(request, CompletionRequest) or request.max_tokens != 0
-    return OutputOptions(
-        text_options, has_logprobs=logprobs_of(request) is not None, generates=generates, counts_prompt=choice == 0
+        has_logprobs=logprobs_of(request) is not None,
+        generates=not isinstance(request, CompletionRequest) or request.max_tokens != 0,
+        counts_prompt=choice == 0,
     )
 
 
@@ -434,7 +399,8 @@ class Generation:
             replayed: Pieces of an earlier attempt on another worker.
         """
         self._stream = stream
-        self._output = output
+        self.output = output
+        """Converter of the tokens, with the counts so far."""
         self.sampling = sampling
         self.replayed = replayed
         self._observers = observers
@@ -442,14 +408,9 @@ class Generation:
         self._retry_after_seconds = retry_after_seconds
 
     @property
-    def output(self) -> ChoiceOutput:
-        """Converter of the tokens, with the counts so far."""
-        return self._output
-
-    @property
     def statistics(self) -> ChoiceStatistics:
         """Token and speculation counts so far."""
-        return self._output.statistics
+        return self.output.statistics
 
     async def outputs(self, *, one_by_one: int = 0) -> AsyncIterator[Output]:
         """Yield the output as it arrives, also parts that do not change the response yet.
@@ -468,10 +429,10 @@ class Generation:
         try:
             async for message in self._stream:
                 self._observe(message)
-                for tokens in split(message) if self._output.length < one_by_one else (message,):
-                    index = self._output.length
-                    piece = self._output.push(tokens)
-                    yield Output(index, self._output.length - index, tokens, piece)
+                for tokens in split(message) if self.output.length < one_by_one else (message,):
+                    index = self.output.length
+                    piece = self.output.push(tokens)
+                    yield Output(index, self.output.length - index, tokens, piece)
                     if piece.finish_reason:
                         return
         except EngineGone as error:
@@ -495,7 +456,7 @@ class Generation:
             finish_reason=every[-1].finish_reason or "stop",
             statistics=self.statistics,
             scored=tuple(one for piece in every for one in piece.scored),
-            mean_logprob=self._output.mean_logprob,
+            mean_logprob=self.output.mean_logprob,
         )
 
     def close(self, *, moved: bool = False) -> None:
@@ -505,9 +466,9 @@ class Generation:
             moved: Another worker continues the request.
         """
         if self._stream is not None:
-            self._stream.close(stopped=self._output.finish_reason is not None)
+            self._stream.close(stopped=self.output.finish_reason is not None)
         for observer in self._observers:
-            observer.end(self._output.finish_reason, moved=moved)
+            observer.end(self.output.finish_reason, moved=moved)
         self._observers = ()
         if self._on_end is not None:
             self._on_end()
@@ -532,93 +493,78 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Facts that all generations of one request share."""
-
-    task: str
-    terms: RequestTerms
-    cache_salt: str
-    """Salt of the prefix cache."""
-    user: str | None
-    """Identifier of the end user, as the client names it."""
-
-    @classmethod
-    def of(cls, request: GenerationRequest, task: str, terms: RequestTerms, *, shared_prefix_cache: bool) -> Origin:
-        """Return the origin of a request."""
-        salt = prefix_salt(
-            terms.client, request.cache_salt or "", shared=shared_prefix_cache, router_salt=terms.cache_salt
-        )
-        return cls(task, terms, salt, request.user)
-
-
 class GenerationStarter:
-    """Starter of generations of one worker."""
+    """Starter of generations of one worker. Without ``shared_prefix_cache`` clients share no cached prefixes."""
 
-    def __init__(self, engine: EngineClient, queue: AdmissionQueue, counts: ServerCounters) -> None:
-        self._engine, self._queue, self._counts = engine, queue, counts
+    engine: EngineClient
+    queue: AdmissionQueue
+    counts: ServerCounters
+    shared_prefix_cache: bool
 
     def start(
-        self, choices: Sequence[StartingChoice], origin: Origin, start_record: StartRecord | None
+        self,
+        request: GenerationRequest,
+        choices: Sequence[StartingChoice],
+        task: str,
+        terms: RequestTerms,
+        start_record: StartRecord | None = None,
     ) -> list[Generation]:
         """Start all choices of a request. Without ``start_record`` it is not captured.
 
         Raises:
             Unavailable: The engine is gone. No choice has started.
         """
+        shared = self.shared_prefix_cache
+        salt = prefix_salt(terms.client, request.cache_salt or "", shared=shared, router_salt=terms.cache_salt)
         with contextlib.ExitStack() as started:
             generations = []
             for choice in choices:
-                generation = self._generation(choice, origin, start_record)
+                generation = self._generation(choice, _submit(choice, task, terms, salt), request.user, start_record)
                 started.callback(generation.close)
                 generations.append(generation)
             started.pop_all()
         return generations
 
-    def _generation(self, choice: StartingChoice, origin: Origin, start_record: StartRecord | None) -> Generation:
+    def _generation(
+        self, choice: StartingChoice, submit: Submit, user: str | None, start_record: StartRecord | None
+    ) -> Generation:
         if choice.output.finish_reason is not None:
             return Generation(
                 None, choice.output, choice.sampling, observers=(), on_end=lambda: None, replayed=choice.replayed
             )
-        submit = _submit(choice, origin)
         try:
-            stream = self._engine.submit(submit)
+            stream = self.engine.submit(submit)
         except EngineGone as error:
             raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
-        self._queue.record_start(submit.client)
+        self.queue.record_start(submit.client)
+        earlier_tokens = None if submit.emitted is None else len(submit.emitted)
+        counter = self.counts.request_counter(submit.task, len(submit.prompt), submit.client, earlier_tokens)
+        record = None
+        if start_record is not None and choice.generates:
+            record = start_record(choice.prompt, submit.sampling, submit.task, user)
         return Generation(
             stream,
             choice.output,
             choice.sampling,
-            observers=self._observers(choice, submit, origin, start_record),
-            on_end=lambda: self._queue.record_end(time.monotonic(), submit.client),
-            retry_after_seconds=lambda: self._queue.wait_seconds(1, time.monotonic()),
+            observers=(counter,) if record is None else (counter, record),
+            on_end=lambda: self.queue.record_end(time.monotonic(), submit.client),
+            retry_after_seconds=lambda: self.queue.wait_seconds(1, time.monotonic()),
             replayed=choice.replayed,
         )
 
-    def _observers(
-        self, choice: StartingChoice, submit: Submit, origin: Origin, start_record: StartRecord | None
-    ) -> list[RequestObserver]:
-        earlier_tokens = None if submit.emitted is None else len(submit.emitted)
-        observers: list[RequestObserver] = [
-            self._counts.request_counter(submit.task, len(submit.prompt), submit.client, earlier_tokens)
-        ]
-        if start_record is not None and choice.generates:
-            observer = start_record(choice.prompt, submit.sampling, submit.task, origin.user)
-            observers += [observer] if observer is not None else []
-        return observers
 
-
-def _submit(choice: StartingChoice, origin: Origin) -> Submit:
+def _submit(choice: StartingChoice, task: str, terms: RequestTerms, salt: str) -> Submit:
     return Submit(
         request_id=uuid.uuid4().hex,
         prompt=tuple(choice.prompt.ids),
         sampling=choice.engine_sampling,
-        task=origin.task,
+        task=task,
         arrival_seconds=time.monotonic(),
-        deadline_seconds=origin.terms.deadline_seconds,
-        queue_deadline_seconds=origin.terms.queue_deadline_seconds,
-        client=origin.terms.client,
-        weight=origin.terms.weight,
-        cache_salt=origin.cache_salt,
+        deadline_seconds=terms.deadline_seconds,
+        queue_deadline_seconds=terms.queue_deadline_seconds,
+        client=terms.client,
+        weight=terms.weight,
+        cache_salt=salt,
         emitted=choice.emitted,
+        blocks_at=terms.blocks_at,
     )

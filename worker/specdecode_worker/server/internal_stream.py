@@ -40,10 +40,13 @@ _MAX_QUEUED_FRAMES = 16
 
 
 class FrameChannel:
-    """Bounded queue of frames for one connection. ``alive`` returns the sign of life that is due, or None."""
+    """Bounded queue of frames for one connection.
 
-    def __init__(self, alive: Callable[[], Alive | None]) -> None:
-        self._alive = alive
+    ``alive`` returns the sign of life that is due, or None. ``block_port`` is that of `Moved`.
+    """
+
+    def __init__(self, alive: Callable[[], Alive | None], block_port: int = 0) -> None:
+        self._alive, self._block_port = alive, block_port
         self._frames: deque[Frame] = deque()
         self._has_news = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -90,7 +93,7 @@ class FrameChannel:
         self._frames.clear()
         self._has_room.set()
         if self.moved and not (frames and isinstance(frames[-1], Error | End)):
-            frames.append(Moved())
+            frames.append(Moved(self._block_port))
         return frames
 
     def _tick(self) -> None:
@@ -127,7 +130,7 @@ class FrameStream(StreamingResponse):
     """Response of frames. It frees the engine slots however it ends, also when the router hangs up."""
 
     def __init__(self, service: Service, request: contract.OpenStream) -> None:
-        self._channel = FrameChannel(lambda: _alive(service))
+        self._channel = FrameChannel(lambda: _alive(service), service.config.engine.block_port or 0)
         self._service = service
         self._run = _StreamRun(service, request, self._channel)
         super().__init__(self._channel.encoded(), media_type=contract.CONTENT_TYPE)
@@ -303,6 +306,7 @@ def _call_of(request: contract.OpenStream, service: Service) -> Call:
             deadline_seconds=now + (limit if timeout is None else min(timeout, limit)),
             queue_deadline_seconds=now + config.queue_timeout_seconds,
             cache_salt=request.cache_salt,
+            blocks_at=request.blocks_at,
         ),
         resume=request.resume,
     )

@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from specdecode_worker.contract import ServerConfig
 from specdecode_worker.http_edge import TlsCertificate
-from specdecode_worker.server.liveness import VitalParts
+from specdecode_worker.server.lifecycle import VitalParts
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application

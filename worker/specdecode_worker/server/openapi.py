@@ -17,7 +17,7 @@ from specdecode_worker.server.requests import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
-from specdecode_worker.server.served_model import VERSION
+from specdecode_worker.version import VERSION
 
 # JSON schemas of the request bodies, derived from the pydantic models that validate them.
 #

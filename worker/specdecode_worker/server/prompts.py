@@ -20,7 +20,6 @@ from specdecode_worker.server.chat_template import (
     TextThreads,
     TextTooLong,
     TextWorkStopped,
-    check_length,
     check_stopped,
     encode_bounded,
     lane_of,
@@ -202,18 +201,17 @@ class PromptPreparation:
         if self._templates is not None:
             self._templates.close()
 
-    async def completion(self, body: CompletionRequest) -> list[Prompt]:
-        """Tokenize and check the prompts of a completion request."""
-        characters = sum(map(len, body.prompt))
-        work = partial(completion_prompts, self._tokenizer, body, self._limits)
-        with self._errors("prompt"):
-            for text in body.prompt:
-                if isinstance(text, str):
-                    check_length(self._tokenizer, text, self._limits.max_model_len)
-            with self._counted(characters):
-                prompts = await self._threads.run(lane_of(characters), work)
+    async def prompts(self, body: CompletionRequest | ChatRequest) -> list[Prompt]:
+        """Return the tokenized and checked prompts of a request, a conversation rendered, with their grammar."""
+        prompts = [await self._chat(body)] if isinstance(body, ChatRequest) else await self._completion(body)
         grammar = await self._grammars.of(body)
         return [replace(prompt, grammar=grammar) for prompt in prompts]
+
+    async def _completion(self, body: CompletionRequest) -> list[Prompt]:
+        characters = sum(map(len, body.prompt))
+        work = partial(completion_prompts, self._tokenizer, body, self._limits)
+        with self._errors("prompt"), self._counted(characters):
+            return await self._threads.run(lane_of(characters), work)
 
     async def resumed(self, body: GenerationRequest, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
         """Return the prompts of a request from their token ids, without rendering or tokenizing a text."""
@@ -228,15 +226,13 @@ class PromptPreparation:
         with self._errors("resume"):
             return await self._threads.run(lane_of(tokens), lambda _stopped: work())
 
-    async def chat(self, body: ChatRequest) -> Prompt:
-        """Render and tokenize the conversation of a chat request."""
+    async def _chat(self, body: ChatRequest) -> Prompt:
         messages = [message.rendered() for message in body.messages]
         characters = sum(len(message.text) for message in body.messages)
         with self._errors("messages"), self._counted(characters):
             text = await self._rendered(messages, body.shown_tools, body)
             work = partial(chat_prompt, self._tokenizer, text, body, self._limits)
-            prompt = await self._threads.run(lane_of(len(text)), work)
-        return replace(prompt, grammar=await self._grammars.of(body))
+            return await self._threads.run(lane_of(len(text)), work)
 
     async def tokenize(self, body: TokenizeRequest | TokenizeChatRequest) -> list[int]:
         """Return the token ids of a text or of a conversation."""

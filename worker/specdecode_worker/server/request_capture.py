@@ -1,4 +1,4 @@
-"""Traffic capture: selects the requests to capture and builds a record from each finished one.
+"""Traffic capture: its start, and selection of the requests to capture, with a record of each finished one.
 
 The client decides first, with ``metadata.capture`` or the header `CAPTURE_HEADER`. The requests that the client
 permits are then sampled at random.
@@ -6,18 +6,29 @@ permits are then sampled at random.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import msgspec
 
-from specdecode_worker.capture import Dropped, Record, Recorder, opening_hash
-from specdecode_worker.capture.segments import DeletionCounts
-from specdecode_worker.contract import Sampler
+from specdecode_worker.capture import CaptureError, Dropped, Record, Recorder, opening_hash
+from specdecode_worker.capture.records import load_hook
+from specdecode_worker.capture.segments import DeletionCounts, SegmentWriter
+from specdecode_worker.contract import CaptureConfig, CaptureRules, Env, Plan, Sampler, WorkerConfig
 from specdecode_worker.core.messages import Sampling, Tokens
+from specdecode_worker.server.access import Scope
+from specdecode_worker.server.errors import CannotStart
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import GenerationRequest
+
+log = logging.getLogger(__name__)
 
 StartRecord = Callable[[Prompt, Sampling, str, str | None], "RecordBuilder | None"]
 """Starts the record of one choice from its prompt, sampling parameters, task and user; None if it is not captured."""
@@ -132,3 +143,64 @@ class RecordBuilder:
             return
         tokens = (*self._record.tokens, *self._output)
         recorder.enqueue(msgspec.structs.replace(self._record, tokens=tokens, time_seconds=time.time()), self._epoch)
+
+
+# Capture recorder of the server process: its start and end.
+
+_CLOSE_SECONDS = 2.0
+"""Time for the thread to write what it holds. It runs while the engine ends."""
+
+
+def open_recorder(config: WorkerConfig, plan: Plan) -> Recorder | None:
+    """Open the capture recorder with the rules of the configuration, else with those of the plan.
+
+    Returns None without a folder for either.
+
+    Raises:
+        CannotStart: The folder or the hook of the configuration cannot be used. Problems of the plan's rules, and all
+            that arise later, are in the worker's report.
+    """
+    read_token = _operator_token(config.server.admin_tokens_path)
+    if config.capture is not None:
+        try:
+            return _configured(config.capture, read_token)
+        except CaptureError as error:
+            raise CannotStart(f"capture: {error}") from None
+    if config.capture_dir is not None:
+        return Recorder(Path(config.capture_dir), plan.capture, read_token=read_token)
+    if plan.capture is not None:
+        log.warning("the plan switches capture on, but this worker has no folder for it (capture_dir)")
+    return None
+
+
+def _configured(config: CaptureConfig, read_token: Callable[[], str | None]) -> Recorder:
+    """Open the recorder of the configuration. Raise CaptureError if its folder or its hook cannot be used."""
+    folder = Path(config.dir)
+    if config.redact is not None:
+        load_hook(config.redact)
+    SegmentWriter(folder, max_bytes=config.max_bytes, max_age_seconds=config.max_age_seconds)
+    return Recorder(folder, CaptureRules(**config.model_dump(exclude={"dir"})), read_token=read_token)
+
+
+def _operator_token(folder: str | None) -> Callable[[], str | None]:
+    """Return the reader of the current admin token with the scope operator; it returns None without one."""
+    given = os.environ.get(Env.admin_token, "").strip() or None
+
+    def read() -> str | None:
+        if folder is not None:
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                lines = (Path(folder) / Scope.operator).read_text().split()
+                if lines:
+                    return lines[0]
+        return given
+
+    return read
+
+
+async def close_recorder(recorder: Recorder | None) -> None:
+    """Close the recorder in a thread of its own: those of the event loop may all be busy."""
+    if recorder is None:
+        return
+    executor = ThreadPoolExecutor(1)
+    await asyncio.get_running_loop().run_in_executor(executor, recorder.close, _CLOSE_SECONDS)
+    executor.shutdown(wait=False)

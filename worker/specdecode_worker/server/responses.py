@@ -252,12 +252,11 @@ class ResponseWriter:
             choices: The choices to return.
             statistics: Statistics of all generated choices, if they are more than the returned choices (best_of).
         """
-        took = [choice.statistics for choice in choices] if statistics is None else statistics
+        statistics = [choice.statistics for choice in choices] if statistics is None else statistics
         return {
             **self._named(self.kind),
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-            "usage": usage(took),
-            "metrics": metrics(took, self._context.num_spec_tokens),
+            **self._counts(statistics),
         }
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -273,12 +272,10 @@ class ResponseWriter:
 
     def closing(self, statistics: Sequence[ChoiceStatistics]) -> Json:
         """Return the last chunk, which has the usage of the whole stream."""
-        return {
-            **self._named(self.chunk_kind),
-            "choices": [],
-            "usage": usage(statistics),
-            "metrics": metrics(statistics, self._context.num_spec_tokens),
-        }
+        return {**self._named(self.chunk_kind), "choices": [], **self._counts(statistics)}
+
+    def _counts(self, statistics: Sequence[ChoiceStatistics]) -> Json:
+        return {"usage": usage(statistics), "metrics": metrics(statistics, self._context.num_spec_tokens)}
 
     def _chunk(self, choice: Json) -> Json:
         return {**self._named(self.chunk_kind), "choices": [choice]}
@@ -494,6 +491,13 @@ class TextOptions:
     min_tokens: int = 0
     """Minimum number of output tokens; stop strings that end in the text of these tokens are ignored."""
     logprobs: bool = False
+    """True if the client wants log-probabilities."""
+    has_logprobs: bool = False
+    """True if the engine returns log-probabilities, for the client or only to rank the choices of best_of."""
+    generates: bool = True
+    """False if only the echo of the prompt is returned."""
+    counts_prompt: bool = True
+    """False for the further choices of a prompt, so that its tokens count once in the usage."""
 
 
 class ChoiceDetokenizer:

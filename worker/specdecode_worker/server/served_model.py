@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import metadata
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 from specdecode_worker.contract import ToolFormat, WorkerConfig
@@ -18,6 +17,7 @@ from specdecode_worker.server.admission import ModelLimits
 from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.tokenizer import Tokenizer
 from specdecode_worker.server.tools import format_of
+from specdecode_worker.version import VERSION
 
 # The served model as the HTTP server sees it: tokenizer, limits, fingerprint and tool call format.
 
@@ -93,11 +93,3 @@ def compatibility_key(config: WorkerConfig, model: Model) -> str:
         "version": VERSION,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:_KEY_DIGITS]
-
-
-# Version of the program, read from the metadata of the installed package.
-
-try:
-    VERSION = version("specdecode")
-except PackageNotFoundError:  # not installed: run from a source tree
-    VERSION = "0+unknown"

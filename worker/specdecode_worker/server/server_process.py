@@ -29,9 +29,9 @@ from specdecode_worker.models.errors import ConfigMismatch, ModelError
 from specdecode_worker.models.fields import sampling_defaults
 from specdecode_worker.server.access import load_credentials
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
-from specdecode_worker.server.lifecycle import GracefulShutdown, Lifecycle
+from specdecode_worker.server.lifecycle import ExitDeadline, GracefulShutdown, Lifecycle, VitalParts, watch_engine
 from specdecode_worker.server.listening import listening
-from specdecode_worker.server.liveness import ExitDeadline, VitalParts, close_recorder, open_recorder, watch_engine
+from specdecode_worker.server.request_capture import close_recorder, open_recorder
 from specdecode_worker.server.requests import CompletionRequest, parse_contract
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app

@@ -27,7 +27,7 @@ from specdecode_worker.server.admission import (
     check_ids,
 )
 from specdecode_worker.server.errors import BadRequest, Conflict, ModelNotFound, Unavailable
-from specdecode_worker.server.generation import Generation, GenerationStarter, Origin, StartingChoice, new_choices
+from specdecode_worker.server.generation import Generation, GenerationStarter, StartingChoice, new_choices
 from specdecode_worker.server.grammars import AnswerGrammars
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.prompts import Prompt, PromptPreparation
@@ -208,13 +208,16 @@ class Service:
         self.ignored_fields = IgnoredFieldLog()
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
-        self._starter = GenerationStarter(engine, self._queue, self.counts)
+        self._starter = GenerationStarter(engine, self._queue, self.counts, config.server.shared_prefix_cache)
         self._model: Model | None = None
-        self._compatibility_key = ""
+        self.compatibility_key = ""
+        """Digest of everything that text depends on besides the request; empty while the model loads."""
         self._prompts: PromptPreparation | None = None
         self._preparing = 0
-        self._recorder = recorder
-        self._capture: RequestCapture | None = None
+        self.recorder = recorder
+        """Recorder of captured requests; None without a folder for them."""
+        self.capture: RequestCapture | None = None
+        """Capture of requests; None without a folder for it, and while the model loads."""
         self._plan_lock = asyncio.Lock()
         self._engine_report = SharedCall(engine.report)
         self._draft_swapper = DraftSwapper(engine, Path(config.cache_dir))
@@ -227,7 +230,7 @@ class Service:
     def model_loaded(self, model: Model) -> None:
         """Store the loaded model and change the lifecycle to SERVING."""
         self._model = model
-        self._compatibility_key = compatibility_key(self.config, model)
+        self.compatibility_key = compatibility_key(self.config, model)
         tool_format = self.config.server.tool_call_parser or model.tool_format
         grammars = AnswerGrammars(model.grammar_compiler(), tool_format)
         self._prompts = PromptPreparation(model.tokenizer, model.limits, grammars)
@@ -240,8 +243,8 @@ class Service:
                 "the model has no embedding for %d tokens of its tokenizer, from %r (%d) on; requests with them are "
                 "refused", len(unembedded), text, token,
             )  # fmt: skip
-        if self._recorder is not None:
-            self._capture = RequestCapture(self._recorder, model.loaded.target, self.config.engine.sampler)
+        if self.recorder is not None:
+            self.capture = RequestCapture(self.recorder, model.loaded.target, self.config.engine.sampler)
         self.lifecycle.serve()
 
     @property
@@ -250,21 +253,6 @@ class Service:
         self.check_loaded()
         assert self._model is not None
         return self._model
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Recorder of captured requests; None without a folder for them."""
-        return self._recorder
-
-    @property
-    def capture(self) -> RequestCapture | None:
-        """Capture of requests; None without a folder for it, and while the model loads."""
-        return self._capture
-
-    @property
-    def compatibility_key(self) -> str:
-        """Digest of everything that text depends on besides the request; empty while the model loads."""
-        return self._compatibility_key
 
     @property
     def limits(self) -> ModelLimits | None:
@@ -349,8 +337,8 @@ class Service:
         choices = new_choices(self.model, request, prompts)
         self.lifecycle.check_accepting()
         self._check_queue(self.engine.in_flight, len(choices), len(prompts), terms.client)
-        start_record = self._capture.for_request(capture) if self._capture is not None else None
-        return self._starter.start(choices, self._origin(request, task, terms), start_record)
+        start_record = self.capture.for_request(capture) if self.capture is not None else None
+        return self._starter.start(request, choices, task, terms, start_record)
 
     def resume(
         self, request: GenerationRequest, choices: Sequence[StartingChoice], task: str, *, terms: RequestTerms
@@ -369,10 +357,7 @@ class Service:
         self.lifecycle.check_accepting()
         left = sum(choice.output.finish_reason is None for choice in choices)
         self._check_queue(self.engine.in_flight, left, len(choices), terms.client)
-        return self._starter.start(choices, self._origin(request, task, terms), None)
-
-    def _origin(self, request: GenerationRequest, task: str, terms: RequestTerms) -> Origin:
-        return Origin.of(request, task, terms, shared_prefix_cache=self.config.server.shared_prefix_cache)
+        return self._starter.start(request, choices, task, terms)
 
     async def set_plan(self, plan: Plan) -> None:
         """Apply ``plan`` in the engine and make it the current plan.
@@ -388,8 +373,8 @@ class Service:
             with _engine_errors():
                 await self.engine.set_plan(plan)
             self.plans.current = plan
-            if self._recorder is not None and self.config.capture is None:
-                self._recorder.apply(plan.capture)
+            if self.recorder is not None and self.config.capture is None:
+                self.recorder.apply(plan.capture)
 
     async def begin_draft_swap(self, draft: DraftConfig, name: str, expected_hash: str | None = None) -> str:
         """Start to replace the draft ``name`` (empty for the default draft).
@@ -431,8 +416,8 @@ class Service:
             report = await self._engine_report.result()
         own = {
             "draining": self.lifecycle.shutting_down,
-            "compatibility_key": self._compatibility_key,
-            "capture": None if self._recorder is None else self._recorder.report(),
+            "compatibility_key": self.compatibility_key,
+            "capture": None if self.recorder is None else self.recorder.report(),
         }
         return report.model_copy(update=own)
 

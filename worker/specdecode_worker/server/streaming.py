@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -113,82 +113,50 @@ class StartedRequest:
         return await asyncio.to_thread(self._encode_whole, choices)
 
     def _encode_whole(self, choices: Sequence[FinishedChoice]) -> bytes:
-        return msgspec.json.encode(self._whole(choices))
-
-    def _whole(self, choices: Sequence[FinishedChoice]) -> Json:
         """Return the complete response with all choices, or with the ``n`` best of each prompt for best_of."""
         made, n = self.body.generated_choices, self.body.n
-        if made == n:
-            return self.writer.whole(choices)
         by_prompt = [choices[first : first + made] for first in range(0, len(choices), made)]
         best = [one for some in by_prompt for one in sorted(some, key=lambda c: -c.mean_logprob)[:n]]
-        return self.writer.whole(best, [choice.statistics for choice in choices])
+        shown = choices if made == n else best
+        return msgspec.json.encode(self.writer.whole(shown, [choice.statistics for choice in choices]))
 
 
-async def start_completion(service: Service, call: Call, wait: Wait) -> StartedRequest:
-    """Start the generations of a request to /v1/completions.
-
-    Raises:
-        ApiError: The request is invalid, or the worker cannot serve it.
-    """
-    body = call.parse(CompletionRequest)
-    service.check_model_name(body.model)
-    body = service.model.with_defaults(body)
-    text = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str))
-    writer = CompletionWriter(_context(service, call, body))
-    if call.resume is not None:
-        return await _resume(service, call, call.resume, body, text, writer, wait)
-    with service.preparing(body, len(body.prompt), call.terms.client) as preparation:
-        prompts = await wait(preparation.completion(body))
-    return _start(service, call, body, prompts, text, writer)
-
-
-async def start_chat(service: Service, call: Call, wait: Wait) -> StartedRequest:
-    """Start the generations of a request to /v1/chat/completions.
-
-    Raises:
-        ApiError: The request is invalid, or the worker cannot serve it.
-    """
-    body = call.parse(ChatRequest)
-    service.check_model_name(body.model)
-    body = service.model.with_defaults(body)
-    text = "\n".join(message.text for message in body.messages)
-    writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body), _reasoning(service, body))
-    if call.resume is not None:
-        return await _resume(service, call, call.resume, body, text, writer, wait)
-    with service.preparing(body, 1, call.terms.client) as preparation:
-        prompt = await wait(preparation.chat(body))
-    return _start(service, call, body, [prompt], text, writer)
-
-
-START: Mapping[str, Callable[[Service, Call, Wait], Awaitable[StartedRequest]]] = MappingProxyType(
-    {"/v1/completions": start_completion, "/v1/chat/completions": start_chat}
+_BODIES: Mapping[str, type[CompletionRequest | ChatRequest]] = MappingProxyType(
+    {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 )
-"""Functions that start a request, by public route."""
+GENERATION_ROUTES = tuple(_BODIES)
+"""Public routes that generate text."""
 
 
 async def start(service: Service, route: str, call: Call, wait: Wait) -> StartedRequest:
-    """Start the generations of a request to a public route. Raises ApiError."""
-    if route not in START:
+    """Start the generations of a request to a public route.
+
+    Raises:
+        ApiError: The request is invalid, or the worker cannot serve it.
+    """
+    if route not in _BODIES:
         raise ModelNotFound(f"there is no generation route {route!r}", code="not_found")
-    started = await START[route](service, call, wait)
+    body = call.parse(_BODIES[route])
+    service.check_model_name(body.model)
+    body = service.model.with_defaults(body)
+    writer: ResponseWriter
+    if isinstance(body, ChatRequest):
+        text, count = "\n".join(message.text for message in body.messages), 1
+        writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body), _reasoning(service, body))
+    else:
+        text, count = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str)), len(body.prompt)
+        writer = CompletionWriter(_context(service, call, body))
+    if call.resume is not None:
+        started = await _resume(service, call, call.resume, body, text, writer, wait)
+    else:
+        with service.preparing(body, count, call.terms.client) as preparation:
+            prompts = await wait(preparation.prompts(body))
+        task, capture = service.plans.task(call.task, body.task, text), capture_permitted(call.capture, body)
+        generations = service.start(body, prompts, task, capture=capture, terms=call.terms)
+        started = StartedRequest(body, prompts, generations, writer)
+    writer.begin(started.prompts[0].ids)
     service.ignored_fields.record(started.body.ignored_fields, time.monotonic())
     return started
-
-
-def _start(
-    service: Service,
-    call: Call,
-    body: GenerationRequest,
-    prompts: Sequence[Prompt],
-    text: str,
-    writer: ResponseWriter,
-) -> StartedRequest:
-    capture = capture_permitted(call.capture, body)
-    task = service.plans.task(call.task, body.task, text)
-    generations = service.start(body, prompts, task, capture=capture, terms=call.terms)
-    writer.begin(prompts[0].ids)
-    return StartedRequest(body, prompts, generations, writer)
 
 
 async def _resume(
@@ -204,11 +172,9 @@ async def _resume(
     with service.preparing(body, len(resume.open.prompts), call.terms.client) as preparation:
         prompts = await wait(preparation.resumed(body, resume.open.prompts))
         work = partial(continued_choices, service.model, body, prompts, earlier)
-        choices = await wait(preparation.replay(sum(len(one.progress.ids) for one in earlier), work))
+        choices = await wait(preparation.replay(sum(len(progress.ids) for _, progress in earlier), work))
     task = service.plans.task(call.task, body.task, text)
-    generations = service.resume(body, choices, task, terms=call.terms)
-    writer.begin(prompts[0].ids)
-    return StartedRequest(body, prompts, generations, writer)
+    return StartedRequest(body, prompts, service.resume(body, choices, task, terms=call.terms), writer)
 
 
 def _context(service: Service, call: Call, body: GenerationRequest) -> ResponseContext:

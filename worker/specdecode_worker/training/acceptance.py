@@ -45,7 +45,7 @@ def target_token_ranks(
         for k, (state_BAE, _) in enumerate(unrolled(head, batch, depth))
     ]
     counts = batch.valid_BA.sum(dim=1).tolist()
-    return [_by_root([at[row, :count] for at in by_slot]) for row, count in enumerate(counts)]
+    return [by_root([at[row, :count] for at in by_slot]) for row, count in enumerate(counts)]
 
 
 def groups_of(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:
@@ -65,13 +65,21 @@ def _ranks(head: Draft, state_RE: Tensor, depth: int, vocabulary: Tensor, wanted
     ranks = []
     for rows_RE, wanted in zip(torch.split(state_RE, _ROWS), torch.split(wanted_R, _ROWS), strict=True):
         best_RX = vocabulary[logits_of(head, rows_RE, depth).topk(RANKS, dim=-1).indices]
-        hit = best_RX == wanted[:, None]
-        ranks.append(torch.where(hit.any(dim=-1), hit.int().argmax(dim=-1), RANKS).cpu())
+        ranks.append(ranks_of(wanted, best_RX).cpu())
     return torch.cat(ranks)
 
 
-def _by_root(by_slot: list[Tensor]) -> Tensor:
-    """Return ranks by root from ranks by slot: depth k of root i was computed at slot i + k."""
+def ranks_of(wanted_R: Tensor, best_RX: Tensor) -> Tensor:
+    """Return the position of each wanted token among the best ones, or ``RANKS`` if it is not among them, [R]."""
+    hit_RX = best_RX == wanted_R[:, None]
+    return torch.where(hit_RX.any(dim=-1), hit_RX.int().argmax(dim=-1), RANKS)
+
+
+def by_root(by_slot: Sequence[Tensor]) -> Tensor:
+    """Return ranks by root, [I, K], from ranks by slot, K of them: depth k of root i was computed at slot i + k.
+
+    Beyond the end of the text every entry is a miss.
+    """
     missing = torch.full_like(by_slot[0], RANKS)
     return torch.stack([torch.cat((at[k:], missing[:k]))[: len(missing)] for k, at in enumerate(by_slot)], dim=1)
 

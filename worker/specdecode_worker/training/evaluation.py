@@ -23,7 +23,7 @@ from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
 from specdecode_worker.models.fetch import CALIBRATION_FILE
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.training.acceptance import RANKS, StepCounts
+from specdecode_worker.training.acceptance import RANKS, StepCounts, by_root, ranks_of
 from specdecode_worker.training.conversations import Conversation, pieces
 from specdecode_worker.training.files import write_json
 from specdecode_worker.training.replay import RecordPositions
@@ -358,18 +358,25 @@ def count_steps(
 
     ``StepCounts.tokens`` excludes the first token of the answer.
     """
-    first = sample.record.prompt_length
+    first, depth = sample.record.prompt_length, max(shape.depths)
     count = len(sample.conversation.tokens_N) - first
-    states = [_states(draft.head, sample.conversation, max(shape.depths)) for draft in drafts]
-    ranks_by_draft: list[list[Tensor]] = [[] for _ in drafts]
+    wanted_A = torch.tensor(sample.record.tokens[first + 1 : first + count + 1])
+    # Ranks of the recorded tokens by draft, depth and piece of the text.
+    ranks: list[list[list[Tensor]]] = [[[] for _ in range(depth)] for _ in drafts]
+    states = [_states(draft.head, sample.conversation, depth) for draft in drafts]
     for start in range(0, count, _ROWS):
         here = slice(start, min(start + _ROWS, count))
         rows = RecordPositions(sample.record, first + start, here.stop - start, eos_token_ids, vocab_size)
-        wanted_R = torch.tensor(sample.record.tokens[first + start + 1 : first + here.stop + 1])
-        for ranks, draft, states_KAE in zip(ranks_by_draft, drafts, states, strict=True):
-            by_depth = [_ranks(draft, rows, state_AE[here], k, wanted_R) for k, state_AE in enumerate(states_KAE)]
-            ranks.append(torch.stack(by_depth, dim=1))
-    return [_count_steps_of_ranks(_steps_by_root(torch.cat(ranks)), shape) for ranks in ranks_by_draft]
+        for draft, states_KAE, of_draft in zip(drafts, states, ranks, strict=True):
+            for k, state_AE in enumerate(states_KAE):
+                of_draft[k].append(ranks_of(wanted_A[here], _proposed(draft, rows, state_AE[here], k)))
+    counts = []
+    for of_draft in ranks:
+        counts.append(StepCounts())
+        counts[-1].walk(by_root([torch.cat(parts) for parts in of_draft]), shape)
+        # The last step may emit a token beyond the end of the answer, which no client receives.
+        counts[-1].tokens = count
+    return counts
 
 
 def _states(head: Draft, conversation: Conversation, depth: int) -> list[Tensor]:
@@ -378,34 +385,11 @@ def _states(head: Draft, conversation: Conversation, depth: int) -> list[Tensor]
     return [state_BAE[0] for state_BAE, _ in unrolled(head, batch, depth)]
 
 
-def _ranks(draft: CalibratedDraft, rows: RecordPositions, state_RE: Tensor, depth: int, wanted_R: Tensor) -> Tensor:
-    """Return the rank of the recorded token among the draft's proposals, [R], or ``RANKS`` for a miss."""
+def _proposed(draft: CalibratedDraft, rows: RecordPositions, state_RE: Tensor, depth: int) -> Tensor:
+    """Return the draft's best tokens behind these slots, [R, X]."""
     logits_RV = logits_of(draft.head, state_RE, depth).cpu()
-    k = min(RANKS, logits_RV.shape[-1])
     target_ids_V = vocabulary_of(draft.head, logits_RV.shape[-1]).cpu()
-    best_RK = rows.propose(logits_RV, target_ids_V, draft.factor(depth), k)
-    hit_RK = best_RK == wanted_R[:, None]
-    return torch.where(hit_RK.any(dim=-1), hit_RK.int().argmax(dim=-1), RANKS)
-
-
-def _steps_by_root(by_slot_AK: Tensor) -> Tensor:
-    """Return ranks by root, [roots, depth], from ranks by slot.
-
-    Depth k of root i was computed at slot i + k. Beyond the end of the answer every entry is a miss.
-    """
-    ranks_by_draft = torch.full_like(by_slot_AK, RANKS)
-    for k in range(by_slot_AK.shape[1]):
-        ranks_by_draft[: len(ranks_by_draft) - k, k] = by_slot_AK[k:, k]
-    return ranks_by_draft
-
-
-def _count_steps_of_ranks(ranks_IK: Tensor, shape: TreeShape) -> StepCounts:
-    """Return the step counts of ``shape`` through one answer."""
-    counts = StepCounts()
-    counts.walk(ranks_IK, shape)
-    # The last step may emit a token beyond the end of the answer, which no client receives.
-    counts.tokens = len(ranks_IK)
-    return counts
+    return rows.propose(logits_RV, target_ids_V, draft.factor(depth), min(RANKS, logits_RV.shape[-1]))
 
 
 # Paired step times of two drafts on this machine, measured in alternation so that drift affects both equally.

@@ -13,6 +13,7 @@ from specdecode_operator.api.v1alpha1 import (
     ConditionType,
     MemoryStatus,
     ModelStatus,
+    PrefillStatus,
     RouterStatus,
     SpeculationSpec,
     SpeculationStatus,
@@ -69,9 +70,19 @@ def speculation_section(deployment: Deployment, decision: Decision, now: float) 
             "device_hours_saved": _device_hours(before, decision.figures),
             "history": history,
             "last_decision": f"{last.load}: {last.before} -> {last.after}: {last.reason}"[:4096] if last else None,
+            "acceptance_by_context": _by_context(decision) if decision.figures else before.acceptance_by_context,
             **_measured(before, decision.figures, now),
         }
     )
+
+
+def _by_context(decision: Decision) -> str | None:
+    """Return the acceptance by context in a sentence. It changes with the figures, so that status is written seldom."""
+    parts = (
+        f"{task}: {', '.join(f'{rate:.2f} at {context}' for context, rate in rates.items())}"
+        for task, rates in decision.context_rates.items()
+    )
+    return "; ".join(parts)[:4096] or None
 
 
 def task_sections(deployment: Deployment, decision: Decision) -> tuple[TaskStatus, ...]:
@@ -94,6 +105,16 @@ def router_section(deployment: Deployment, observed: Observation) -> RouterStatu
     if deployment.spec.router.autoscaled:
         wanted = routers.wanted
     return RouterStatus(replicas=routers.replicas, ready_replicas=routers.ready, ready=f"{routers.ready}/{wanted}")
+
+
+def prefill_section(deployment: Deployment, observed: Observation) -> PrefillStatus | None:
+    """Return the counts of the prefill workers, or None for a deployment without them."""
+    workload = observed.prefill_workload
+    if not deployment.spec.prefill.is_used or workload is None:
+        return None
+    return PrefillStatus(
+        replicas=workload.replicas, ready_replicas=workload.ready, ready=f"{workload.ready}/{workload.wanted}"
+    )
 
 
 def memory_section(before: MemoryStatus | None, observed: Observation) -> MemoryStatus | None:
@@ -253,6 +274,7 @@ def status_of(
         traffic=traffic_section(before.traffic, decision.figures),
         capacity=capacity_section(before.capacity, decision),
         router=router_section(deployment, observed),
+        prefill=prefill_section(deployment, observed),
         memory=memory_section(before.memory, observed),
         start=start_section(before.start, observed),
     )

@@ -267,7 +267,7 @@ def conditions(
     speculation = deployment.spec.speculation
     if speculation.method != "none":
         states += [draft_compatible(observed), workers_healthy(decision)]
-        rollout = draft_rollout(deployment, observed, outcome.job_problem)
+        rollout = draft_rollout(deployment, observed, outcome.job_problem, now=now)
         states += [state for state in (rollout, draft_fresh(deployment, observed, now)) if state]
     if speculation.method != "none" and speculation.mode != "Off":
         states.append(speculation_effective(deployment, observed, decision))

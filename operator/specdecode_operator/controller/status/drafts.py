@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 
 from specdecode_operator import manifests
+from specdecode_operator.api.draft import UNRESOLVED
 from specdecode_operator.api.schema import MAX_TEXT
 from specdecode_operator.api.v1alpha1 import (
     ConditionType,
     DraftRunEndStatus,
     DraftRunStatus,
     DraftStatus,
-    DraftTrialStatus,
     DraftVersionStatus,
     seconds_of,
 )
@@ -20,10 +20,10 @@ from specdecode_operator.controller.status.condition_state import ConditionState
 from specdecode_operator.drafts.drift import BATCH_REQUESTS, DAY_SECONDS
 from specdecode_operator.drafts.lifecycle import Phase
 from specdecode_operator.rollout.drift_run import worth_of_drift
-from specdecode_operator.rollout.observed_events import UNRESOLVED, offer_of
+from specdecode_operator.rollout.observed_events import Facts, next_offer, obstacle_of_offer
 from specdecode_operator.rollout.runs import RUN_PHASES, captured_conversations, job_of_run
-from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
-from specdecode_operator.state.draft_record import DraftRecord, RunRecord, TrialRecord
+from specdecode_operator.rollout.trial_evidence import evidence_text
+from specdecode_operator.state.draft_record import DraftRecord, RunRecord
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, TaskDrift
 from specdecode_operator.times import in_words, iso
 from specdecode_operator.types import Deployment, Observation
@@ -182,7 +182,7 @@ def draft_section(deployment: Deployment, observed: Observation, job_problem: st
         return None
     before, record = deployment.status.draft, observed.session.drafts
     known = next(_hashes(observed), before.hash if before else None)
-    status = DraftStatus(hash=known, uri=draft.uri, lineage=record.lineage)
+    status = DraftStatus(hash=known, uri=draft.uri)
     if not record.is_used:
         return status
     return status.model_copy(
@@ -191,7 +191,6 @@ def draft_section(deployment: Deployment, observed: Observation, job_problem: st
             "candidate": _version(record, record.candidate) if record.candidate else None,
             "previous": None if record.previous is None else _version(record, record.previous),
             "phase": str(record.phase),
-            "trial": _trial(record.trial) if record.trial and record.phase is Phase.CANARY else None,
             "run": run_section(deployment, observed, job_problem),
             "last_run": last_run_section(deployment, observed, job_problem),
             "last_verdict": record.last_verdict or None,
@@ -199,14 +198,12 @@ def draft_section(deployment: Deployment, observed: Observation, job_problem: st
     )
 
 
-def draft_rollout(deployment: Deployment, observed: Observation, job_problem: str = "") -> ConditionState | None:
+def draft_rollout(
+    deployment: Deployment, observed: Observation, job_problem: str = "", *, now: float
+) -> ConditionState | None:
     """Return whether a draft is trained, tried, promoted or rolled back. None until one was offered or asked for."""
     kind, record = ConditionType.draft_rollout, observed.session.drafts
-    if record.problem:
-        entry = f"the entry drafts of ConfigMap {deployment.name}-state"
-        message = f"{entry} was not read, so the draft of the spec serves: {record.problem}"
-        return ConditionState(kind, "False", "StateUnreadable", message, True)
-    waiting = _waiting(deployment, record)
+    waiting = _waiting(deployment, observed, now)
     if waiting is not None:
         return waiting
     if record.phase in RUN_PHASES:
@@ -228,24 +225,18 @@ def draft_rollout(deployment: Deployment, observed: Observation, job_problem: st
 
 
 def _promoted(record: DraftRecord) -> str:
-    """Return that the spec does not name the draft that serves, and what makes it true for a restore from git."""
+    """Return which draft serves in place of the one of the spec."""
     uri = record.uris.get(record.current, "")
-    return (
-        f"the workers run {uri} ({record.current[:12]}), which was promoted; speculation.draft.uri names "
-        f"{record.spec_draft}, to which a restore from git returns: set it to {uri}, which replaces the pods once"
-    )
+    return f"the workers run {uri} ({record.current[:12]}), whose SpecDecodeDraft has the role Serving"
 
 
-def _waiting(deployment: Deployment, record: DraftRecord) -> ConditionState | None:
-    """Return the condition of a candidate that was not taken up yet."""
-    offer, kind = offer_of(deployment), ConditionType.draft_rollout
-    if not offer or offer == record.offered or record.phase in _UNDER_WAY:
+def _waiting(deployment: Deployment, observed: Observation, now: float) -> ConditionState | None:
+    """Return the condition of an offered draft that was not taken up yet, unless another one is in hand."""
+    record, draft = observed.session.drafts, next_offer(observed)
+    obstacle = obstacle_of_offer(Facts(deployment, observed, now), record)
+    if draft is None or record.phase in _UNDER_WAY or not obstacle:
         return None
-    if deployment.spec.speculation.mode == "Off":
-        message = "speculation.mode is Off, so no draft is used and none can be compared"
-    else:
-        message = "no worker has reported the draft to compare the candidate with"
-    return ConditionState(kind, "False", "CandidateWaits", message)
+    return ConditionState(ConditionType.draft_rollout, "False", "CandidateWaits", f"{draft.name}: {obstacle}")
 
 
 def _under_way(record: DraftRecord) -> str:
@@ -260,28 +251,10 @@ def _progress(record: DraftRecord) -> str:
     if record.phase is Phase.ROLLING_BACK:
         return f"the workers return to {record.current[:12] or 'the draft of the spec'}"
     if record.is_confirmed:
-        decides = "draftRollout.approve or reject decides (kubectl specdecode promote or reject)"
+        decides = "its role Serving or Retired decides (kubectl specdecode promote or reject)"
         return f"{draft} is better: {evidence_text(record.trial)}; {decides}"
     pod = record.trial.pod if record.trial else ""
     return f"pod {pod}: it tries {draft}" if pod else f"no worker is ready to try {draft}"
-
-
-def _trial(trial: TrialRecord) -> DraftTrialStatus:
-    gain = gain_of(trial)
-    shown = DraftTrialStatus(pod=trial.pod or None, pairs=len(trial.pairs))
-    if gain is None:
-        return shown
-    return shown.model_copy(
-        update={
-            "gain_percent": _percent(gain.mean),
-            "least_gain_percent": _percent(gain.least),
-            "most_gain_percent": _percent(gain.most),
-        }
-    )
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else round(100 * share, 1)
 
 
 def _version(record: DraftRecord, draft: str) -> DraftVersionStatus:

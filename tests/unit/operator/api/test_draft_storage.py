@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from specdecode_operator.api.distillation import DistillationSpec, DistillationStorageSpec, DraftCandidateSpec
+from specdecode_operator.api.distillation import DistillationSpec, DistillationStorageSpec
+from specdecode_operator.api.draft import DraftResourceSpec
 
 
 @pytest.mark.parametrize(
@@ -47,10 +48,15 @@ def test_a_template_without_the_container_has_no_devices(template: dict[str, Any
 
 @pytest.mark.parametrize("uri", ["s3://models/drafts/demo/0123456789abcdef", "s3://a.b-c/x"])
 def test_a_draft_may_lie_in_a_bucket(uri: str) -> None:
-    assert DraftCandidateSpec.model_validate({"uri": uri, "hash": "0123456789abcdef"}).uri == uri
+    assert (
+        DraftResourceSpec.model_validate(
+            {"deploymentRef": {"name": "demo"}, "uri": uri, "hash": "0123456789abcdef"}
+        ).uri
+        == uri
+    )
 
 
 @pytest.mark.parametrize("uri", ["s3://models", "s3://models/", "s3:///path", "s3://Models/x", "s3://models/a b"])
 def test_a_uri_names_a_path_in_a_bucket(uri: str) -> None:
     with pytest.raises(ValidationError):
-        DraftCandidateSpec.model_validate({"uri": uri, "hash": "0123456789abcdef"})
+        DraftResourceSpec.model_validate({"deploymentRef": {"name": "demo"}, "uri": uri, "hash": "0123456789abcdef"})

@@ -16,7 +16,6 @@ from specdecode_operator.drafts.lifecycle import (
     advance,
 )
 
-PAUSING = {EventKind.PAUSED, EventKind.RESUMED}
 EVENTS = [Event(kind=kind, draft=draft) for kind in EventKind for draft in ("", "a", "b")]
 
 
@@ -58,9 +57,9 @@ def reachable(mode: Mode) -> Iterator[tuple[Known, Event, Known]]:
 
 
 def is_verdict(state: Lifecycle, event: Event) -> bool:
-    """Return whether the event says that a candidate is better, as far as the mode accepts it."""
-    if state.paused:
-        return False
+    """Return whether the event says that a candidate is better, as far as the mode accepts it, or is a user's word."""
+    if event.kind is EventKind.USER_PROMOTE:
+        return state.phase is Phase.CANARY or bool(event.draft)
     if state.phase is Phase.CANARY:
         return event.kind in (EventKind.CANARY_BETTER, EventKind.CANARY_BETTER_MANUAL)
     by_job = event.kind in (EventKind.JOB_BETTER, EventKind.JOB_BETTER_DIRECT)
@@ -84,7 +83,7 @@ def test_no_path_promotes_without_a_verdict_for_that_candidate(mode: Mode) -> No
 @pytest.mark.parametrize("mode", Mode)
 def test_time_leads_back_to_serving_from_every_state(mode: Mode) -> None:
     for state in {after for _, _, (after, _) in reachable(mode)}:
-        after = advance(state, Event(kind=EventKind.RESUMED)).state
+        after = state
         for _ in range(3):
             after = advance(after, Event(kind=EventKind.TIME_OVER)).state
         assert (after.phase, after.candidate) == (Phase.SERVING, ""), state
@@ -95,14 +94,6 @@ def test_time_leads_back_to_serving_from_every_state(mode: Mode) -> None:
 def test_a_change_by_the_user_wins_in_every_phase(phase: Phase, kind: EventKind) -> None:
     done = advance(in_phase(phase), Event(kind=kind))
     assert done == (Lifecycle(), True)
-
-
-@pytest.mark.parametrize("phase", Phase)
-@pytest.mark.parametrize("kind", sorted(set(EventKind) - PAUSING))
-def test_nothing_happens_while_paused(phase: Phase, kind: EventKind) -> None:
-    paused = advance(in_phase(phase), Event(kind=EventKind.PAUSED)).state
-    assert advance(paused, Event(kind=kind, draft="x")) == (paused, False)
-    assert advance(paused, Event(kind=EventKind.RESUMED)).state == in_phase(phase)
 
 
 def test_three_losses_of_the_canary_pod_roll_back() -> None:
@@ -121,12 +112,19 @@ def test_a_refused_promotion_returns_to_the_previous_draft() -> None:
     assert (done.state.phase, done.state.current, done.state.candidate) == (Phase.ROLLING_BACK, "incumbent", "")
 
 
-def test_a_manual_rollout_needs_the_canary_and_the_user() -> None:
+def test_a_manual_rollout_waits_for_the_user() -> None:
     state = in_phase(Phase.CANARY, mode=Mode.MANUAL)
-    assert advance(state, Event(kind=EventKind.USER_PROMOTE)).state == state, "no verdict yet"
     better = advance(state, Event(kind=EventKind.CANARY_BETTER)).state
-    assert better.phase is Phase.CANARY
-    assert advance(better, Event(kind=EventKind.USER_PROMOTE)).state.phase is Phase.PROMOTING
+    assert (better.phase, better.is_confirmed) == (Phase.CANARY, True)
+    for before in (state, better):
+        assert advance(before, Event(kind=EventKind.USER_PROMOTE)).state.phase is Phase.PROMOTING
+
+
+def test_after_a_rollback_to_a_promoted_draft_the_one_of_the_spec_is_left() -> None:
+    state = in_phase(Phase.SERVING)
+    for current, previous in (("old", ""), ("", None)):
+        state = replace(advance(state, Event(kind=EventKind.USER_ROLLBACK)).state, phase=Phase.SERVING)
+        assert (state.current, state.previous) == (current, previous)
 
 
 def test_direct_mode_promotes_by_the_verdict_of_the_job() -> None:

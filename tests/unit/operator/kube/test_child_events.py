@@ -21,7 +21,7 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "CHECK_SECONDS", 0.01)
-        unused: Any = SimpleNamespace(guard=None, timeout_seconds=1.0, record=lambda child: None)
+        unused: Any = SimpleNamespace(guard=None, timeout_seconds=1.0, record=lambda child: None, note_draft=None)
         self.process = Process(Settings())
         self.process.client = self.process.workers = self.process.caches = unused
         self.fleet = self.process.fleet = Fleet(Settings(), self.process, TokenKeys(b"k"))

@@ -212,7 +212,17 @@ def test_ten_thousand_pods_fit_in_few_megabytes() -> None:
     for number in range(10_000):
         deployment, namespace = f"deployment-{number // 10}", f"team-{number // 1000}"
         metadata = item(f"{deployment}-{number:x}", number, deployment, uid=f"{number:036}", namespace=namespace)
-        store.put(metadata["metadata"], (f"10.0.0.{number}", True))
+        store.put(metadata["metadata"], (f"10.0.0.{number}", True), (namespace, deployment))
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (after - before) / 2**20 < 10
+
+
+def test_a_noted_object_is_not_replaced_by_the_older_one_of_a_late_event() -> None:
+    store: ObjectStore[str] = ObjectStore()
+    noted, late = (item("d", version, uid="u") for version in (7, 5))
+    store.put(noted["metadata"], "new", ("ns", "d"))
+    assert store.is_current(late["metadata"])
+    assert store.is_current(noted["metadata"])
+    assert not store.is_current(item("d", 8, uid="u")["metadata"])
+    assert not store.is_current(item("d", 5, uid="another")["metadata"])

@@ -361,7 +361,7 @@ LIVE: list[dict[str, Any]] = [
     {"replicas": 3},
     {"distillation": {"capture": {"percent": 50}, "trigger": {"minConversations": 9}}},
     {"distillation": {"steps": 9, "promptsConfigMapRef": {"name": "g"}, "jobTemplate": {"spec": {}}}},
-    {"draftRollout": {"mode": "Manual", "reject": "a"}},
+    {"draftRollout": {"mode": "Manual"}},
     {"paused": False},
     {"workers": {"strategy": {"maxSurge": "25%"}}},
 ]

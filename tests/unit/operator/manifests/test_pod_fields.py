@@ -11,7 +11,7 @@ from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import cores
 from specdecode_operator.manifests.pods import merged
 from specdecode_operator.state.draft_record import RunRecord
-from specdecode_worker.contract import EngineConfig, Env, ServerConfig, WorkerConfig
+from specdecode_worker.contract import EngineConfig, Env, Port, ServerConfig, WorkerConfig
 from specdecode_worker.contract.distillation import JOB_CONTAINER
 from support.operators.fleet import DEFAULTS, deployment_with
 
@@ -284,7 +284,7 @@ def test_engine_fields_reach_the_worker() -> None:
 
 def test_defaults_of_the_engine_are_those_of_the_worker() -> None:
     config = config_of(pod_of(engine={"maxNumSeqs": EngineConfig().max_num_seqs}))
-    assert config.engine == EngineConfig(device="cpu")
+    assert config.engine == EngineConfig(device="cpu", block_port=Port.blocks)
     assert config.server == ServerConfig(admin_tokens_path=config.server.admin_tokens_path)
 
 

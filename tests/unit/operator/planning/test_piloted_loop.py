@@ -19,7 +19,7 @@ SPECULATION = {
     "limits": {"min_dwell_seconds": 5, "min_gain_percent": 3, "explore_percent": 20},
 }
 POLL_SECONDS = 5.0
-SETTLED_SECONDS = 180.0
+SETTLED_SECONDS = 170.0
 """With steps of a third of a second and much noise; a mean of 12 seeds is 105, and the slowest decides here."""
 SEEN_SECONDS = 100.0
 """Of what is in use: it must outweigh what was remembered, and few steps a poll leave long in doubt."""

@@ -10,7 +10,7 @@ from specdecode_worker.contract import TreeShape
 
 DRAFTS, PLAIN = TreeShape.chain(2), TreeShape.chain(0)
 DRAFTING = RowState(concurrency=0, context=0, task="other", depth=3, since=100, moves=(100.0,))
-TRIAL, OFF = DRAFTING.model_copy(update={"trial": True}), DRAFTING.model_copy(update={"depth": 0})
+TRIAL, OFF = DRAFTING.model_copy(update={"before": (0,)}), DRAFTING.model_copy(update={"depth": 0})
 
 
 @pytest.mark.parametrize("row", [DRAFTING, TRIAL, OFF], ids=["drafting", "trial", "off"])
@@ -19,7 +19,8 @@ def test_every_transition(row: RowState) -> None:
         moved = next_row(row, shape, 200.0)
         assert (moved.shape, moved.moves, moved.trial) == (shape, (100.0, 200.0), False)
         assert moved.since == (100 if shape == row.shape else 200)
-    assert next_row(row, DRAFTS, 200.0, is_trial=True).trial
+    trial = next_row(row, DRAFTS, 200.0, is_trial=True)
+    assert (trial.trial, trial.settled_shape) == (True, row.shape)
 
 
 def test_the_end_of_a_trial_is_no_change() -> None:

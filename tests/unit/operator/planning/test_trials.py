@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdecode_operator.planning.loads import buckets
 from specdecode_operator.planning.plan_rows import choose
-from specdecode_operator.state.learned import LearnedState, LoadState
+from specdecode_operator.state.learned import LearnedState, LoadState, RowState
 from support.operators.estimates import FULL, OFF, chances, cost, depths_of, spec, truth
 
 
@@ -37,6 +37,15 @@ def test_a_trial_in_vain_is_not_repeated() -> None:
     assert begun
     assert len(begun) == len(set(begun)), "each depth at most once"
     assert learned.rows[0].depth == 3
+
+
+def test_a_trial_compares_the_shape_with_the_one_before() -> None:
+    """Plain steps looked short for a moment, minutes ago: no reason to stop after a trial of something else."""
+    trial = RowState(concurrency=0, context=0, task="other", depth=5, since=1970, before=(0, 1, 2), moves=(1970,))
+    costs = (cost(1, 0, 0.0145, count=20), cost(1, 3, truth(1, 3)), cost(1, 5, 1.5 * truth(1, 5), at=1999))
+    learned = LearnedState(acceptance=chances(0.5), costs=costs, rows=(trial,), load=LoadState(at=2000), wander=0.04)
+    after = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2000).rows[0]
+    assert (after.depth, after.trial) == (3, False)
 
 
 def off(load_at: float) -> LearnedState:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import stat
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from specdecode_operator.plugin import simulation
 from specdecode_operator.plugin.cli import main
 from specdecode_operator.state.learned import render_state
 from support.operators.fleet import loop_over
@@ -36,6 +33,9 @@ class Server:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self._answer()
+
+            def do_POST(self) -> None:
+                self.do_PATCH()
 
             def do_PATCH(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -138,7 +138,7 @@ def test_the_option_after_the_command_wins(server: Server, demo: str, capsys: py
     assert "demo" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [(), ("status",), ("explain",), ("pin",), ("simulate",)])
+@pytest.mark.parametrize("command", [(), ("status",), ("explain",), ("pin",)])
 def test_every_option_has_a_help_text(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command, "--help"])
@@ -226,29 +226,6 @@ def test_pin_of_a_paused_deployment_says_that_it_waits(
     assert "takes effect when" in capsys.readouterr().out
 
 
-def test_simulate_hands_the_deployment_over(
-    server: Server, demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "specdecode-simulate"
-    program.write_text(f'#!/bin/sh\ncp "$2" {tmp_path}/got; echo $3 > {tmp_path}/rest\n')
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(simulation, "simulator_command", lambda: [str(program)])
-    assert server.run("simulate", "demo", "--seeds=3") == 0
-    exported = json.loads((tmp_path / "got").read_text())
-    assert exported["metadata"]["name"] == "demo"
-    assert exported["memory"]["load"]
-    assert (tmp_path / "rest").read_text() == "--seeds=3\n"
-
-
-def test_simulate_without_the_simulator_says_what_to_install(
-    server: Server, demo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "specdecode_simulator", None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert server.run("simulate", "demo") == 1
-    assert "pip install . ./simulator" in said(capsys)
-
-
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
@@ -304,31 +281,49 @@ def test_a_resource_of_another_version(server: Server, demo: str, capsys: pytest
     assert "another API version than this plugin: model.uri" in said(capsys)
 
 
+DRAFTS = f"{ROOT}/namespaces/ns/specdecodedrafts"
+
+
+def draft_resource(name: str = "demo-4f1c9a7be2d0", role: str = "Candidate", **status: object) -> dict[str, Any]:
+    spec = {"deploymentRef": {"name": "demo"}, "uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e", "role": role}
+    return {"metadata": {"name": name, "namespace": "ns", "uid": name}, "spec": spec, "status": status}
+
+
 def test_try_offers_a_candidate(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+    server.answers[DRAFTS] = (200, {"items": []})
     assert server.run("try", "demo", "pvc://drafts/new", "4f1c9a7be2d05c6e") == 0
-    candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
-    body = {"spec": {"draftRollout": {"candidate": candidate}}}
-    assert server.written == [(demo, "application/merge-patch+json", body)]
+    ((path, _, body),) = server.written
+    assert (path, body["kind"]) == (DRAFTS, "SpecDecodeDraft")
+    assert body["metadata"] == {"name": "demo-4f1c9a7be2d0", "namespace": "ns"}
+    assert body["spec"] == draft_resource()["spec"]
     assert "kubectl specdecode drafts demo" in capsys.readouterr().out
 
 
-def test_try_says_how_to_repeat_a_trial(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, resource = server.answers[demo]
-    candidate = {"uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e"}
-    server.answers[demo] = status, {**resource, "spec": {**resource["spec"], "draftRollout": {"candidate": candidate}}}
-    assert server.run("try", "demo", *candidate.values()) == 1
-    assert server.written == []
-    assert "remove spec.draftRollout.candidate" in said(capsys)
+def test_try_repeats_a_trial_and_refuses_one_under_way(
+    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    retired, tried = draft_resource(role="Retired", phase="Retired"), draft_resource(phase="Canary")
+    path = f"{DRAFTS}/{retired['metadata']['name']}"
+    server.answers[path] = (200, retired)
+    server.answers[DRAFTS] = (200, {"items": [retired, {**retired, "spec": {"deploymentRef": {"name": "other"}}}]})
+    assert server.run("try", "demo", "pvc://drafts/new") == 0
+    assert server.written == [(path, "application/merge-patch+json", {"spec": {"role": "Candidate"}})]
+    capsys.readouterr()
+    server.answers[DRAFTS] = (200, {"items": [tried]})
+    assert server.run("try", "demo", "pvc://drafts/new") == 1
+    assert "offers this draft already; its phase is Canary" in said(capsys)
 
 
-def test_a_command_about_drafts_names_the_draft(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_about_drafts_changes_the_role(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, resource = server.answers[demo]
     draft = {"phase": "Canary", "hash": "a", "current": {"hash": "a"}, "candidate": {"hash": "b"}}
     server.answers[demo] = status, {**resource, "status": {**resource["status"], "draft": draft}}
+    tried = draft_resource(phase="Canary")
+    server.answers[DRAFTS] = (200, {"items": [tried]})
+    path = f"{DRAFTS}/{tried['metadata']['name']}"
+    server.answers[path] = (200, tried)
     assert server.run("reject", "demo") == 0
-    ((path, _, body),) = server.written
-    assert path == demo
-    assert body == {"spec": {"draftRollout": {"reject": "b"}}}
+    assert server.written == [(path, "application/merge-patch+json", {"spec": {"role": "Retired"}})]
     assert server.run("drafts", "demo") == 0
     assert "Canary, mode Canary" in capsys.readouterr().out
 
@@ -337,6 +332,7 @@ def test_a_command_about_drafts_names_the_draft(server: Server, demo: str, capsy
 def test_a_command_that_would_change_nothing_is_not_written(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
+    server.answers[DRAFTS] = (200, {"items": []})
     assert server.run(command, "demo") == 1
     assert server.written == []
     assert "phase Serving" in capsys.readouterr().err
@@ -345,6 +341,7 @@ def test_a_command_that_would_change_nothing_is_not_written(
 def test_a_command_to_train_is_written_if_a_run_can_begin(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    server.answers[DRAFTS] = (200, {"items": []})
     assert server.run("distill", "demo") == 1
     assert "distillation.capture is absent" in capsys.readouterr().err
     status, resource = server.answers[demo]

@@ -13,7 +13,7 @@ from specdecode_operator.decision.record_stage import is_urgent
 from specdecode_operator.drafts.lifecycle import Phase
 from specdecode_operator.errors import SpecError
 from specdecode_operator.rollout.drift_run import first_run_seconds, worth_of_drift
-from specdecode_operator.state.draft_record import UNUSED, DraftRecord, RunRecord, parse_drafts, render_drafts
+from specdecode_operator.state.draft_record import UNUSED, DraftRecord, RunRecord, parse_training, render_training
 from support.operators.drifting import SLOWER, Drifting, drifting
 
 
@@ -64,7 +64,7 @@ def test_a_drift_that_is_worth_it_requests_one_run_with_the_sum(stale: Drifting)
     assert (run.after, run.cause) == ("Collecting with the draft of the spec", "drift")
     assert "task other lost 2" in run.reason
     assert "more than twice the last run's device time" in run.reason
-    assert parse_drafts(render_drafts(record)) == record
+    assert parse_training(render_training(record)) == record.model_copy(update={"uris": {}})
     stale.wait(60)
     assert runs(stale) == ["drift"]
 

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.rollout.observed_events import assignment_of
-from specdecode_operator.state.draft_record import DraftRecord, parse_drafts, render_drafts
+from specdecode_operator.state.draft_record import parse_training, render_training
 from specdecode_operator.state.learned import parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_worker.contract import TrialState
 from support.operators.canary import (
-    CANDIDATE,
     COOLDOWN,
     DISTILLATION,
     NEW,
@@ -35,7 +34,7 @@ STEPS = st.lists(
         st.tuples(st.just("pairs"), st.integers(1, 12), st.floats(-0.3, 0.3)),
         st.tuples(st.sampled_from(("lose", "restart", "fail", "deaf", "heal", "offer", "withdraw", "wait", "tick"))),
         st.tuples(st.just("command"), st.sampled_from(("promote", "reject", "rollback"))),
-        st.tuples(st.just("kill"), st.sampled_from(("before", "between", "after"))),
+        st.tuples(st.just("kill"), st.sampled_from(("before", "one", "two", "drafts", "after"))),
     ),
     max_size=25,
 )
@@ -57,14 +56,18 @@ RUN_STEPS = st.lists(
         st.tuples(st.just("capture"), st.integers(1, 80)),
         st.tuples(st.just("job"), st.sampled_from(sorted(JOB_ENDS))),
         st.tuples(st.just("command"), st.sampled_from(("distill", "distill", "reject", "rollback"))),
-        st.tuples(st.just("kill"), st.sampled_from(("before", "after", "job"))),
+        st.tuples(st.just("kill"), st.sampled_from(("before", "one", "drafts", "after", "job"))),
     ),
     max_size=25,
 )
 
 
+LIMITS = {"before": 0, "one": 1, "two": 2}
+"""Requests about drafts after which the operator is killed."""
+
+
 class Cluster:
-    """The ConfigMap, and an operator that is killed before or after it is written."""
+    """The drafts and the ConfigMap, and an operator that is killed between any two writes."""
 
     def __init__(self, canary: Canary, **spec: Any) -> None:
         self.canary, self.spec = canary, spec
@@ -73,16 +76,16 @@ class Cluster:
         self.versions: list[int] = []
         self.write()
 
-    def write(self) -> None:
-        self.drafts = render_drafts(self.canary.record)
-        self.state = render_state(self.canary.session.learned)
+    def write(self, killed: str = "") -> None:
+        self.canary.write_drafts(LIMITS.get(killed, 100))
+        if killed not in (*LIMITS, "drafts"):
+            self.training = render_training(self.canary.record)
+            self.state = render_state(self.canary.session.learned)
 
     def tick(self, killed: str = "") -> None:
         """Decide, write rollout and state, write Jobs, push. A kill loses what comes after it."""
         decision = self.canary.tick(push=False)
-        if killed != "before":
-            self.write()
-            assert parse_drafts(self.drafts) == self.canary.record
+        self.write(killed)
         if killed == "job":
             self.canary.write_jobs()
         if killed:
@@ -92,11 +95,9 @@ class Cluster:
         self.canary.push()
 
     def restart(self) -> None:
-        drafts = parse_drafts(self.drafts)
-        assert drafts.problem == ""
         learned = parse_state(self.state, "u1")
         assert learned is not None
-        self.canary.session = Session(learned=learned, drafts=drafts)
+        self.canary.session = Session(learned=learned, drafts=parse_training(self.training))
 
     def carry_out(self, step: tuple[Any, ...]) -> None:
         canary, kind = self.canary, step[0]
@@ -115,8 +116,10 @@ class Cluster:
             trying[0].trial = TrialState(id=canary.pods[0].trial.id if canary.pods[0].trial else "x", state="Failed")
         elif kind in ("deaf", "heal"):
             canary.pods[-1].obeys = kind == "heal"
-        elif kind in ("offer", "withdraw"):
-            canary.change(draft_rollout={"candidate": CANDIDATE} if kind == "offer" else {}, **self.spec)
+        elif kind == "offer":
+            canary.offer()
+        elif kind == "withdraw":
+            canary.withdraw()
         elif kind == "mode":
             canary.change(draft_rollout={"mode": "Direct"}, **self.spec)
         elif kind == "capture":
@@ -144,6 +147,7 @@ def test_every_history_ends_with_one_draft_on_all_workers(steps: list[tuple[Any,
     canary = cluster.canary
     for pod in canary.pods:
         pod.obeys = True
+    canary.retire_others()
     canary.change(draft_rollout={}, distillation=COOLDOWN)
     for _ in range(60):
         canary.now += 600
@@ -155,8 +159,9 @@ def test_every_history_ends_with_one_draft_on_all_workers(steps: list[tuple[Any,
     assert [pod.draft for pod in canary.pods] == [expected, expected]
     assert all(pod.trial is None for pod in canary.pods)
     assert canary.session.learned.draft == expected
-    promoted = [entry for entry in record.lineage if entry.outcome == "Promoted"]
-    assert record.current == "" or promoted, "nothing is promoted without a verdict"
+    roles = {one.id: (one.spec.role, one.status.phase) for one in canary.drafts}
+    assert record.current == "" or roles[record.current] == ("Serving", "Serving")
+    assert all(one == ("Retired", "Retired") for draft, one in roles.items() if draft != record.current)
 
 
 @given(steps=STEPS)
@@ -165,8 +170,7 @@ def test_the_assignment_follows_from_what_is_stored(steps: list[tuple[Any, ...]]
     cluster = Cluster(canary_with())
     for step in steps:
         cluster.carry_out(step)
-        stored = parse_drafts(cluster.drafts)
-        assert isinstance(stored, DraftRecord)
+        stored = cluster.canary.observed().session.drafts
         running = [pod.plan.assignment for pod in cluster.canary.pods if pod.plan.assignment is not None]
         if step[0] not in ("kill", "lose"):
             assert all(one == assignment_of(stored, cluster.canary.deployment) for one in running)
@@ -186,6 +190,7 @@ def test_runs_make_one_job_and_end_with_one_draft_on_all_workers(steps: list[tup
         created = [name for name in canary.created_jobs if "-distill-" in name]
         assert len(created) - len(set(created)) <= cluster.vanished
     assert cluster.versions == sorted(cluster.versions)
+    canary.retire_others()
     canary.change(draft_rollout={}, distillation=DISTILLATION)
     canary.command("reject")
     for _ in range(60):
@@ -198,7 +203,9 @@ def test_runs_make_one_job_and_end_with_one_draft_on_all_workers(steps: list[tup
     assert expected in (OLD, NEW, TRAINED)
     assert [pod.draft for pod in canary.pods] == [expected, expected]
     assert canary.session.learned.draft == expected
-    assert record.current == "" or any(entry.outcome == "Promoted" for entry in record.lineage)
+    roles = {one.id: (one.spec.role, one.status.phase) for one in canary.drafts}
+    assert record.current == "" or roles[record.current] == ("Serving", "Serving")
+    assert all(one == ("Retired", "Retired") for draft, one in roles.items() if draft != record.current)
     plan = canary.session.learned.plan
     assert plan is not None
     assert plan.capture is not None

@@ -14,10 +14,10 @@ from specdecode_operator.controller.events import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.plugin.drafts import drafts
 from specdecode_operator.plugin.explain import explain, past
-from specdecode_operator.state.draft_record import UNUSED
-from specdecode_operator.types import Observation, Outcome
-from support.operators.canary import CANDIDATE, NEW, OLD, Canary, canary_with, refusal_of, resource_of, trying
-from support.operators.fleet import workload_with
+from specdecode_operator.rollout.draft_objects import manifest_of
+from specdecode_operator.types import Outcome
+from support.operators.canary import NEW, OLD, Canary, canary_with, refusal_of, resource_of, trying
+from support.operators.fleet import deployment_with
 
 Resource = dict[str, Any]
 
@@ -25,8 +25,7 @@ Resource = dict[str, Any]
 def shown(canary: Canary) -> Status:
     """Return the status after the last decision, and keep it in the deployment."""
     assert canary.decision is not None
-    workers = tuple(pod.worker() for pod in canary.pods)
-    observed = Observation(workload=workload_with(len(workers)), workers=workers, session=canary.session)
+    observed = replace(canary.observed(), session=canary.session)
     status = status_of(canary.deployment, observed, canary.decision, Outcome(), now=canary.now)
     metrics.record(canary.deployment, observed, canary.decision, status)
     canary.deployment = replace(canary.deployment, status=status)
@@ -54,7 +53,8 @@ def samples(gauge: Any) -> dict[tuple[str, ...], float]:
 
 
 def test_nothing_is_shown_before_a_candidate_was_offered() -> None:
-    canary = canary_with(candidate=None)
+    canary = Canary(deployment_with(replicas=2))
+    canary.ticks(2)
     canary.tick()
     assert draft_of(canary) == DraftStatus(hash=OLD, uri="embedded://d")
     assert rollout_of(canary) is None
@@ -65,13 +65,16 @@ def test_a_trial_is_shown_with_its_gain() -> None:
     canary = trying()
     canary.finish_pairs(10, 0.04)
     draft = draft_of(canary)
-    assert (draft.phase, draft.trial and (draft.trial.pod, draft.trial.pairs)) == ("Canary", ("pod-a", 10))
+    (tried,) = canary.drafts
+    assert (draft.phase, tried.status.phase, tried.status.pairs) == ("Canary", "Canary", 10)
+    assert tried.status.trial is not None
+    assert tried.status.trial.pod == "pod-a"
+    assert (tried.status.conditions[0].status, tried.status.conditions[0].reason) == ("False", "Canary")
     assert draft.current is not None
     assert draft.candidate is not None
     assert (draft.current.hash, draft.current.uri) == (OLD, "embedded://d")
     assert (draft.candidate.hash, draft.candidate.uri) == (NEW, "file:///new")
-    assert draft.trial is not None
-    assert draft.trial.gain_percent == pytest.approx(4.0)
+    assert tried.status.gain_percent == pytest.approx(4.0)
     condition = rollout_of(canary)
     assert condition is not None
     assert (condition.status, condition.reason) == ("True", "Canary")
@@ -100,14 +103,17 @@ def test_a_promotion_is_an_event_and_history_with_its_gain() -> None:
     assert draft.current is not None
     assert draft.previous is not None
     assert (draft.current.hash, draft.previous.hash) == (NEW, OLD)
-    assert [(entry.outcome, entry.gain_percent) for entry in draft.lineage] == [("Promoted", pytest.approx(10.0))]
+    (promoted,) = canary.drafts
+    assert (promoted.status.outcome, promoted.status.gain_percent) == ("Promoted", pytest.approx(10.0))
+    assert (promoted.status.conditions[0].status, promoted.status.conditions[0].reason) == ("True", "Serving")
+    assert "the candidate is faster" in promoted.status.reason
     assert samples(run_metrics.CANDIDATES) == {("Promoted",): 1}
     metrics.forget("ns", "demo")
     assert samples(run_metrics.CANDIDATES) == {}
 
 
 def test_a_refused_candidate_is_the_reason_to_look_at() -> None:
-    canary = canary_with(candidate={"uri": "file:///copy", "hash": OLD})
+    canary = canary_with({"uri": "file:///copy", "hash": OLD})
     canary.tick()
     condition = rollout_of(canary)
     assert condition is not None
@@ -118,7 +124,7 @@ def test_a_refused_candidate_is_the_reason_to_look_at() -> None:
 @pytest.mark.parametrize(("mode", "word"), [("Off", "mode is Off"), ("Auto", "no worker has reported")])
 def test_a_candidate_that_waits_says_for_what(mode: str, word: str) -> None:
     canary = canary_with()
-    canary.change(draft_rollout={"candidate": CANDIDATE}, speculation={"mode": mode})
+    canary.change(speculation={"mode": mode})
     if mode == "Auto":
         canary.pods = []
     canary.tick()
@@ -128,17 +134,7 @@ def test_a_candidate_that_waits_says_for_what(mode: str, word: str) -> None:
     assert word in condition.message
 
 
-def test_an_unreadable_record_is_shown() -> None:
-    canary = canary_with()
-    canary.session = replace(canary.session, drafts=UNUSED.model_copy(update={"problem": "section lifecycle: bad"}))
-    canary.tick()
-    condition = rollout_of(canary)
-    assert condition is not None
-    assert condition.reason == "StateUnreadable"
-    assert "section lifecycle: bad" in condition.message
-
-
-def test_the_condition_says_that_the_spec_does_not_name_the_promoted_draft() -> None:
+def test_the_condition_says_which_draft_serves_in_place_of_that_of_the_spec() -> None:
     canary = trying()
     canary.finish_pairs(40, 0.3)
     canary.until("Cooldown")
@@ -146,7 +142,7 @@ def test_the_condition_says_that_the_spec_does_not_name_the_promoted_draft() -> 
     assert condition is not None
     assert (condition.status, condition.reason) == ("False", "PromotedDraftServes")
     assert "run file:///new (new000new000)" in condition.message
-    assert "names embedded://d, to which a restore from git returns" in condition.message
+    assert "whose SpecDecodeDraft has the role Serving" in condition.message
     canary.change(speculation={"draft": {"uri": "file:///new"}})
     canary.spec_draft = NEW
     canary.ticks(3)
@@ -158,42 +154,40 @@ def test_the_condition_says_that_the_spec_does_not_name_the_promoted_draft() -> 
 
 def test_the_plugin_shows_trial_and_lineage() -> None:
     canary = canary_with()
-    assert drafts(shown_resource(_ticked(canary, 0)), canary.now) == [
-        "no candidate was tried for demo yet; the candidate file:///new waits"
-    ]
+    assert texts(canary) == "no candidate was tried for demo yet; draft-0 (file:///new) waits"
     canary.ticks(2)
     canary.finish_pairs(10, 0.04)
-    text = "\n".join(drafts(shown_resource(canary), canary.now))
+    text = texts(canary)
     assert "Canary, mode Canary" in text
-    assert "Pod pod-a tries the candidate: 10 pairs, gain +4 %" in text
-    assert "Rollout of another draft: Canary. Pod pod-a" in "\n".join(explain(shown_resource(canary), None, canary.now))
+    assert "Pod pod-a tries draft-0: 10 pairs, gain +4 %" in text
+    assert "Rollout of another draft: Canary." in "\n".join(explain(shown_resource(canary), None, canary.now))
     canary.command("reject")
     canary.tick()
-    text = "\n".join(drafts(shown_resource(canary), canary.now))
+    text = texts(canary)
     assert "Rejected" in text
     assert "10" in text
 
 
-def _ticked(canary: Canary, count: int) -> Canary:
-    canary.ticks(count)
-    return canary
+def texts(canary: Canary) -> str:
+    return "\n".join(drafts(shown_resource(canary), map(manifest_of, canary.drafts), canary.now))
 
 
 def test_commands_that_would_change_nothing_are_refused() -> None:
     canary = trying(mode="Manual")
-    resource = shown_resource(canary)
-    assert "no draft waits" in refusal_of("promote", resource)
-    assert (refusal_of("reject", resource), refusal_of("rollback", resource)) == ("", "")
+    shown(canary)
+    assert "no draft waits" in refusal_of("promote", canary)
+    assert (refusal_of("reject", canary), refusal_of("rollback", canary)) == ("", "")
     canary.finish_pairs(60, 0.10)
     condition = rollout_of(canary)
     assert condition is not None
     assert condition.reason == "WaitsForUser"
-    assert refusal_of("promote", shown_resource(canary)) == ""
+    assert refusal_of("promote", canary) == ""
     canary.command("promote")
     canary.until("Cooldown")
-    resource = shown_resource(canary)
-    assert "no draft is trained, tried" in refusal_of("reject", resource)
-    assert refusal_of("rollback", resource) == ""
+    shown(canary)
+    assert "no draft is trained, tried" in refusal_of("reject", canary)
+    assert refusal_of("rollback", canary) == ""
     canary.command("rollback")
     canary.ticks(3)
-    assert "no draft to return to" in refusal_of("rollback", shown_resource(canary))
+    shown(canary)
+    assert "no draft to return to" in refusal_of("rollback", canary)

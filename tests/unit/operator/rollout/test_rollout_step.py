@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from specdecode_operator.api.draft import SpecDecodeDraft, TrialRecord
 from specdecode_operator.drafts.crossover import Crossover, CrossoverTuning, Evidence
 from specdecode_operator.rollout.rollout_step import MAX_PAIRS
 from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of, verdict_of
-from specdecode_operator.state.draft_record import UNUSED, TrialRecord
+from specdecode_operator.state.draft_record import UNUSED, parse_training, render_training
 from specdecode_operator.state.learned import AcceptanceCell, RowState, StepTimeCell
 from specdecode_worker.contract import Artifact, TrialState
-from support.operators.canary import CANDIDATE, NEW, OLD, Canary, Pod, canary_with, pair, trying
+from support.operators.canary import NEW, OLD, Canary, Pod, canary_with, pair, trying
 from support.operators.fleet import deployment_with, with_pause
 
 
@@ -21,8 +22,8 @@ def outcomes(canary: Canary) -> list[tuple[str, str]]:
 
 
 def test_without_a_candidate_nothing_is_assigned_or_stored() -> None:
-    canary = canary_with(candidate=None)
-    canary.ticks(3)
+    canary = Canary(deployment_with(replicas=2))
+    canary.ticks(4)
     assert canary.record == UNUSED
     assert canary.decision is not None
     assert canary.decision.plan.assignment is None
@@ -80,7 +81,7 @@ def test_a_candidate_that_is_not_better_is_rolled_back(gain: float, outcome: str
 
 
 def test_pairs_are_counted_once_by_index() -> None:
-    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
     once = count_pairs(trial, [pair(1, 0.1), pair(0, 0.2)], ["other"])
     again = count_pairs(once, [pair(0, 0.2), pair(1, 0.1), pair(2, 0.3)], ["other"])
     assert [round(one.total, 4) for one in again.pairs] == [0.1823, 0.0953, 0.2624]
@@ -91,7 +92,7 @@ def test_a_pair_is_added_to_the_stored_evidence_without_a_replay(monkeypatch: py
     added = []
     add = Evidence.add
     monkeypatch.setattr(Evidence, "add", lambda self, *arguments: added.append(1) or add(self, *arguments))
-    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
     replayed = Crossover()
     for index in range(40):
         trial = count_pairs(trial, [pair(index, 0.02 * (index % 5))], ["other"])
@@ -112,14 +113,14 @@ def test_unusable_pairs_are_passed_over() -> None:
     tiny = tiny.model_copy(update={"incumbent": (tiny.incumbent[0].model_copy(update={"sequence_seconds": 1e-320}),)})
     huge = pair(2, 0.1)
     huge = huge.model_copy(update={"incumbent": (huge.incumbent[0].model_copy(update={"tokens": 1e308}),)})
-    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
     counted = count_pairs(trial, [empty, tiny, huge, pair(3, 0.1)], ["other"])
     assert counted.next_pair == 4
     assert counted.pairs[-1].total == pytest.approx(0.0953, abs=1e-4)
 
 
 def test_the_bounds_of_the_gain_enclose_its_mean() -> None:
-    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
     trial = count_pairs(trial, [pair(index, 0.1 + 0.02 * (index % 3 - 1)) for index in range(40)], ["other"])
     gain = gain_of(trial)
     assert gain is not None
@@ -130,7 +131,7 @@ def test_the_bounds_of_the_gain_enclose_its_mean() -> None:
 
 
 def test_a_few_pairs_have_no_bounds() -> None:
-    trial = TrialRecord(started_at=0, block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
     gain = gain_of(count_pairs(trial, [pair(0, 0.1), pair(1, 0.1)], ["other"]))
     assert gain is not None
     assert (gain.least, gain.most) == (None, None)
@@ -234,7 +235,7 @@ def test_a_worker_that_refuses_a_promotion_takes_it_back() -> None:
     assert canary.phase == "RollingBack"
     assert canary.decision is not None
     assert canary.decision.plan.draft == OLD
-    assert outcomes(canary) == [("Refused", NEW), ("Promoted", NEW)]
+    assert outcomes(canary) == [("Refused", NEW)]
     assert canary.record.candidate_outcomes == {"Promoted": 1, "Refused": 1}
     canary.until("Cooldown")
     assert canary.record.current == ""
@@ -286,7 +287,7 @@ def test_a_draft_or_target_of_the_user_wins_at_once(spec: dict[str, object], pro
     canary = trying()
     if promoted:
         canary.finish_pairs(60, 0.10)
-    canary.change(draft_rollout={"candidate": CANDIDATE}, **spec)
+    canary.change(**spec)
     canary.tick()
     assert canary.phase == "Serving"
     assert (canary.record.current, canary.record.trial) == ("", None)
@@ -309,7 +310,7 @@ def test_a_promoted_draft_that_does_not_come_back_after_a_trial_gives_way_to_tha
     canary = trying()
     canary.finish_pairs(60, 0.10)
     canary.until("Cooldown")
-    canary.change(draft_rollout={"candidate": {"uri": "file:///third", "hash": "third0third0"}})
+    canary.offer({"uri": "file:///third", "hash": "third0third0"})
     canary.ticks(2)
     assert canary.phase == "Canary"
     canary.command("rollback")
@@ -346,39 +347,48 @@ def test_a_trial_ends_with_its_time() -> None:
 
 def test_a_removed_candidate_ends_its_trial_and_may_be_offered_again() -> None:
     canary = trying()
-    canary.change(draft_rollout={})
+    assert canary.record.trial is not None
+    first = canary.record.trial.id
+    canary.withdraw()
     canary.tick()
     assert canary.phase == "RollingBack"
     canary.until("Cooldown")
-    canary.change(draft_rollout={"candidate": CANDIDATE})
+    canary.offer()
     canary.tick()
     assert canary.phase == "Canary"
     assert canary.record.trial is not None
-    assert canary.record.trial.id.endswith("-2")
+    assert canary.record.trial.id != first
 
 
-def test_a_rejected_draft_is_not_tried_while_the_spec_rejects_it() -> None:
+def test_a_retired_draft_is_tried_again_once_its_role_is_candidate() -> None:
     canary = trying()
     canary.command("reject")
     canary.until("Cooldown")
     assert outcomes(canary) == [("Rejected", NEW)]
-    canary.change(draft_rollout={"reject": NEW})
-    canary.tick()
-    canary.change(draft_rollout={"candidate": CANDIDATE, "reject": NEW})
+    assert (canary.drafts[0].spec.role, canary.drafts[0].status.phase) == ("Retired", "Retired")
     canary.ticks(2)
     assert canary.phase == "Cooldown"
-    assert "draftRollout.reject names the candidate" in canary.record.refusal
-    canary.change(draft_rollout={})
+    canary.set_role(NEW, "Candidate")
     canary.tick()
-    canary.change(draft_rollout={"candidate": CANDIDATE})
-    canary.tick()
-    assert canary.phase == "Canary", "removed and offered again, it is tried again"
+    assert canary.phase == "Canary"
+    assert (canary.drafts[0].status.outcome, canary.drafts[0].status.phase) == (None, "Canary")
+
+
+def test_drafts_are_tried_one_after_the_other_the_oldest_first() -> None:
+    canary = trying()
+    canary.offer({"uri": "file:///third", "hash": "third0third0"})
+    canary.ticks(2)
+    assert [one.status.phase for one in canary.drafts] == ["Canary", "Waiting"]
+    canary.command("reject")
+    canary.ticks(4)
+    assert (canary.phase, canary.record.candidate) == ("Canary", "third0third0")
+    assert [one.status.phase for one in canary.drafts] == ["Retired", "Canary"]
 
 
 def test_a_worker_reports_the_hash_of_a_candidate_and_the_trial_is_of_it_alone() -> None:
     canary = Canary(deployment_with(replicas=2))
     canary.tick()
-    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}})
+    canary.offer({"uri": "file:///new"})
     canary.ticks(2)
     first = canary.tries
     assert canary.phase == "Canary"
@@ -398,7 +408,8 @@ def test_a_worker_reports_the_hash_of_a_candidate_and_the_trial_is_of_it_alone()
     assert assignment is not None
     assert assignment.trial is not None
     assert assignment.trial.candidate.hash == NEW
-    assert assignment.trial.id.endswith("-2"), "it begins anew"
+    assert assignment.trial.id.startswith(NEW), "it begins anew"
+    assert canary.drafts[0].spec.hash == NEW, "and the SpecDecodeDraft has the hash"
     canary.restart_operator()
     canary.finish_pairs(60, 0.10)
     canary.until("Cooldown")
@@ -407,15 +418,14 @@ def test_a_worker_reports_the_hash_of_a_candidate_and_the_trial_is_of_it_alone()
     assert canary.phase == "Cooldown", "it is tried once"
 
 
-@pytest.mark.parametrize(("found", "reject"), [(OLD, None), (NEW, NEW)])
-def test_a_candidate_that_turns_out_to_be_in_use_or_rejected_is_refused(found: str, reject: str | None) -> None:
+def test_a_candidate_that_turns_out_to_be_in_use_is_refused() -> None:
     canary = Canary(deployment_with(replicas=2))
     canary.tick()
-    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}, "reject": reject})
+    canary.offer({"uri": "file:///new"})
     canary.ticks(2)
     tries = canary.tries
     assert tries.trial is not None
-    tries.trial = tries.trial.model_copy(update={"hash": found})
+    tries.trial = tries.trial.model_copy(update={"hash": OLD})
     canary.until("Cooldown")
     assert [outcome for outcome, _ in outcomes(canary)] == ["Refused"]
     assert [pod.draft for pod in canary.pods] == [OLD, OLD]
@@ -424,26 +434,121 @@ def test_a_candidate_that_turns_out_to_be_in_use_or_rejected_is_refused(found: s
 def test_removing_a_candidate_ends_its_trial_also_once_its_hash_is_known() -> None:
     canary = Canary(deployment_with(replicas=2))
     canary.tick()
-    canary.change(draft_rollout={"candidate": {"uri": "file:///new"}})
+    canary.offer({"uri": "file:///new"})
     canary.ticks(2)
     tries = canary.tries
     assert tries.trial is not None
     tries.trial = tries.trial.model_copy(update={"hash": NEW})
     canary.ticks(2)
-    canary.change(draft_rollout={})
+    canary.withdraw()
+    canary.tick()
+    assert "Rejected" in canary.record.last_verdict
+    assert canary.phase == "RollingBack"
     canary.until("Cooldown")
-    assert outcomes(canary) == [("Rejected", NEW)]
 
 
-def test_an_approval_may_come_before_the_trial_ends() -> None:
-    early, other = (trying(mode="Manual", approve=draft) for draft in (NEW, OLD))
-    for canary in (early, other):
-        canary.finish_pairs(60, 0.2)
-    early.ticks(2)
-    other.ticks(2)
-    assert early.phase in ("Promoting", "Cooldown")
-    assert outcomes(early) == [("Promoted", NEW)]
-    assert (other.phase, other.record.is_confirmed) == ("Canary", True), "another draft is approved"
+def test_a_user_promotes_without_a_verdict() -> None:
+    canary = trying()
+    canary.finish_pairs(2, 0.0)
+    canary.set_role(NEW, "Serving")
+    canary.tick()
+    assert (canary.phase, outcomes(canary)) == ("Promoting", [("Promoted", NEW)])
+    assert "its role is Serving" in canary.record.last_verdict
+
+
+def restored(canary: Canary) -> Canary:
+    """Return a cluster to which the drafts were applied from a copy of them: without status, with other uids."""
+    new = Canary(canary.deployment, now=canary.now + 3600)
+    new.drafts = [
+        SpecDecodeDraft(metadata={"name": one.name, "namespace": "ns", "uid": f"again-{one.name}"}, spec=one.spec)
+        for one in canary.drafts
+    ]
+    return new
+
+
+def test_a_promoted_draft_serves_again_after_a_restore_and_the_plan_is_learnt_again() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    (draft,) = canary.drafts
+    assert (draft.spec.role, draft.spec.hash, draft.spec.uri) == ("Serving", NEW, "file:///new")
+    assert draft.spec.base is not None
+    assert (draft.spec.base.draft, draft.spec.base.hash) == ("embedded://d", OLD)
+    assert (draft.status.phase, draft.status.outcome, draft.status.pairs > 5) == ("Serving", "Promoted", True)
+    new = restored(canary)
+    new.until("Cooldown")
+    assert new.record.current == NEW
+    assert [pod.draft for pod in new.pods] == [NEW, NEW]
+    assert new.session.learned.draft == NEW
+    assert new.drafts[0].status.outcome == "Promoted"
+    new.command("rollback")
+    new.tick()
+    new.until("Cooldown")
+    assert [pod.draft for pod in new.pods] == [OLD, OLD], "that of the spec"
+
+
+def test_after_a_second_promotion_a_restore_serves_the_second_and_returns_to_the_first() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.offer({"uri": "file:///third", "hash": "third0third0"})
+    canary.ticks(2)
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    assert [(one.spec.role, one.status.phase) for one in canary.drafts] == [
+        ("Retired", "Retired"),
+        ("Serving", "Serving"),
+    ]
+    new = restored(canary)
+    new.until("Cooldown")
+    assert (new.record.current, new.record.previous) == ("third0third0", NEW)
+    new.command("rollback")
+    new.tick()
+    new.until("Cooldown")
+    assert [pod.draft for pod in new.pods] == [NEW, NEW]
+    assert [one.spec.role for one in new.drafts] == ["Serving", "Retired"]
+
+
+def test_a_draft_of_another_model_does_not_serve_after_a_restore() -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.change(model={"uri": "embedded://other"})
+    new = restored(canary)
+    new.ticks(3)
+    assert new.record.current == ""
+    assert (new.drafts[0].spec.role, new.drafts[0].status.outcome) == ("Retired", "Refused")
+    assert "spec.base" in new.drafts[0].status.reason
+
+
+@pytest.mark.parametrize("written", range(6))
+def test_a_promotion_that_is_cut_off_between_two_writes_goes_on(written: int) -> None:
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    canary.offer({"uri": "file:///third", "hash": "third0third0"})
+    canary.ticks(2)
+    saved = canary.session
+    pairs = 0
+    while canary.phase == "Canary":
+        saved, pairs = canary.session, pairs + 1
+        pod = canary.tries
+        assert pod.trial is not None
+        index = pod.trial.pair
+        pod.trial = pod.trial.model_copy(update={"pairs": (pair(index, 0.1),), "pair": index + 1})
+        canary.tick(push=False)
+        if canary.phase == "Canary":
+            canary.push()
+    canary.write_drafts(written)
+    canary.session = replace(saved, drafts=parse_training(render_training(saved.drafts)))
+    canary.tick()
+    canary.until("Cooldown", ticks=60)
+    assert (canary.record.current, canary.record.previous) == ("third0third0", NEW)
+    assert [one.spec.role for one in canary.drafts] == ["Retired", "Serving"]
+    canary.command("rollback")
+    canary.tick()
+    canary.until("Cooldown")
+    assert (canary.record.current, [one.spec.role for one in canary.drafts]) == (NEW, ["Serving", "Retired"])
 
 
 def test_another_pod_runs_its_pairs_under_another_name() -> None:
@@ -455,16 +560,19 @@ def test_another_pod_runs_its_pairs_under_another_name() -> None:
     second = canary.record.trial
     assert first is not None
     assert second is not None
-    assert (first.id, second.id, second.first_pair) == (f"{NEW}-1", f"{NEW}-2", 2)
+    assert (first.id != second.id, second.id.startswith(f"{NEW}-"), second.first_pair) == (True, True, 2)
 
 
-def test_removing_a_promoted_candidate_keeps_it() -> None:
+def test_deleting_a_promoted_draft_takes_it_back() -> None:
     canary = trying()
     canary.finish_pairs(60, 0.10)
     canary.until("Cooldown")
-    canary.change()
+    canary.set_role(NEW, "Serving")
     canary.ticks(3)
     assert canary.record.current == NEW
+    canary.withdraw()
+    canary.tick()
+    assert (canary.phase, canary.record.current) == ("RollingBack", ""), "its SpecDecodeDraft is what serves"
 
 
 def test_manual_mode_waits_for_promote() -> None:
@@ -505,12 +613,11 @@ def test_a_paused_deployment_keeps_its_rollout() -> None:
     assert canary.decision.plan == plan
     canary.deployment = with_pause(canary.deployment, False)
     canary.tick()
-    assert not canary.record.paused
     assert canary.phase == "RollingBack", "its time is over"
 
 
 def test_the_draft_that_runs_is_no_candidate() -> None:
-    canary = canary_with(candidate={"uri": "file:///copy", "hash": OLD})
+    canary = canary_with({"uri": "file:///copy", "hash": OLD})
     canary.ticks(2)
     assert canary.phase == "Serving"
     assert "run the candidate" in canary.record.refusal
@@ -526,7 +633,7 @@ def test_a_veto_of_one_task_rolls_back() -> None:
             update={"incumbent": fast.incumbent + slow.incumbent, "candidate": fast.candidate + slow.candidate}
         )
         pod.trial = pod.trial.model_copy(update={"pairs": (both,)})
-        canary.change(draft_rollout={"candidate": CANDIDATE}, speculation={"tasks": [{"name": "code"}]})
+        canary.change(speculation={"tasks": [{"name": "code"}]})
         canary.tick()
         if canary.phase != "Canary":
             break

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from specdecode_operator.state.draft_record import DRAFTS_KEY
-from specdecode_operator.types import Observation, Outcome
-from support.operators.canary import Canary, capturing, distilling, trying
+from specdecode_operator.state.draft_record import TRAINING_KEY
+from specdecode_operator.types import Outcome
+from support.operators.canary import Canary, canary_with, capturing, distilling
 from support.operators.fleet import workload_with
 from support.operators.loop_bench import Bench
 
@@ -15,25 +16,28 @@ async def carried_out(canary: Canary, *, down: bool = False) -> tuple[Outcome, B
     """Carry out the last decision. With ``down`` the state cannot be stored."""
     assert canary.decision is not None
     bench = Bench()
-    bench.cluster.down = {"demo-state"} if down else set()
-    workers = tuple(pod.worker() for pod in canary.pods)
-    observed = Observation(workload=workload_with(2), workers=workers, session=canary.session)
+    bench.cluster.down = {"demo-state", "draft-0"} if down else set()
+    observed = replace(canary.observed(), session=canary.session, workload=workload_with(2))
     return await bench.loop._apply(canary.deployment, observed, canary.decision, canary.now), bench
 
 
-def stored_drafts(bench: Bench) -> Any:
-    return bench.cluster.state["data"].get(DRAFTS_KEY) if bench.cluster.state else None
+def stored_training(bench: Bench) -> Any:
+    return bench.cluster.state["data"].get(TRAINING_KEY) if bench.cluster.state else None
 
 
 async def test_the_rollout_is_written_before_the_plan() -> None:
-    outcome, bench = await carried_out(trying())
-    assert bench.cluster.writes[:2] == ["ConfigMap/demo-state", "ConfigMap/demo-plan"]
-    assert '"phase":"Canary"' in stored_drafts(bench)
+    canary = canary_with()
+    canary.tick(push=False)
+    outcome, bench = await carried_out(canary)
+    draft = "SpecDecodeDraft/draft-0"
+    assert bench.cluster.writes[:4] == [draft, f"{draft}/status", "ConfigMap/demo-state", "ConfigMap/demo-plan"]
     assert outcome.is_saved
 
 
 async def test_a_rollout_that_cannot_be_stored_does_not_begin() -> None:
-    outcome, bench = await carried_out(trying(), down=True)
+    canary = canary_with()
+    canary.tick(push=False)
+    outcome, bench = await carried_out(canary, down=True)
     assert "ConfigMap/demo-plan" not in bench.cluster.writes
     assert "Deployment/demo-worker" in bench.cluster.writes, "the other children do not wait"
     assert not outcome.is_saved
@@ -44,7 +48,7 @@ async def test_the_job_is_created_after_the_run_is_stored() -> None:
     assert canary.record.run is not None
     outcome, bench = await carried_out(canary)
     assert bench.cluster.writes[0] == "ConfigMap/demo-state"
-    assert canary.record.run.id in stored_drafts(bench)
+    assert canary.record.run.id in stored_training(bench)
     assert bench.cluster.writes[-1] == f"Job/demo-distill-{canary.record.run.id}"
     assert outcome.job_problem == ""
 
@@ -62,4 +66,4 @@ async def test_a_refused_command_is_stored_so_that_it_is_not_carried_out_after_a
     commanded.tick()
     for canary, is_stored in ((quiet, False), (commanded, True)):
         _, bench = await carried_out(canary)
-        assert (stored_drafts(bench) is not None) == is_stored
+        assert (stored_training(bench) is not None) == is_stored

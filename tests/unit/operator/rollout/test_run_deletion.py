@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.rollout.runs import FIRST_DELETION_RETRY_SECONDS, POD_END_SECONDS, needed_drafts
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.types import Observation, Outcome
-from support.operators.canary import CANDIDATE, DISTILLATION, NEW, OLD, TRAINED, Canary, distilling, verdict
+from support.operators.canary import DISTILLATION, NEW, OLD, TRAINED, Canary, canary_with, distilling, verdict
 from support.operators.fleet import deployment_with, workload_with
 
 DELETED = JobStatus(state=JobState.FAILED, completed=True)
@@ -156,8 +157,8 @@ def test_a_new_run_trains_while_the_last_one_is_deleted() -> None:
     assert [job.name for job in canary.jobs] == [canary.created_jobs[-1]]
 
 
-def needed(record: DraftRecord, *uris: str, **spec: Any) -> set[str]:
-    return set(needed_drafts(deployment_with(**spec), record, "pvc://drafts", uris))
+def needed(record: DraftRecord, *uris: str, drafts: Sequence[SpecDecodeDraft] = ()) -> set[str]:
+    return set(needed_drafts(deployment_with(), record, drafts, "pvc://drafts", uris))
 
 
 def test_drafts_that_may_be_assigned_or_were_tried_are_needed() -> None:
@@ -172,7 +173,7 @@ def test_drafts_that_may_be_assigned_or_were_tried_are_needed() -> None:
     )
     assert needed(record) == {"current", "previous", "candidate", OLD, TRAINED, "tried"}
     assert needed(DraftRecord(previous=None)) == set()
-    assert needed(DraftRecord(), draft_rollout={"candidate": CANDIDATE}) == {NEW}
+    assert needed(DraftRecord(), drafts=canary_with().drafts) == {NEW}
 
 
 def test_drafts_that_the_spec_names_by_their_place_are_needed() -> None:

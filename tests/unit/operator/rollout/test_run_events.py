@@ -346,7 +346,7 @@ def test_another_draft_or_target_of_the_spec_ends_the_run_and_deletes_captures()
 
 def test_a_candidate_of_the_user_waits_for_the_run() -> None:
     canary = running()
-    canary.change(distillation=DISTILLATION, draft_rollout={"candidate": CANDIDATE})
+    canary.offer()
     canary.ticks(2)
     assert canary.phase == "Distilling"
     canary.job_ends(verdict("worse"))

@@ -14,7 +14,8 @@ from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.plugin.drafts import drafts
 from specdecode_operator.plugin.explain import explain
-from specdecode_operator.types import Observation, Outcome
+from specdecode_operator.rollout.draft_objects import manifest_of
+from specdecode_operator.types import Outcome
 from support.operators.canary import (
     DISTILLATION,
     TRAINED,
@@ -25,7 +26,6 @@ from support.operators.canary import (
     resource_of,
     verdict,
 )
-from support.operators.fleet import workload_with
 
 QUOTA = "jobs.batch is forbidden: exceeded quota"
 UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
@@ -34,8 +34,7 @@ UNSCHEDULABLE = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
 def shown(canary: Canary, job_problem: str = "") -> Status:
     """Return the status after the last decision, and keep it in the deployment."""
     assert canary.decision is not None
-    workers = tuple(pod.worker() for pod in canary.pods)
-    observed = Observation(workload=workload_with(2), workers=workers, session=canary.session, jobs=tuple(canary.jobs))
+    observed = replace(canary.observed(), session=canary.session)
     outcome = Outcome(job_problem=job_problem)
     status = status_of(canary.deployment, observed, canary.decision, outcome, now=canary.now)
     metrics.record(canary.deployment, observed, canary.decision, status)
@@ -53,7 +52,7 @@ def condition_of(status: Status) -> Condition:
 
 
 def text_of(canary: Canary) -> str:
-    return " ".join(" ".join(drafts(resource_of(canary), canary.now)).split())
+    return " ".join(" ".join(drafts(resource_of(canary), map(manifest_of, canary.drafts), canary.now)).split())
 
 
 def collecting(captured: int = 40) -> Canary:
@@ -173,7 +172,7 @@ def test_a_refused_command_is_shown_and_the_plugin_refuses_it_first() -> None:
     assert (condition.status, condition.reason) == ("False", "RunRefused")
     assert "distillation.storage is absent" in condition.message
     assert "distillation.storage is absent" in text_of(canary)
-    assert "distillation.storage is absent" in refusal_of("distill", resource_of(canary))
+    assert "distillation.storage is absent" in refusal_of("distill", canary)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_operator_and_plugin_refuse_a_run_in_the_same_words(spec: dict[str, Any]
     canary.tick()
     shown(canary)
     assert canary.record.run_refusal
-    assert refusal_of("distill", resource_of(canary)) == canary.record.run_refusal
+    assert refusal_of("distill", canary) == canary.record.run_refusal
 
 
 def test_operator_and_plugin_refuse_a_second_run_in_the_same_words() -> None:
@@ -201,15 +200,15 @@ def test_operator_and_plugin_refuse_a_second_run_in_the_same_words() -> None:
     canary.command("distill")
     canary.tick()
     shown(canary)
-    assert refusal_of("distill", resource_of(canary)) == canary.record.run_refusal != ""
+    assert refusal_of("distill", canary) == canary.record.run_refusal != ""
 
 
 def test_the_plugin_says_which_commands_a_run_takes() -> None:
     canary = capturing()
     shown(canary)
-    assert refusal_of("distill", resource_of(canary)) == ""
-    assert "no draft is trained" in refusal_of("reject", resource_of(canary))
+    assert refusal_of("distill", canary) == ""
+    assert "no draft is trained" in refusal_of("reject", canary)
     canary = collecting()
     shown(canary)
-    assert refusal_of("reject", resource_of(canary)) == ""
-    assert "phase is Collecting" in refusal_of("distill", resource_of(canary))
+    assert refusal_of("reject", canary) == ""
+    assert "phase is Collecting" in refusal_of("distill", canary)

@@ -1,4 +1,4 @@
-"""Stored rollout of drafts: the round trip, and what an unreadable entry costs."""
+"""Stored training runs and drafts: the round trip, and what an unreadable entry costs."""
 
 from __future__ import annotations
 
@@ -6,80 +6,93 @@ import json
 
 import pytest
 
-from specdecode_operator.state.draft_record import (
-    DRAFTS_KEY,
-    UNUSED,
-    CountedPair,
-    DraftRecord,
-    TrialRecord,
-    parse_drafts,
-    render_drafts,
-)
-from specdecode_operator.state.session import Session
-from support.operators.canary import CANDIDATE, NEW, OLD, trying
+from specdecode_operator.api.draft import CountedPair, SpecDecodeDraft, TrialRecord
+from specdecode_operator.rollout.draft_objects import draft_writes, manifest_of, record_of, surplus
+from specdecode_operator.state.draft_record import LINEAGE, TRAINING_KEY, UNUSED, parse_training, render_training
+from support.operators.canary import NEW, OLD, TRAINED, Canary, distilling, trying, verdict
 
 
-def full() -> DraftRecord:
-    """Return the record of a deployment with a lineage and a second trial."""
+def full() -> Canary:
+    """Return a deployment with a lineage and a second trial."""
     canary = trying()
     canary.finish_pairs(3, 0.1)
     canary.command("reject")
     canary.until("Cooldown")
-    canary.change(draft_rollout={"candidate": {**CANDIDATE, "hash": "third0third0"}})
+    canary.offer({"uri": "file:///third", "hash": "third0third0"})
     canary.ticks(2)
     canary.finish_pairs(5, 0.05)
-    return canary.record
+    return canary
 
 
-def test_a_record_is_read_as_it_was_written() -> None:
-    record = full()
-    assert record.trial is not None
-    assert record.lineage
-    assert parse_drafts(render_drafts(record)) == record
+def test_a_rollout_is_read_as_it_was_written() -> None:
+    canary = full()
+    before = canary.record
+    assert before.trial is not None
+    assert before.lineage
+    canary.restart_operator()
+    assert canary.record == before
+
+
+def test_nothing_is_written_of_drafts_at_rest() -> None:
+    canary = full()
+    assert draft_writes(canary.deployment, canary.record, canary.observed().drafts, now=canary.now + 99) == []
 
 
 def test_fields_of_a_newer_operator_are_ignored() -> None:
-    record = full()
-    document = json.loads(render_drafts(record)[DRAFTS_KEY])
-    document["lineage"][0]["novelty"] = {"isDefaulted": True}
-    assert parse_drafts({DRAFTS_KEY: json.dumps({**document, "mood": "good"})}) == record
+    canary = full()
+    document = json.loads(render_training(canary.record)[TRAINING_KEY])
+    assert parse_training({TRAINING_KEY: json.dumps({**document, "mood": "good"})}).phase == "Canary"
+    manifest = manifest_of(canary.drafts[0])
+    newer = {**manifest, "status": {**manifest["status"], "novelty": {"isDefaulted": True}}}
+    assert SpecDecodeDraft.model_validate(newer) == canary.drafts[0]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"phase": "Dancing"}', '{"trial": {"id": 3}}', "null"])
-def test_an_unreadable_record_serves_the_draft_of_the_spec(text: str) -> None:
-    record = parse_drafts({DRAFTS_KEY: text})
-    assert record.problem
-    assert (record.phase, record.current, record.trial) == ("Serving", "", None)
-    assert parse_drafts(render_drafts(record)) == record, "the problem is shown after a restart too"
-
-
-def test_the_problem_of_an_unreadable_record_ends_with_the_next_candidate() -> None:
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"phase": "Dancing"}', '{"run": {"id": 3}}', "null"])
+def test_unreadable_training_runs_are_an_error_and_lose_no_draft(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        parse_training({TRAINING_KEY: text})
     canary = trying()
-    canary.session = Session(learned=canary.session.learned, drafts=parse_drafts({DRAFTS_KEY: "{"}))
-    canary.ticks(3)
-    assert (canary.phase, canary.record.is_used) == ("Serving", False)
-    assert canary.record.problem
-    canary.change(draft_rollout={"candidate": {**CANDIDATE, "hash": "third0third0"}})
-    canary.tick()
-    assert (canary.phase, canary.record.problem) == ("Canary", "")
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    assert record_of(canary.drafts, UNUSED).current == NEW
 
 
 def test_a_long_trial_is_stored_exactly() -> None:
     pairs = tuple(
         CountedPair(total=(index - 200) / 7000, tasks={"other": index / 3, "code": 0.0}) for index in range(500)
     )
-    trial = TrialRecord(id="t", started_at=1.5, block_requests=32, max_pairs=500, min_gain=0.02, pairs=pairs)
-    record = UNUSED.model_copy(update={"spec_draft": "file:///d", "trial": trial})
-    data = render_drafts(record)
-    assert parse_drafts(data) == record
-    assert len(data[DRAFTS_KEY]) < 64 * 1024
+    trial = TrialRecord(id="t", block_requests=32, max_pairs=500, min_gain=0.02, pairs=pairs)
+    canary = trying()
+    status = canary.drafts[0].status.model_copy(update={"trial": trial})
+    text = json.dumps(manifest_of(canary.drafts[0].model_copy(update={"status": status})))
+    assert SpecDecodeDraft.model_validate_json(text).status.trial == trial
+    assert len(text) < 64 * 1024
 
 
-def test_a_short_record_can_be_read_by_a_person() -> None:
-    document = json.loads(render_drafts(trying().record)[DRAFTS_KEY])
-    assert (document["phase"], document["candidate"], document["spec_hash"]) == ("Canary", NEW, OLD)
+def test_the_draft_of_a_run_has_its_evaluation_and_is_deleted_when_it_is_old() -> None:
+    canary = distilling()
+    canary.push()
+    canary.job_ends(verdict())
+    canary.ticks(2)
+    (draft,) = canary.drafts
+    assert (draft.name, draft.spec.uri) == (f"demo-{TRAINED}", f"pvc://drafts/drafts/demo/{TRAINED}")
+    assert draft.status.evaluation is not None
+    assert (draft.status.evaluation.outcome, draft.status.evaluation.gain_percent) == ("Better", 20.0)
+    assert "ownerReferences" not in draft.metadata, "it outlives its deployment"
+    canary.command("reject")
+    canary.ticks(3)
+    (ended,) = canary.drafts
+    later = [
+        ended.model_copy(update={"status": ended.status.model_copy(update={"outcome_time": f"2030-01-0{day}"})})
+        for day in range(LINEAGE)
+    ]
+    assert surplus([ended, *later]) == [ended]
+    own = ended.model_copy(update={"metadata": {"name": "mine"}})
+    assert surplus([own, *later]) == [], "a draft that a user offered is not deleted"
 
 
 def test_nothing_is_stored_of_a_deployment_without_a_candidate() -> None:
-    assert render_drafts(UNUSED) == {}
-    assert parse_drafts({}) == UNUSED
+    assert render_training(UNUSED) == {}
+    assert parse_training({}) == UNUSED
+    assert record_of((), UNUSED) == UNUSED
+    assert OLD not in render_training(UNUSED)

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
+from specdecode_operator.errors import Conflict
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state import learned as learned_module
 from specdecode_operator.state import session as session_module
-from specdecode_operator.state.draft_record import DRAFTS_KEY, UNUSED
+from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, render_training
 from specdecode_operator.state.learned import STATE_KEY, LearnedState, LoadState, parse_state, render_state
 from specdecode_operator.state.session import Baseline, Session
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.types import ChildProblem, Deployment
-from support.operators.canary import trying
+from support.operators.canary import canary_with, trying
 from support.operators.crowd import Crowd
 from support.operators.fleet import SimulatedWorker, Truth, deployment_with, loop_over
 
@@ -30,6 +31,8 @@ class Cluster:
 
     def __init__(self) -> None:
         self.writes: list[Mapping[str, Any]] = []
+        self.drafts: list[str] = []
+        self.noted: list[Any] = []
         self.is_down = False
 
     @property
@@ -43,6 +46,21 @@ class Cluster:
         self.writes.append(manifest)
         return None
 
+    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> Any:
+        return self._written(kind, manifest, None)
+
+    async def update(self, kind: Kind, manifest: Mapping[str, Any], *, subresource: str | None = None) -> Any:
+        return self._written(kind, manifest, subresource)
+
+    def _written(self, kind: Kind, manifest: Mapping[str, Any], subresource: str | None) -> Any:
+        if self.is_down:
+            raise Conflict("the object has been modified")
+        self.drafts.append("/".join(filter(None, (kind.kind, manifest["metadata"]["name"], subresource))))
+        return manifest
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None) -> None:
+        self.drafts.append(f"deleted {name}")
+
     async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
         return self.writes[-1] if self.writes else None
 
@@ -54,8 +72,8 @@ def session_with(load: float = 1, uid: str = "u1", **fields: Any) -> Session:
 async def written(cluster: Cluster, deployment: Deployment, session: Session | None = None) -> StateStore:
     """Write a state and return the store of a new process."""
     session = session or session_with(uid=deployment.uid)
-    await StateStore(cluster, cluster).save(deployment, session, urgent=True, now=0)
-    return StateStore(cluster, cluster)
+    await StateStore(cluster, cluster, cluster.noted.append).save(deployment, session, urgent=True, now=0)
+    return StateStore(cluster, cluster, cluster.noted.append)
 
 
 # --- writes -----------------------------------------------------------------------------------------------------------
@@ -63,7 +81,7 @@ async def written(cluster: Cluster, deployment: Deployment, session: Session | N
 
 async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster, cluster)
+    store = StateStore(cluster, cluster, cluster.noted.append)
 
     async def save(load: float, *, now: float, urgent: bool = False, learnt: bool = False) -> int:
         await store.save(deployment, session_with(load), urgent=urgent, learnt=learnt, now=now)
@@ -78,24 +96,43 @@ async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements
     assert await save(4, now=202, urgent=True) == 3, "equal text is not written"
 
 
-async def test_the_rollout_of_drafts_is_written_with_each_change() -> None:
+async def test_training_runs_are_written_with_each_change() -> None:
     cluster, canary = Cluster(), trying()
-    store = StateStore(cluster, cluster)
+    store = StateStore(cluster, cluster, cluster.noted.append)
     for _ in range(3):
         await store.save(canary.deployment, canary.session, urgent=False, learnt=False, now=1)
     assert len(cluster.writes) == 1
-    again = StateStore(cluster, cluster)
-    assert (await again.load(canary.deployment.key, canary.deployment.uid)).drafts == canary.record
+    again = StateStore(cluster, cluster, cluster.noted.append)
+    loaded = (await again.load(canary.deployment.key, canary.deployment.uid)).drafts
+    assert render_training(loaded) == render_training(canary.record)
+    assert loaded.candidate == "", "which is in its SpecDecodeDraft alone"
     await again.save(canary.deployment, canary.session, urgent=False, learnt=False, now=2)
     assert len(cluster.writes) == 1, "a new process writes nothing that is stored"
-    paused = replace(canary.session, drafts=canary.record.model_copy(update={"paused": True}))
-    await again.save(canary.deployment, paused, urgent=False, learnt=False, now=3)
-    assert '"paused":true' in cluster.data[DRAFTS_KEY]
+    asked = replace(canary.session, drafts=canary.record.model_copy(update={"request": "again"}))
+    await again.save(canary.deployment, asked, urgent=False, learnt=False, now=3)
+    assert '"request":"again"' in cluster.data[TRAINING_KEY]
+
+
+async def test_drafts_are_written_as_they_differ_and_what_the_server_returns_is_noted() -> None:
+    cluster, canary = Cluster(), canary_with()
+    canary.tick(push=False)
+    store = StateStore(cluster, cluster, cluster.noted.append)
+    drafts = canary.observed().drafts
+    assert await store.save_drafts(canary.deployment, canary.record, drafts, now=canary.now) is None
+    assert cluster.drafts == ["SpecDecodeDraft/draft-0", "SpecDecodeDraft/draft-0/status"]
+    assert [("status" in one) for one in cluster.noted] == [False, True]
+    canary.write_drafts()
+    assert await store.save_drafts(canary.deployment, canary.record, canary.observed().drafts, now=9) is None
+    assert len(cluster.drafts) == 2, "at rest nothing is written"
+    cluster.is_down = True
+    problem = await store.save_drafts(canary.deployment, canary.record, drafts, now=canary.now)
+    assert problem is not None
+    assert (problem.reason, "modified" in problem.message) == ("Unavailable", True)
 
 
 async def test_nothing_is_written_of_drafts_without_a_candidate() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster, cluster)
+    store = StateStore(cluster, cluster, cluster.noted.append)
     await store.save(deployment, session_with(), urgent=False, learnt=False, now=0)
     assert cluster.writes == []
     await store.save(deployment, session_with(), urgent=True, now=0)
@@ -105,7 +142,7 @@ async def test_nothing_is_written_of_drafts_without_a_candidate() -> None:
 
 async def test_a_failed_write_is_due_again() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster, cluster)
+    store = StateStore(cluster, cluster, cluster.noted.append)
     cluster.is_down = True
     problem = await store.save(deployment, session_with(2), urgent=False, now=100)
     assert problem is not None
@@ -118,7 +155,7 @@ async def test_a_failed_write_is_due_again() -> None:
 
 async def test_the_config_map_is_written_through_the_applier() -> None:
     cluster, guard, deployment = Cluster(), Cluster(), deployment_with()
-    store = StateStore(cluster, guard)
+    store = StateStore(cluster, guard, cluster.noted.append)
     await store.save(deployment, session_with(), urgent=True, now=0)
     assert (len(cluster.writes), len(guard.writes)) == (0, 1)
 
@@ -150,7 +187,7 @@ async def test_a_state_of_another_deployment_is_not_taken() -> None:
 
 
 async def test_a_deployment_without_state_is_new() -> None:
-    session = await StateStore(Cluster(), Cluster()).load(("ns", "n"), "u1")
+    session = await StateStore(Cluster(), Cluster(), print).load(("ns", "n"), "u1")
     assert not session.stored
 
 
@@ -168,7 +205,7 @@ async def test_a_damaged_state_is_named_in_the_log_and_drafts_stay(text: str, ca
     cluster.data[STATE_KEY] = text
     with caplog.at_level(logging.WARNING):
         session = await store.load(canary.deployment.key, canary.deployment.uid)
-    assert (session.stored, session.drafts) == (False, canary.record)
+    assert (session.stored, session.drafts.phase) == (False, "Canary")
     assert "the state was not read" in caplog.text
     assert f"{canary.deployment.namespace}/{canary.deployment.name}" in caplog.text
 

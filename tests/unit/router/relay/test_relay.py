@@ -35,7 +35,7 @@ async def test_unbroken_stream() -> None:
 
 
 async def test_crash_before_open_starts_again_elsewhere() -> None:
-    async with harness(Script(close_before_open=True), Script()) as over:
+    async with harness(Script(close_before_open=True), Script(), cooldown_seconds=60) as over:
         await check_text(over, [1, 1])
         assert over.workers[1].requests[0].resume is None
         assert over.registry.counts().suspect == 1
@@ -84,6 +84,8 @@ async def test_moved_continues_at_once_and_the_worker_gets_no_new_requests() -> 
         await check_text(over, [1, 1])
         assert [view.endpoint.name for view in over.registry.views()] == ["w1"]
         assert over.metric("resumes_total", reason="moved", outcome="resumed") == 1
+        assert [one.blocks_at for one in over.workers[1].requests] == ["127.0.0.1:8002"], "its blocks can move along"
+        assert over.workers[0].requests[0].blocks_at == ""
 
 
 async def test_two_choices_continue_each_from_its_own_token() -> None:

@@ -37,9 +37,9 @@ from specdecode_worker.server.requests import (
     parse,
     read_object,
 )
-from specdecode_worker.server.served_model import VERSION
 from specdecode_worker.server.service import Service, SharedCall
-from specdecode_worker.server.streaming import START, Call, EventStream, StartedRequest, close, start
+from specdecode_worker.server.streaming import GENERATION_ROUTES, Call, EventStream, StartedRequest, close, start
+from specdecode_worker.version import VERSION
 
 # Informational routes of the public port: probes, metrics, models, version and OpenAPI document.
 
@@ -218,7 +218,7 @@ def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> Fas
     add_information(app, service)
     add_tokenization(app, service)
 
-    for route in START:
+    for route in GENERATION_ROUTES:
         _add_generation(app, service, route)
     return app
 

@@ -34,7 +34,6 @@ from specdecode_worker.drafts.swap import (
     MAX_PAIRS_BYTES,
     CellSums,
     CostCell,
-    DefaultDraft,
     DraftFollower,
     DraftSwapQueue,
     StartDraft,
@@ -67,8 +66,9 @@ class Harness:
         self.emitted: list[Any] = []
         self.version = 0
         self.swaps = DraftSwapQueue(self._load)
-        draft = DefaultDraft(self.engine, self.swaps, self._install)
-        self.follower = DraftFollower(draft, CONFIG, self.engine.set_plan, clock=lambda: self.now)
+        self.follower = DraftFollower(
+            self.engine, self.swaps, self._install, CONFIG, self.engine.set_plan, clock=lambda: self.now
+        )
         self.engine._drafts._drafts[""] = self._draft("d", SPEC)
 
     def _draft(self, draft_hash: str, uri: str) -> LoadedDraft:

@@ -327,7 +327,7 @@ def play(seed: int) -> int:
     random = Random(seed)
     simulated = device(blocks=random.randint(8, 14), limits=Limits(2, 64), random=random, trees=[PLAIN])
     scheduler, kept = simulated.scheduler, 0
-    reuse, index = scheduler._reuse, simulated.pool.prefixes
+    reuse, index = scheduler.reuse, simulated.pool.prefixes
     for number in range(60):
         match random.choice(("arrive", "step", "step", "swap", "forget", "prefill", "abort", "mark")):
             case "arrive" if len(scheduler.waiting) < 4:

@@ -10,7 +10,7 @@ import pytest
 from specdecode_worker.capture.segments import Retention
 from specdecode_worker.contract import CaptureConfig, CaptureRules, ModelConfig, Plan, WorkerConfig
 from specdecode_worker.server.errors import CannotStart
-from specdecode_worker.server.liveness import open_recorder
+from specdecode_worker.server.request_capture import open_recorder
 
 
 def config(capture: CaptureConfig | None = None, capture_dir: Path | None = None) -> WorkerConfig:

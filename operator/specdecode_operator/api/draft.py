@@ -1,0 +1,183 @@
+"""SpecDecodeDraft, version v1alpha1: one draft of a deployment, from its offer to its end.
+
+``spec`` says what should become of it, and is enough to restore what serves. ``status`` is the only record of its trial
+and its end. It has no owner reference: like a claim, it outlives its deployment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from specdecode_operator.api.distillation import DraftHash
+from specdecode_operator.api.schema import URI_FORMS, Anything, Api, ModelUri, NameRef, Text, named_list, rule, rules
+from specdecode_operator.api.status import Condition, DraftRunEndStatus, Outcome
+
+DRAFT_KIND = "SpecDecodeDraft"
+DRAFT_PLURAL = "specdecodedrafts"
+DRAFT_SHORT_NAME = "sddr"
+UNRESOLVED = "by-uri-"
+"""Beginning of the id of a draft whose hash nobody knows yet."""
+
+Role = Literal["Candidate", "Serving", "Retired"]
+DraftPhase = Literal["Waiting", "Canary", "Promoting", "Serving", "RollingBack", "Retired"]
+
+
+class DraftBase(Api):
+    """What a draft was compared with. It serves as long as the deployment has this model and this draft."""
+
+    target: Text = Field(description="Model, with its adapter: spec.model of the deployment.")
+    draft: Text = Field(description="URI of the deployment's own draft: its spec.speculation.draft.uri.")
+    method: Text = Field(description="Method of both drafts.")
+    hash: Text = Field(default="", description="Hash of the deployment's own draft.")
+
+
+class DraftResourceSpec(Api):
+    """What should become of a draft."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule("self.deploymentRef == oldSelf.deploymentRef", "deploymentRef cannot change: create another draft"),
+            rule("self.uri == oldSelf.uri", "uri cannot change: create another draft"),
+            rule("!has(oldSelf.hash) || (has(self.hash) && self.hash == oldSelf.hash)", "hash cannot change"),
+            rule("self.role != 'Serving' || has(self.hash)", "role Serving needs the hash"),
+        )
+    )
+
+    deployment_ref: NameRef = Field(
+        description="SpecDecodeDeployment that uses the draft, in the same namespace.", examples=[{"name": "llama"}]
+    )
+    uri: ModelUri = Field(
+        description=f"Where the draft comes from: {URI_FORMS}. It must be readable as long as the draft is used.",
+        examples=["pvc://drafts/week-47"],
+    )
+    hash: DraftHash | None = Field(
+        default=None,
+        description="Hash of the draft's files: its weights, config and calibration. Workers refuse files with another "
+        "hash. Absent: the operator writes that of the files which the first worker loads.",
+        examples=["4f1c9a7be2d05c6e"],
+    )
+    role: Role = Field(
+        default="Candidate",
+        description="Candidate: the draft is tried. Serving: all workers load it, without a trial if it had none. "
+        "Retired: its trial ends; if it serves, the one before it returns, as if it were deleted. The operator writes "
+        "Serving and Retired after a trial; leave the field out in git until then.",
+    )
+    replaces: DraftHash | None = Field(
+        default=None,
+        description="Hash of the draft that serves again if this one is retired; written by the operator. Absent: the "
+        "deployment's own draft.",
+        examples=["4f1c9a7be2d05c6e"],
+    )
+    base: DraftBase | None = Field(
+        default=None,
+        description="Model and draft that this one was compared with; written by the operator. Another one of either "
+        "in the deployment retires it. Absent: those of the deployment when it is taken up.",
+        examples=[{"target": "pvc://models/llama", "draft": "pvc://drafts/first", "method": "eagle3"}],
+    )
+
+
+class CountedPair(Api):
+    """Differences of one pair of blocks in log cost per token; positive where the candidate is faster."""
+
+    total: float = Field(description="Difference over all tasks.")
+    tasks: dict[str, float] = Field(default={}, description="Difference by task.")
+
+
+class PairEvidence(Api):
+    """Logs of the two e-processes of a trial by tilt, after the counted pairs (`drafts.crossover.Evidence`)."""
+
+    above: tuple[float, ...] = Field(description="Evidence that the candidate is faster.")
+    below: tuple[float, ...] = Field(description="Evidence that it is slower.")
+
+
+class TrialRecord(Api):
+    """Trial of a candidate. Its settings are those of its beginning, because changed ones would void its guarantee."""
+
+    id: Text = Field(default="", description="Name of the trial on its pod. Absent: no pod is ready for it.")
+    block_requests: int = Field(description="Finished requests of a block.")
+    max_pairs: int = Field(description="Pairs after which the trial ends undecided.")
+    min_gain: float = Field(description="Gain that a promotion must exceed, as a share.")
+    pod: Text = Field(default="", description="Pod that tries the candidate. Absent: none is ready for it.")
+    pod_uid: Text = Field(default="", description="Uid of that pod.")
+    boot: Text = Field(default="", description="Start of its worker. Another one means that the worker was lost.")
+    first_pair: int = Field(default=0, description="Index of the first pair of this pod.")
+    next_pair: int = Field(default=0, description="Index after the last pair that was counted.")
+    pairs: tuple[CountedPair, ...] = Field(default=(), description="Counted pairs, in their order.")
+    evidence: PairEvidence | None = Field(default=None, description="Evidence of all tasks together.")
+    task_evidence: dict[str, PairEvidence] = Field(default={}, description="Evidence by task.")
+
+
+class DraftResourceStatus(Api):
+    """What became of a draft, and the evidence for it."""
+
+    phase: DraftPhase | None = Field(
+        default=None,
+        description="Waiting: for a worker, or for another trial; Canary: one worker tries it; Promoting: the workers "
+        "load it; Serving; RollingBack: the workers return to the one before; Retired.",
+    )
+    since: Text | None = Field(default=None, description="Time when the phase began.")
+    outcome: Outcome | None = Field(
+        default=None, description="End of its trial or promotion. Absent: there was none yet."
+    )
+    outcome_time: Text | None = Field(default=None, description="Time of the outcome.")
+    reason: Text = Field(default="", description="Reason of phase or outcome in a sentence, with numbers.")
+    pairs: int = Field(default=0, description="Pairs of request blocks that were counted.")
+    gain_percent: float | None = Field(default=None, description="Mean gain in speed of these pairs, in percent.")
+    least_gain_percent: float | None = Field(
+        default=None,
+        description="Lower bound of the gain, valid at any time with 97.5 % confidence, in percent. Absent: too few "
+        "pairs.",
+    )
+    most_gain_percent: float | None = Field(default=None, description="Upper bound, likewise.")
+    is_confirmed: bool = Field(default=False, description="Whether the trial allows the promotion.")
+    canary_losses: int = Field(default=0, description="Times that the worker of the trial was lost.")
+    trial: TrialRecord | None = Field(default=None, description="Trial that runs now, with its evidence.")
+    evaluation: DraftRunEndStatus | None = Field(
+        default=None, description="Verdict of the training run that made it. Absent: a user offered it."
+    )
+    conditions: Annotated[tuple[Condition, ...], Field(max_length=4, json_schema_extra=named_list("type"))] = Field(
+        default=(), description="Serving: whether the workers run the draft, and why not."
+    )
+
+
+class SpecDecodeDraft(Api):
+    """One draft of a SpecDecodeDeployment."""
+
+    metadata: Anything
+    spec: DraftResourceSpec
+    status: DraftResourceStatus = DraftResourceStatus()
+
+    @property
+    def name(self) -> str:
+        return str(self.metadata["name"])
+
+    @property
+    def uid(self) -> str:
+        return str(self.metadata.get("uid", ""))
+
+    @property
+    def id(self) -> str:
+        """Hash of the draft, or a name of its URI until a worker reports the hash."""
+        return self.spec.hash or UNRESOLVED + hashlib.sha256(self.spec.uri.encode()).hexdigest()[:12]
+
+    @property
+    def is_offered(self) -> bool:
+        """True if it is to be tried or to serve, and neither was begun, or was begun anew after its end."""
+        return self.spec.role != "Retired" and self.status.phase in (None, "Waiting", "RollingBack", "Retired")
+
+
+DRAFT_COLUMNS: tuple[dict[str, Any], ...] = (
+    {"name": "Deployment", "type": "string", "jsonPath": ".spec.deploymentRef.name"},
+    {"name": "Phase", "type": "string", "jsonPath": ".status.phase"},
+    {"name": "Outcome", "type": "string", "jsonPath": ".status.outcome"},
+    {"name": "Pairs", "type": "integer", "jsonPath": ".status.pairs"},
+    {"name": "Gain", "type": "number", "jsonPath": ".status.gainPercent"},
+    {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
+    {"name": "Reason", "type": "string", "jsonPath": ".status.reason"},
+    {"name": "URI", "type": "string", "jsonPath": ".spec.uri", "priority": 1},
+    {"name": "Hash", "type": "string", "jsonPath": ".spec.hash", "priority": 1},
+)
+"""Columns of ``kubectl get``; those of priority 1 only with ``-o wide``."""

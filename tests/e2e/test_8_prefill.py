@@ -1,0 +1,167 @@
+"""A prefill worker beside a worker on the cluster: same text and acceptance, and faults that clients do not notice.
+
+Proof: ``make proofs P=prefill``. While answers are compared the deployment is paused and the test pushes the plans, so
+that every step has the same shape with and without the prefill worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from specdecode_worker.contract import Port, Route, TreeShape
+from support.client_threads import ClientThreads
+from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import deployed
+from support.e2e.release import Release
+from support.e2e.traffic import PROMPTS
+from support.e2e.worker_faults import kill_pod, signal_engine
+from support.kube import Manifest, wait_for
+
+NAME = "apart"
+COUNT, AT_ONCE, TOKENS = 200, 4, 24
+pytestmark = [pytest.mark.timeout(3600), pytest.mark.proof("prefill")]
+
+
+@pytest.fixture(scope="module")
+def apart(release: Release, watched: Namespace) -> Iterator[Endpoint]:
+    release.start()
+    speculation = {"draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"}, "depth": {"initial": 3}}
+    with deployed(watched, NAME, speculation, {}, prefill={"replicas": 1}) as endpoint:
+        wait_for("a prefill worker is ready", lambda: len(ready_prefill(endpoint)) == 1, timeout_s=300, every_s=2)
+        wait_for("its address is published", lambda: endpoint.plan().prefill != (), timeout_s=60)
+        yield endpoint
+
+
+def ready_prefill(endpoint: Endpoint) -> list[Manifest]:
+    pods = endpoint.namespace.list("pods", f"{endpoint.labels},specdecode.io/role=prefill")
+    return [
+        pod
+        for pod in pods
+        if "deletionTimestamp" not in pod["metadata"]
+        and any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
+    ]
+
+
+def prompt(index: int) -> str:
+    """Return a prompt of some hundred tokens that shares no beginning with another one."""
+    return f"Number {index}. " + " ".join(PROMPTS[(index + k) % len(PROMPTS)] for k in range(24))
+
+
+def complete(url: str, index: int, salt: str) -> tuple[str, int, int]:
+    body = {"model": MODEL, "prompt": prompt(index), "max_tokens": TOKENS, "seed": index, "cache_salt": salt,
+            "temperature": (0.0, 0.8)[index % 2], "ignore_eos": True}  # fmt: skip
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=300, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    counts = result["metrics"]["speculative_decoding"]
+    return result["choices"][0]["text"], counts["num_draft_tokens"], counts["num_accepted_draft_tokens"]
+
+
+def test_prefill_worker_is_shown_and_is_in_no_service(apart: Endpoint) -> None:
+    (pod,) = ready_prefill(apart)
+    address = pod["status"]["podIP"]
+    assert apart.plan().prefill == (f"{address}:{Port.blocks}",)
+    assert apart.status()["prefill"]["readyReplicas"] == 1
+    slices = apart.namespace.list("endpointslices", apart.labels)
+    assert address not in {
+        one for slice_ in slices for end in slice_.get("endpoints") or [] for one in end["addresses"]
+    }
+    wide = apart.namespace.kubectl("get", "sdd", NAME, "--output", "wide")
+    assert "PREFILL" in wide.splitlines()[0]
+
+
+def test_200_prompts_have_the_same_text_and_acceptance(apart: Endpoint) -> None:
+    report = apart.report()
+    published = apart.plan()
+    apart.patch({"paused": True})
+    try:
+        answers = {}
+        for arm, peers in (("local", ()), ("apart", published.prefill)):
+            version = apart.plan().version + 1
+            plan = published.model_copy(
+                update={"version": version, "draft": report.draft.hash, "rows": (), "initial": TreeShape.chain(3),
+                        "max_depth": 3, "explore": 0, "guard": False, "prefill": peers}
+            )  # fmt: skip
+            with apart.admin() as client:
+                client.put(Route.plan, content=plan.model_dump_json()).raise_for_status()
+            with apart.namespace.reach("service", NAME, 80) as url, ThreadPoolExecutor(AT_ONCE) as pool:
+                answers[arm] = list(pool.map(lambda index: complete(url, index, arm), range(COUNT)))  # noqa: B023
+        after = apart.report()
+    finally:
+        apart.patch({"paused": False})
+    came = after.remote_prefill_tokens - report.remote_prefill_tokens
+    asked = after.remote_prefills - report.remote_prefills
+    print(f"\n{asked} of {COUNT} prompts from the prefill worker, {came} tokens, {after.remote_prefill_bytes} bytes")
+    assert answers["apart"] == answers["local"]
+    assert sum(accepted for *_, accepted in answers["local"]) > COUNT
+    assert asked > COUNT / 2
+
+
+class LongPrompts(ClientThreads):
+    """Clients that ask with long prompts, one after the other, while a block runs."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(AT_ONCE, join_seconds=180)
+        self.problems: list[str] = []
+        self.answers = 0
+        self._url, self._numbers = url, itertools.count(10_000)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with self._lock:
+                index = next(self._numbers)
+            try:
+                complete(self._url, index, "load")
+            except (AssertionError, httpx.HTTPError) as error:
+                with self._lock:
+                    self.problems.append(f"{type(error).__name__}: {error}")
+            with self._lock:
+                self.answers += 1
+
+    def wait_for_answers(self, more: int) -> None:
+        before = self.answers
+        wait_for(f"{more} more answers", lambda: self.answers >= before + more, timeout_s=300)
+
+
+def kill(endpoint: Endpoint, pod: str) -> None:
+    kill_pod(endpoint, pod)
+
+
+def stop(endpoint: Endpoint, pod: str) -> None:
+    signal_engine(endpoint, pod, signal.SIGSTOP)
+
+
+def restart(endpoint: Endpoint, pod: str) -> None:
+    endpoint.namespace.kubectl("delete", "pod", pod)
+
+
+def update(endpoint: Endpoint, pod: str) -> None:
+    endpoint.patch({"workers": {"template": {"metadata": {"annotations": {"example.com/roll": pod}}}}})
+
+
+@pytest.mark.parametrize("fault", [kill, stop, restart, update])
+def test_faults_of_the_prefill_worker_cost_no_request(fault: Any, apart: Endpoint) -> None:
+    (pod,) = ready_prefill(apart)
+    with apart.namespace.reach("service", NAME, 80) as url, LongPrompts(url) as clients:
+        clients.wait_for_answers(AT_ONCE)
+        fault(apart, pod["metadata"]["name"])
+        clients.wait_for_answers(3 * AT_ONCE)
+        if fault is stop:
+            kill_pod(apart, pod["metadata"]["name"])
+        wait_for("another prefill worker is ready", lambda: _others(apart, pod), timeout_s=300, every_s=2)
+        clients.wait_for_answers(AT_ONCE)
+    print(f"\n{fault.__name__} of the prefill worker: {clients.answers} answers, {len(clients.problems)} failed")
+    assert clients.problems == []
+
+
+def _others(endpoint: Endpoint, pod: Manifest) -> bool:
+    uids = {one["metadata"]["uid"] for one in ready_prefill(endpoint)}
+    return len(uids) == 1 and pod["metadata"]["uid"] not in uids

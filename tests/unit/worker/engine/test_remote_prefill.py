@@ -1,0 +1,339 @@
+"""Blocks of a prompt that another engine computes: same text, same acceptance, and no request is lost without them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from specdecode_worker.core.messages import Submit, Tokens
+from specdecode_worker.engine import remote_prefill, transfer
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.remote_prefill import BlockExchange
+from specdecode_worker.engine.transfer import BlockFetch, Blocks
+from support.worker.small_engine import ACCESS, plan_of, small_engine, submit
+
+PLAN = plan_of("chain:3")
+PROMPTS = [[(7 * i + 3 * k * k) % 41 for k in range(69 + 18 * i)] for i in range(3)]
+
+
+@dataclass
+class Two:
+    """A prefill worker and a worker that asks it, both driven by the test."""
+
+    prefill: Engine
+    worker: Engine
+    out: dict[str, list[Tokens]] = field(default_factory=dict)
+
+    def run(self, submits: Sequence[Submit], seconds: float = 20, drive: Callable[[], None] | None = None) -> None:
+        """Run the requests to their end, stepping both engines unless ``drive`` steps the prefill worker."""
+        for one in submits:
+            self.worker.add(one)
+        deadline = time.monotonic() + seconds
+        while not self.worker.idle or not (drive or self.prefill.idle):
+            assert time.monotonic() < deadline, "the engines do not come to an end"
+            for new in self.worker.step() if not self.worker.idle else ():
+                self.out.setdefault(new.request_id, []).append(new)
+            (drive or self._step_prefill)()
+        self.worker.check()
+
+    def _step_prefill(self) -> None:
+        if not self.prefill.idle:
+            self.prefill.step()
+
+    @property
+    def counters(self) -> tuple[int, int, int]:
+        """Requests that asked, those that went on without all blocks, and tokens that arrived."""
+        counters = self.worker._scheduler.counters
+        return counters.remote_prefills, counters.remote_prefill_failures, counters.remote_prefill_tokens
+
+
+def opened(role: str, peers: Sequence[str] = (), **options: object) -> Engine:
+    """Return an engine with an open exchange. Its prompt tokens are measured as slow, so that it asks its peers."""
+    engine = small_engine(exchange=role, **options)  # type: ignore[arg-type]
+    engine.set_plan(PLAN.model_copy(update={"prefill": tuple(peers)}))
+    engine.open_exchange(("127.0.0.1", 0), lambda: None)
+    engine._scheduler._prefill_limit.token_seconds = 1.0 if role == "worker" else 1e-4
+    assert engine._exchange is not None
+    for peer in engine._exchange._peers.values():
+        peer.token_seconds = 1e-4
+    return engine
+
+
+def port(engine: Engine) -> int:
+    assert engine._exchange is not None
+    assert engine._exchange.server is not None
+    return engine._exchange.server.port
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    prefill = opened("prefill")
+    made = Two(prefill, opened("worker", [f"127.0.0.1:{port(prefill)}"]))
+    yield made
+    made.prefill.close()
+    made.worker.close()
+
+
+def alone(submits: Sequence[Submit]) -> dict[str, list[Tokens]]:
+    """Return what one engine without peers answers."""
+    engine = small_engine()
+    engine.set_plan(PLAN)
+    out: dict[str, list[Tokens]] = {}
+    for one in submits:
+        engine.add(one)
+    while not engine.idle:
+        for new in engine.step():
+            out.setdefault(new.request_id, []).append(new)
+    return out
+
+
+def texts(out: dict[str, list[Tokens]]) -> dict[str, list[int]]:
+    return {name: [token for new in news for token in new.tokens] for name, news in out.items()}
+
+
+def accepted(out: dict[str, list[Tokens]]) -> dict[str, tuple[int, int]]:
+    return {name: (news[-1].draft_tokens, news[-1].accepted) for name, news in out.items()}
+
+
+def requests(prefix: str = "r", **fields: object) -> list[Submit]:
+    return [submit(f"{prefix}{i}", prompt, **fields) for i, prompt in enumerate(PROMPTS)]  # type: ignore[arg-type]
+
+
+def test_same_text_and_acceptance_as_with_a_local_prefill(two: Two) -> None:
+    submits = requests(temperature=0.7, max_tokens=24)
+    two.run(submits)
+    local = alone(submits)
+    assert texts(two.out) == texts(local)
+    assert accepted(two.out) == accepted(local)
+    assert sum(count for _, count in accepted(local).values()) > 20, "the draft is accepted at all"
+    asked, failures, tokens = two.counters
+    assert (asked, failures) == (3, 0)
+    assert tokens == sum((len(prompt) - 1) // 16 * 16 for prompt in PROMPTS)
+    assert all(news[-1].cached_tokens == 0 for news in two.out.values()), "clients see no cache hit"
+
+
+def test_lost_keys_of_the_draft_change_acceptance_and_not_the_text(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The bug that this guards against: https://github.com/vllm-project/vllm/issues/54926
+    submits = requests(max_tokens=24)
+    write = remote_prefill.BlockParts.write
+
+    def forget(self: remote_prefill.BlockParts, request, rows, blocks, arrived) -> None:  # type: ignore[no-untyped-def]
+        write(self, request, rows, blocks, {k: v for k, v in arrived.items() if not k.startswith("draft")})
+
+    monkeypatch.setattr(remote_prefill.BlockParts, "write", forget)
+    two.run(submits)
+    local = alone(submits)
+    assert texts(two.out) == texts(local)
+    assert accepted(two.out) != accepted(local)
+
+
+def test_salts_travel_and_separate(two: Two) -> None:
+    first, other = submit("a", PROMPTS[2], cache_salt="tenant-a"), submit("b", PROMPTS[2], cache_salt="tenant-b")
+    two.run([first])
+    two.run([other])
+    asked, failures, tokens = two.counters
+    assert (asked, failures) == (2, 0)
+    assert tokens == 2 * ((len(PROMPTS[2]) - 1) // 16 * 16), "nothing of one tenant serves the other"
+    two.run([submit("c", PROMPTS[2], cache_salt="tenant-a")])
+    assert two.counters[0] == 2, "the blocks of the first tenant are cached now"
+    assert two.out["c"][-1].cached_tokens == (len(PROMPTS[2]) - 1) // 16 * 16
+
+
+def test_ignored_salt_is_noticed(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    take = transfer.BlockServer.take_wants
+
+    def without_salt(self: transfer.BlockServer) -> list[transfer.Outgoing]:
+        wants = take(self)
+        for outgoing in wants:
+            outgoing.want = transfer.msgspec.structs.replace(outgoing.want, salt="")
+        return wants
+
+    monkeypatch.setattr(transfer.BlockServer, "take_wants", without_salt)
+    submits = [submit("a", PROMPTS[2], cache_salt="tenant-a")]
+    two.run(submits)
+    assert two.counters == (1, 1, 0)
+    assert texts(two.out) == texts(alone(submits))
+
+
+def test_blocks_of_another_text_are_refused(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer = transfer.Outgoing.offer
+
+    def swapped(self: transfer.Outgoing, blocks: Blocks, count: int, read: Callable[[], object]) -> bool:
+        wrong = transfer.msgspec.structs.replace(blocks, digests=blocks.digests[::-1])
+        return offer(self, wrong, count, read)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transfer.Outgoing, "offer", swapped)
+    submits = requests()
+    two.run(submits)
+    assert two.counters[1:] == (3, 0)
+    assert texts(two.out) == texts(alone(submits))
+
+
+def test_prefix_that_is_cached_is_not_asked_for(two: Two) -> None:
+    two.run([submit("a", PROMPTS[2])])
+    before = two.counters[2]
+    two.run([submit("b", PROMPTS[2] + PROMPTS[0])])
+    assert two.counters[2] - before == (len(PROMPTS[2] + PROMPTS[0]) - 1) // 16 * 16 - len(PROMPTS[2]) // 16 * 16
+
+
+def test_peer_that_is_gone_costs_no_request(two: Two) -> None:
+    two.prefill.close()
+    assert two.prefill._exchange is not None
+    submits = requests()
+    two.run(submits, drive=lambda: None)
+    assert texts(two.out) == texts(alone(submits))
+    asked, failures, tokens = two.counters
+    assert failures == asked >= 1
+    assert tokens == 0
+    two.run([submit("later", PROMPTS[1][::-1])], drive=lambda: None)
+    assert two.counters[0] == asked, "a peer that failed is left alone for a while"
+
+
+def test_silent_peer_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "SILENCE_SECONDS", 0.1)
+    submits = requests()[:1]
+    two.run(submits, drive=lambda: None)  # the prefill worker takes the connection and computes nothing
+    assert two.counters == (1, 1, 0)
+    assert texts(two.out) == texts(alone(submits))
+
+
+def test_want_of_a_worker_that_has_left_is_dropped(two: Two) -> None:
+    two.worker.add(submit("a", PROMPTS[2]))
+    deadline = time.monotonic() + 10
+    while two.prefill.idle:
+        assert time.monotonic() < deadline
+        two.worker.step()
+    two.prefill._exchange_blocks(two.prefill._exchange)  # type: ignore[arg-type]
+    assert two.prefill._requests
+    two.worker.abort("a")
+    while not two.prefill.idle:
+        assert time.monotonic() < deadline, "the want is not dropped"
+        two.prefill._exchange_blocks(two.prefill._exchange)  # type: ignore[arg-type]
+    assert two.prefill._scheduler.counters.prefill_chunks == 0, "nothing was computed for it"
+    two.prefill.check()
+
+
+def test_prefill_worker_of_another_key_or_draft_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = opened("prefill", access=replace(ACCESS, compatibility="another"))
+    undrafted = opened("prefill", draft=False)
+    for prefill in (other, undrafted):
+        two = Two(prefill, opened("worker", [f"127.0.0.1:{port(prefill)}"]))
+        submits = requests()[:1]
+        two.run(submits)
+        assert two.counters == (1, 1, 0)
+        assert texts(two.out) == texts(alone(submits))
+        prefill.close()
+
+
+def test_short_prompt_and_fast_engine_stay_local(two: Two) -> None:
+    two.worker._scheduler._prefill_limit.token_seconds = 1e-7
+    two.run(requests())
+    assert two.counters[0] == 0
+
+
+def test_worker_that_computes_nothing_for_others_refuses() -> None:
+    plain = opened("worker")
+    two = Two(plain, opened("worker", [f"127.0.0.1:{port(plain)}"]))
+    two.run(requests()[:1])
+    assert two.counters == (1, 1, 0)
+    plain.close()
+
+
+def test_moved_stream_takes_its_blocks_along(two: Two) -> None:
+    # The stream ran on a worker, which still has its blocks, those of the answer included.
+    first = small_engine(exchange="worker")
+    first.set_plan(PLAN)
+    first.open_exchange(("127.0.0.1", 0), lambda: None)
+    whole = submit("a", PROMPTS[2], max_tokens=60)
+    local = texts(alone([whole]))["a"]
+    first.add(whole)
+    emitted: list[int] = []
+    while len(emitted) < 40:
+        emitted += [token for new in first.step() for token in new.tokens]
+    first.abort("a")
+    moved = Two(first, opened("worker"))
+    address = f"127.0.0.1:{port(first)}"
+    resumed = transfer.msgspec.structs.replace(whole, emitted=tuple(emitted), blocks_at=address)
+    moved.run([resumed])
+    assert emitted + texts(moved.out)["a"] == local
+    asked, failures, tokens = moved.counters
+    assert (asked, failures) == (1, 0), "the last block may be missing"
+    assert tokens >= (len(PROMPTS[2]) + len(emitted) - 20) // 16 * 16
+
+
+def test_full_cache_computes_the_prompt_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = opened("prefill")
+    two = Two(prefill, opened("worker", [f"127.0.0.1:{port(prefill)}"], blocks=14))
+    submits = requests(max_tokens=30)
+    two.run(submits)
+    assert texts(two.out) == texts(alone(submits))
+    prefill.close()
+
+
+def test_prefill_worker_has_the_keys_of_its_draft_without_a_plan() -> None:
+    prefill = opened("prefill")
+    prefill.set_plan(PLAN.model_copy(update={"version": 2, "rows": ()}))
+    two = Two(prefill, opened("worker", [f"127.0.0.1:{port(prefill)}"]))
+    submits = requests(max_tokens=24)
+    two.run(submits)
+    assert accepted(two.out) == accepted(alone(submits))
+    prefill.close()
+
+
+def test_blocks_in_flight_are_bounded(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = two.prefill._exchange
+    assert isinstance(exchange, BlockExchange)
+    assert exchange.server is not None
+    one = sum(exchange._parts.sizes(_request(two.worker), draft=True).values())
+    monkeypatch.setattr(remote_prefill, "MAX_FRAME_BYTES", one)
+    monkeypatch.setattr(exchange.server.budget, "_most", 2 * one)
+    held: list[int] = []
+    take = transfer.ByteBudget.take
+
+    def watched(self: transfer.ByteBudget, count: int, seconds: float) -> bool:
+        taken = take(self, count, seconds)
+        held.append(exchange.server.budget._held)  # type: ignore[union-attr]
+        return taken
+
+    monkeypatch.setattr(transfer.ByteBudget, "take", watched)
+    two.run(requests())
+    assert 0 < max(held) <= 2 * one
+    assert exchange.server.budget._held == 0
+    assert two.counters[1] == 0
+
+
+def _request(engine: Engine):  # type: ignore[no-untyped-def]
+    from specdecode_worker.core.request import Request
+
+    request = Request.of(submit("x"), (), arrived_seconds=0.0)
+    engine._drafts.assign_draft(request)
+    return request
+
+
+def test_blocks_without_keys_of_the_target_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = BlockFetch.__new__(BlockFetch)
+    fetch._want = transfer.Want(tokens=b"", salt="", task="", parts={"target": 8, "draft d": 0}, first=0,
+                                compute=True, seconds=1.0)  # fmt: skip
+    fetch._digests = (b"a",)
+    blocks = Blocks(first=0, digests=(b"a",), parts=("draft d",), followed=True)
+    with pytest.raises(transfer.TransferFailed, match="another kind"):
+        fetch._store(None, blocks, 0, 0.0)  # type: ignore[arg-type]
+
+
+def test_parts_of_the_networks_come_back_as_they_were(two: Two) -> None:
+    parts = two.worker._exchange._parts  # type: ignore[union-attr]
+    request = _request(two.worker)
+    names = list(parts.sizes(request, draft=True))
+    assert len(names) == 3, "target, draft and states"
+    for tensor in (two.worker._target.cache.data, two.worker._drafts.loaded().drafter.kv_cache.data):  # type: ignore[union-attr]
+        tensor.copy_(torch.randn_like(tensor))
+    before = two.worker._target.cache.data[:, :, [3, 5]].clone()
+    views = parts.read(request, [3, 5], names)()
+    arrived = {name: torch.frombuffer(bytearray(view), dtype=torch.uint8).view(2, -1)
+               for name, view in zip(names, views, strict=True)}  # fmt: skip
+    parts.write(request, [0, 1], [9, 8], {name: rows.clone() for name, rows in arrived.items()})
+    assert torch.equal(two.worker._target.cache.data[:, :, [9, 8]], before)
