@@ -1,4 +1,4 @@
-"""Command line of the operator: ``run`` serves a cluster, ``simulate`` hands over to the simulator's own program."""
+"""Command line of the operator: ``run`` serves a cluster."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ import argparse
 import gc
 import logging
 import os
-import subprocess
 import sys
 
 from specdecode_operator.errors import SettingsError
 from specdecode_operator.settings import Settings, read_settings
-from specdecode_operator.simulator_program import INSTALL_SIMULATOR, simulator_command
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Return the exit code: 0 after a stop, 2 for wrong settings or flags."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["simulate"]:
-        return simulate(arguments[1:])
     parser = argparse.ArgumentParser("specdecode-operator", description="Operator of SpecDecodeDeployments")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="serve the cluster of the pod's service account, or of the current kubeconfig")
-    commands.add_parser(
-        "simulate", help="compare this operator with other rules and with oracles on modelled workers (own package)"
-    )
-    parser.parse_args(arguments)
+    parser.parse_args(argv)
     try:
         settings = read_settings(os.environ)
     except SettingsError as error:
@@ -33,15 +25,6 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     run(settings)
     return 0
-
-
-def simulate(flags: list[str]) -> int:
-    """Run the simulator with these flags. Return its exit code, or 1 if it is not installed."""
-    command = simulator_command()
-    if command is None:
-        print(f"specdecode-operator simulate: {INSTALL_SIMULATOR}", file=sys.stderr)
-        return 1
-    return subprocess.run([*command, *flags]).returncode
 
 
 def run(settings: Settings) -> None:

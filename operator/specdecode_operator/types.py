@@ -210,8 +210,6 @@ class Worker:
     baseline: Baseline | None = None
     """The report as it is stored for the next comparison. None where the report was not polled."""
     report_problem: str | None = None
-    startup_seconds: float | None = None
-    """Seconds from the creation of the pod until it was ready. None while it is not ready."""
     pull_seconds: float | None = None
     """Seconds that the init container took to fetch the models. None while it runs."""
     revisions: Mapping[str, str] = field(default_factory=dict)
@@ -318,6 +316,10 @@ class Decision:
     """Measurements for status; None if they are not due for publication."""
     first_acceptance: float | None = None
     """Acceptance rate of the first drafted token. It does not depend on the depth in use."""
+    drafting_share: float | None = None
+    """Share of a step at the present load that draft passes surely take. None where it is unknown."""
+    context_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Acceptance of the first draft token by task and context, of tasks that were seen in several contexts."""
     wanted: int | None = None
     """Replicas that demand asks for, before the bounds are applied. None without spec.scaling."""
     history: tuple[DecisionRecord, ...] = ()

@@ -23,6 +23,7 @@ from specdecode_operator.api.schema import (
 )
 from specdecode_worker.contract import (
     DRAFT_FREE,
+    MAX_CLIENTS,
     MAX_MERGED,
     PLACEABLE,
     WITH_MLP,
@@ -236,8 +237,8 @@ class MergeSpec(Api):
 class TaskSpec(Api):
     """Kind of requests with measurements and plan rows of its own.
 
-    A request names its task in the header X-Specdecode-Task, or its prompt contains the text of ``match``. The name
-    ``other`` means all requests that belong to no task.
+    A request names its task in the header X-Specdecode-Task, or it is of one of ``clients``, or its prompt contains the
+    text of ``match``; both where both are given. The name ``other`` means all requests that belong to no task.
     """
 
     model_config = ConfigDict(
@@ -254,6 +255,14 @@ class TaskSpec(Api):
         description="Text in the prompt of requests that belong to the task, unless the header says otherwise. "
         "Absent: only the header counts.",
         examples=["```"],
+    )
+    clients: Annotated[
+        tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(max_length=MAX_CLIENTS)
+    ] = Field(
+        default=(),
+        description="Customers whose requests belong to the task, unless the header says otherwise: names of entries "
+        "of server.apiKeysSecretRef, which are tenants at routers. With match, both must hold.",
+        examples=[["acme"]],
     )
     mode: Literal["Off", "Static", "Auto"] | None = Field(
         default=None,
@@ -288,7 +297,7 @@ class TaskSpec(Api):
     def for_worker(self) -> TaskMatch:
         """Return the task in the form of the plan."""
         merge = tuple(MergedDraft(draft=one.draft, depth=one.depth) for one in self.merge)
-        return TaskMatch(name=self.name, match=self.match, draft=self.draft, merge=merge)
+        return TaskMatch(name=self.name, match=self.match, clients=self.clients, draft=self.draft, merge=merge)
 
 
 class SpeculationSpec(Api):

@@ -223,6 +223,11 @@ class SpeculationStatus(Api):
     nodes: int | None = Field(default=None, description="Draft tokens of the shape of that row.")
     acceptance_rate: float | None = Field(default=None, description="Accepted tokens over drafted tokens.")
     accepted_length: float | None = Field(default=None, description="Tokens per step: 1 + accepted tokens / drafts.")
+    acceptance_by_context: _Message | None = Field(
+        default=None,
+        description="Acceptance of the first draft token by the longest context of a step, in tokens, of tasks seen in "
+        "several contexts.",
+    )
     speedup: float | None = Field(default=None, description="Time of plain decoding over the time taken.")
     measured_at: Text | None = Field(default=None, description="Time of the last change of the three figures above.")
     device_hours_saved: float | None = Field(

@@ -142,7 +142,6 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         placed=conditions.get("PodScheduled", "True") == "True",
         created_at=_seconds(pod["metadata"].get("creationTimestamp")),
         trouble=_trouble(status),
-        startup_seconds=_startup_seconds(pod),
         # The worker serves now, so an earlier verdict does not hold any more.
         verdict=None if ready else verdict_of(status),
         pull_seconds=_pull_seconds(status),
@@ -169,16 +168,6 @@ def workload_of(deployment: Mapping[str, Any]) -> Workload:
         template=deployment["spec"]["template"],
         spec_hash=(deployment["metadata"].get("annotations") or {}).get(manifests.SPEC_HASH_ANNOTATION, ""),
     )
-
-
-def _startup_seconds(pod: Mapping[str, Any]) -> float | None:
-    """Return the seconds from the pod's creation until it was ready, or None while it is not."""
-    for condition in pod.get("status", {}).get("conditions", []):
-        if condition["type"] == "Ready" and condition["status"] == "True":
-            created = _seconds(pod["metadata"].get("creationTimestamp"))
-            ready = _seconds(condition.get("lastTransitionTime"))
-            return None if created is None or ready is None else max(0.0, ready - created)
-    return None
 
 
 def _pull_seconds(status: Mapping[str, Any]) -> float | None:

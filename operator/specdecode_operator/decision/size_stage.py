@@ -8,10 +8,9 @@ from functools import partial
 
 from specdecode_operator import scaling
 from specdecode_operator.api.v1alpha1 import PrefillSpec, ScalingSpec
-from specdecode_operator.health import pod_health
 from specdecode_operator.planning import loads, step_pace, workload
 from specdecode_operator.scaling import TUNING
-from specdecode_operator.state.learned import ForecastState, LearnedState, ScalingState
+from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import WINDOW_SECONDS, Session
 from specdecode_operator.telemetry.deltas import Delta, over
 from specdecode_operator.types import Capacity, Deployment, Observation, ScalingLimit, Worker, Workload
@@ -48,8 +47,6 @@ class SizeInputs:
     is_paused: bool = False
     workload: Workload | None = None
     workers: tuple[Worker, ...] = ()
-    unhealthy: frozenset[str] = frozenset()
-    """Uids of the workers whose acceptance collapsed."""
     max_num_seqs: int = 1
     """Sequences that one worker runs at most."""
     delta: Delta | None = None
@@ -64,9 +61,6 @@ class SizeInputs:
     """spec.prefill."""
     prefill_workload: Workload | None = None
     state: ScalingState = field(default_factory=ScalingState)
-    forecast: ForecastState = field(default_factory=ForecastState)
-    startup_seconds: float | None = None
-    """Time that a worker takes to start. None until one was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +89,6 @@ class SizeResult:
 
     decision: ReplicaDecision
     state: ScalingState
-    forecast: ForecastState
-    startup_seconds: float | None
 
 
 def size_from(
@@ -131,7 +123,6 @@ def size_inputs(
         is_paused=deployment.spec.paused,
         workload=observed.workload,
         workers=observed.workers,
-        unhealthy=pod_health.suspected(learned),
         max_num_seqs=max_num_seqs(deployment, observed),
         delta=delta,
         window=session.window,
@@ -140,15 +131,11 @@ def size_inputs(
         prefill=deployment.spec.prefill,
         prefill_workload=observed.prefill_workload,
         state=learned.scaling,
-        forecast=learned.forecast,
-        startup_seconds=learned.startup_seconds,
     )
 
 
 def size(inputs: SizeInputs) -> SizeResult:
     """Return the replicas, and the state with the latest demand."""
-    forecast = _forecast(inputs)
-    startup_seconds = scaling.update_startup_seconds(inputs.startup_seconds, inputs.workers)
     spec = inputs.scaling
     is_owner = spec is not None and spec.owner == "Operator"
     state = scaling.take_over(
@@ -162,10 +149,10 @@ def size(inputs: SizeInputs) -> SizeResult:
     if spec is None:
         decision = ReplicaDecision(replicas=running, desired=running)
     else:
-        load = _service_load(inputs, forecast, startup_seconds)
+        load = _service_load(inputs)
         decision, state = _follow_demand(inputs, spec, state, load, running)
     decision = replace(decision, prefill=_prefill_replicas(inputs))
-    return SizeResult(decision=decision, state=state, forecast=forecast, startup_seconds=startup_seconds)
+    return SizeResult(decision=decision, state=state)
 
 
 def _prefill_replicas(inputs: SizeInputs) -> int:
@@ -235,30 +222,19 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
     return CapacityInputs(mix=mix, step_model=step_model, limits=limits)
 
 
-def _forecast(inputs: SizeInputs) -> ForecastState:
-    delta = inputs.delta
-    if delta is None:
-        return inputs.forecast
-    return scaling.update_forecast(inputs.forecast, scaling.arrivals([delta]), delta.seconds, now=inputs.now)
-
-
-def _service_load(
-    inputs: SizeInputs, forecast: ForecastState, startup_seconds: float | None
-) -> scaling.ServiceLoad | None:
+def _service_load(inputs: SizeInputs) -> scaling.ServiceLoad | None:
     """Return arrival rates and the capacity of one worker. Return None while the capacity is unknown."""
     known = inputs.capacity
     if known is None:
         return None
     capacity = partial(scaling.capacity, known.mix, known.step_model, known.limits)
     rate = partial(scaling.arrival_rate, inputs.window, now=inputs.now)
-    ahead = startup_seconds or TUNING.startup_seconds
     return scaling.ServiceLoad(
         capacity=capacity(),
         capacity_bound=capacity(standard_errors=TUNING.confidence_errors),
         arrival_rate=rate(within=TUNING.recent_seconds),
         arrival_rate_bound=rate(within=TUNING.recent_seconds, standard_errors=TUNING.confidence_errors),
         window_arrival_rate=rate(within=WINDOW_SECONDS),
-        forecast_rate=scaling.forecast_rate(forecast, now=inputs.now, ahead_seconds=ahead),
         ttft_seconds=known.limits.ttft_seconds,
     )
 

@@ -25,15 +25,34 @@ class AcceptanceModel:
 
     learned: LearnedState
     speculation: SpeculationSpec
-    cache: dict[str, TaskAcceptance] = field(default_factory=dict)
+    cache: dict[tuple[str, int | None], TaskAcceptance] = field(default_factory=dict)
 
-    def of(self, task: str) -> TaskAcceptance:
-        """Return the acceptance of one task. Without tasks in the spec, ``other`` is all of them."""
-        if task not in self.cache:
+    def of(self, task: str, context: int | None = None) -> TaskAcceptance:
+        """Return the acceptance of one task, in one context bucket. Without tasks in the spec, ``other`` is all."""
+        if (task, context) not in self.cache:
             bounds = bounds_of(self.speculation, task)
             name = None if task == OTHER_TASK and not self.speculation.tasks else task
-            self.cache[task] = task_acceptance(self.learned, name, bounds.most, bounds.top_k)
-        return self.cache[task]
+            rates = task_acceptance(self.learned, name, bounds.most, bounds.top_k)
+            shift = context_odds(self.learned, name, context, rates) if context is not None else None
+            self.cache[task, context] = rates if shift is None else rates.at_odds(*shift)
+        return self.cache[task, context]
+
+
+def context_odds(
+    learned: LearnedState, task: str | None, context: int, rates: TaskAcceptance
+) -> tuple[float, float] | None:
+    """Return by what factor the odds of acceptance differ in a context, and the variance of its logarithm.
+
+    One factor holds for all depths and ranks: deeper tokens are too seldom in a long context. None where all tokens
+    are of one context. Task None is all tasks together.
+    """
+    cells = [cell for cell in learned.contexts if task in (None, cell.task)]
+    if not rates.main or not any(cell.context != context and cell.total >= TUNING.min_samples for cell in cells):
+        return None
+    mean, effect = rates.main[0][0].mean, design_effect(learned, task)
+    counts = reduce(Hits.plus, (Hits(c.hits, c.total) for c in cells if c.context == context), NO_HITS)
+    own = _posterior(counts, mean, TUNING.task_prior_drafts, effect)
+    return own.odds / rates.main[0][0].odds, own.variance / (own.mean * (1 - own.mean)) ** 2
 
 
 def task_acceptance(learned: LearnedState, task: str | None, depth: int, top_k: int = 1) -> TaskAcceptance:

@@ -48,6 +48,26 @@ class TaskAcceptance:
         depth, is_main, rank = position
         return (self.main if is_main else self.sibling)[depth - 1][rank]
 
+    def at_odds(self, factor: float, variance: float) -> TaskAcceptance:
+        """Return the rates with the odds of first choices times ``factor``, whose logarithm has this variance.
+
+        Later ranks keep their share of the misses.
+        """
+
+        def moved(ranks: tuple[Estimate, ...]) -> tuple[Estimate, ...]:
+            first = ranks[0]
+            mean = factor * first.odds / (1 + factor * first.odds)
+            own = first.variance / (first.mean * (1 - first.mean)) ** 2
+            found = [first._replace(mean=mean, variance=max(own, variance) * (mean * (1 - mean)) ** 2)]
+            left = (1 - mean) / (1 - first.mean)
+            for rate in ranks[1:]:
+                found.append(
+                    rate._replace(mean=min(found[-1].mean, left * rate.mean), variance=left**2 * rate.variance)
+                )
+            return tuple(found)
+
+        return TaskAcceptance(tuple(map(moved, self.main)), tuple(map(moved, self.sibling)))
+
     def has(self, position: Position) -> bool:
         """Return whether a rate is known at a position."""
         depth, is_main, rank = position

@@ -30,6 +30,11 @@ class Estimate(NamedTuple):
     """Time of the last measurement on the operator's clock, in seconds."""
 
     @property
+    def odds(self) -> float:
+        """Odds of a rate."""
+        return self.mean / (1 - self.mean)
+
+    @property
     def relative_variance(self) -> float:
         """Variance of the logarithm."""
         return self.variance / self.mean**2

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Literal
+from typing import Literal, TypeVar
 
 from specdecode_operator.planning.acceptance_model import design_effect
 from specdecode_operator.planning.estimates import joined, kept_share, rate_changed, time_changed
@@ -16,6 +16,7 @@ from specdecode_operator.planning.loads import observed_load
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import (
     AcceptanceCell,
+    ContextCell,
     LearnedState,
     RequestCell,
     StepTimeCell,
@@ -30,6 +31,7 @@ from specdecode_operator.telemetry.counters import CellKey, Hits, Moments, Reque
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import OTHER_TASK, Buckets, Report
 
+Cell = TypeVar("Cell", AcceptanceCell, ContextCell)
 Key = tuple[str, int, Literal["main", "sibling"]]
 """Task, depth, and parent of an acceptance rate."""
 
@@ -57,7 +59,14 @@ def learn_parked(learned: LearnedState, draft: str, delta: Delta, now: float) ->
     if not draft or draft == learned.draft or not (delta.acceptance or delta.siblings or delta.requests or delta.steps):
         return learned
     known = parked_of(learned, draft)
-    own = learned.model_copy(update={"acceptance": known.acceptance, "requests": known.requests, "costs": known.costs})
+    own = learned.model_copy(
+        update={
+            "acceptance": known.acceptance,
+            "contexts": known.contexts,
+            "requests": known.requests,
+            "costs": known.costs,
+        }
+    )
     drafted = replace(delta, steps={key: moments for key, moments in delta.steps.items() if key.draft_passes})
     updated = known.model_copy(update=_of_draft(own, drafted, now))
     return with_parked(learned, updated) if updated != known else learned
@@ -105,6 +114,7 @@ def _of_draft(learned: LearnedState, delta: Delta, now: float) -> dict[str, obje
     recent = now - max(TUNING.recent_seconds, 2 * delta.seconds)
     return {
         "acceptance": tuple(_acceptance(learned, delta, now, recent)),
+        "contexts": tuple(_contexts(learned, delta, now, recent)),
         "requests": tuple(_requests(learned.requests, delta)),
         "costs": tuple(_step_times(learned, delta, now, recent)),
     }
@@ -129,6 +139,17 @@ def _acceptance(learned: LearnedState, delta: Delta, now: float, recent: float) 
         yield cell
 
 
+def _contexts(learned: LearnedState, delta: Delta, now: float, recent: float) -> Iterable[ContextCell]:
+    """Yield the acceptance of first draft tokens by task and context."""
+    cells = {(cell.task, cell.context): cell for cell in learned.contexts}
+    for (task, context), hits in delta.contexts.items():
+        if hits.total > 0:
+            new = ContextCell(task=task, depth=1, context=context, hits=0, total=0, at=now)
+            known = cells.get((task, context), new)
+            cells[task, context] = _updated(known, hits, design_effect(learned, task), now, recent)
+    return (cells[key] for key in sorted(cells))
+
+
 def _doubted(cell: AcceptanceCell) -> AcceptanceCell:
     """Return the counts with the weight of one draft.
 
@@ -140,7 +161,7 @@ def _doubted(cell: AcceptanceCell) -> AcceptanceCell:
     return cell.model_copy(update={**values, "total": 1.0, "ranks": _ranks(count / cell.total for count in cell.ranks)})
 
 
-def _updated(known: AcceptanceCell, fresh: Hits, effect: float, now: float, recent: float) -> AcceptanceCell:
+def _updated(known: Cell, fresh: Hits, effect: float, now: float, recent: float) -> Cell:
     """Return the counts with those of this poll. Counts are new if the last ones came after ``recent``."""
     gathered = Hits(known.new_hits, known.new_total) if known.at > recent else counters.NO_HITS
     keep = kept_share(fresh.total, now - known.at, TUNING.half_life_drafts * effect)

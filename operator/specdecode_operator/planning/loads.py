@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from specdecode_operator.planning.tuning import TUNING
-from specdecode_operator.state.learned import LoadState, rounded
+from specdecode_operator.state.learned import ContextCell, LoadState, rounded
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_worker.contract import FEATURES, Buckets
 
@@ -65,6 +65,15 @@ def bucket_text(found: Buckets, at: Iterable[tuple[int, int]]) -> str:
     for concurrency, context in at:
         names.setdefault(_range(found.context, context), []).append(_range(found.concurrency, concurrency))
     return "; ".join(f"concurrency {' or '.join(counts)}, context {context}" for context, counts in names.items())
+
+
+def context_rates(found: Buckets, cells: Iterable[ContextCell]) -> dict[str, dict[str, float]]:
+    """Return the acceptance of the first draft token by task and name of the context, of tasks seen in several."""
+    rates = dict[str, dict[str, float]]()
+    for cell in sorted(cells, key=lambda cell: (cell.task, cell.context)):
+        if cell.total >= TUNING.task_samples:
+            rates.setdefault(cell.task, {})[_range(found.context, cell.context)] = cell.hits / cell.total
+    return {task: own for task, own in rates.items() if len(own) > 1}
 
 
 def _range(edges: tuple[int, ...], index: int) -> str:

@@ -104,7 +104,8 @@ def tasks_at(
     model: AcceptanceModel, rows: Sequence[RowState], load: Load, kv_tokens: float | None
 ) -> tuple[TaskLoad, ...]:
     """Return the tasks of the rows of one load, with no more draft tokens than the cache has room for."""
-    tokens = {row.task: model.of(row.task).tokens(row.shape) for row in rows}
+    rates = {row.task: model.of(row.task, load.context) for row in rows}
+    tokens = {row.task: rates[row.task].tokens(row.shape) for row in rows}
     output = _output_tokens(model.learned, tokens)
     steps = {task: output[task] / tokens[task] for task in tokens}
     total = sum(steps.values())
@@ -115,7 +116,7 @@ def tasks_at(
         TaskLoad(
             task,
             _fitting(bounds_of(model.speculation, task), load, kv_tokens),
-            model.of(task),
+            rates[task],
             shares[task],
             shares[task] * tokens[task] / mean,
             requests[task],

@@ -17,7 +17,6 @@ from specdecode_operator.errors import OperatorError, PluginError
 from specdecode_operator.plugin.drafts import change_for, drafts, offer
 from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.plugin.overview import detail, overview, spec_of
-from specdecode_operator.plugin.simulation import run_simulator
 
 if TYPE_CHECKING:
     from specdecode_operator.plugin.api import Api
@@ -38,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from specdecode_operator.plugin.api import Api
 
     try:
-        return int(args.command(args, Api(args.kubeconfig, args.context)) or 0)
+        args.command(args, Api(args.kubeconfig, args.context))
+        return 0
     except OperatorError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -84,8 +84,6 @@ def _parser() -> argparse.ArgumentParser:
     trial.add_argument("hash", metavar="HASH", nargs="?", help="hash of the draft's files (default: what lies there)")
     for verb, text in DRAFT_COMMANDS.items():
         add(verb, partial(_command, verb), text)
-    simulate = add("simulate", _simulate, "simulate the deployment with the measurements of its workers")
-    simulate.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="options of `specdecode-simulate`")
     return parser
 
 
@@ -201,11 +199,6 @@ def _command(verb: str, args: argparse.Namespace, api: Api) -> None:
     else:
         api.set_role(namespace, change.draft, change.role)
     print(f"{verb} was requested. To see the result: kubectl specdecode drafts {args.name}")
-
-
-def _simulate(args: argparse.Namespace, api: Api) -> int:
-    resource = api.get(_where(args, api), args.name)
-    return run_simulator(resource, api.learned_state(resource), args.rest)
 
 
 if __name__ == "__main__":

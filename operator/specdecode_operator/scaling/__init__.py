@@ -1,8 +1,7 @@
 """The replica decision: capacity of one worker, demand, bounds, and workers that cannot be placed. Pure."""
 
 from specdecode_operator.scaling.capacity import Limits, Mix, StepEstimate, StepModel, arrival_rate, arrivals, capacity
-from specdecode_operator.scaling.forecast import forecast_rate, update_forecast
-from specdecode_operator.scaling.idleness import Activity, activity_of, scale_to_activity, update_startup_seconds
+from specdecode_operator.scaling.idleness import Activity, activity_of, scale_to_activity
 from specdecode_operator.scaling.replicas import (
     Demand,
     Placement,

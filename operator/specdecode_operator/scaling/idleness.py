@@ -1,9 +1,9 @@
-"""Scaling to zero, and the time that a worker needs to start."""
+"""Scaling to zero and back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
@@ -13,21 +13,6 @@ from specdecode_operator.scaling.tuning import TUNING
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Worker
-
-# Start-up time of a worker, from the pods that are ready.
-
-
-def update_startup_seconds(smoothed: float | None, workers: Iterable[Worker]) -> float | None:
-    """Return the smoothed start-up time in seconds. Return None until one was measured.
-
-    The quickest worker counts: one that lost readiness and became ready again looks like a slow start.
-    """
-    measured = [worker.startup_seconds for worker in workers if worker.startup_seconds is not None]
-    if measured:
-        latest = min(measured)
-        smoothed = latest if smoothed is None else smoothed + TUNING.startup_weight * (latest - smoothed)
-    return smoothed and float(f"{smoothed:.3g}")
-
 
 # Scaling to zero and back: no workers after a time without requests, and one again for requests that routers hold.
 #

@@ -223,7 +223,7 @@ def _without_unplaced(state: ScalingState, placement: Placement) -> ScalingState
 # rate counts with its lower confidence bound, so a burst adds no worker; if it lasts, requests run or wait soon, which
 # does. Workers are removed one at a time, after demand with headroom was below the workers for the whole scale-down
 # window, and only down to its highest value within that window. In it polls without a report of every placed worker,
-# and polls during rollouts, do not count. A forecast of the arrival rate may raise the lower bound.
+# and polls during rollouts, do not count.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,6 @@ class ServiceLoad:
     """Lower confidence bound of ``arrival_rate``: four users that come at once do not come every five seconds."""
     window_arrival_rate: float
     """Mean over the last minute."""
-    forecast_rate: float = 0
     ttft_seconds: float | None = None
 
 
@@ -283,8 +282,6 @@ class _Need:
     """Workers to add up to."""
     lasting: int
     """Workers to remove down to: with headroom, and over a longer time."""
-    floor: int = 0
-    """Workers for the forecast."""
     is_urgent: bool = False
     """Requests wait too long."""
 
@@ -312,7 +309,7 @@ def scale(
         return ScaleResult(replicas=replicas, wanted=state.wanted or 0, state=state)
     are_all_placed = placement.unplaced == 0
     need = _need(demand, demand.requests, replicas, can_serve_all=demand.is_complete and are_all_placed)
-    if max(need.wanted, need.floor) > replicas:
+    if need.wanted > replicas:
         return _rise(spec, state, replicas, need, now)
     # Waiting requests may be demand for the workers that have no node yet.
     is_measured = demand.is_complete and (are_all_placed or demand.waiting == 0)
@@ -337,8 +334,7 @@ def _need(demand: Demand, requests: float, replicas: int, *, can_serve_all: bool
         _workers(TUNING.headroom * load.window_arrival_rate, load.capacity_bound.rate),
         _workers(TUNING.headroom * demand.window_requests, load.capacity_bound.sequences),
     )
-    floor = _workers(load.forecast_rate, load.capacity.rate)
-    return _Need(wanted, max(lasting, floor), floor, is_urgent)
+    return _Need(wanted, lasting, is_urgent)
 
 
 def _is_urgent(load: ServiceLoad, waiting: float) -> bool:
@@ -353,10 +349,10 @@ def _is_urgent(load: ServiceLoad, waiting: float) -> bool:
 
 
 def _rise(spec: ScalingSpec, state: ScalingState, replicas: int, need: _Need, now: float) -> ScaleResult:
-    """Add workers, if demand was above the workers for enough polls. A forecast is not counted as demand."""
+    """Add workers, if demand was above the workers for enough polls."""
     polls = state.above_polls + 1
     if polls >= TUNING.polls_to_rise or need.is_urgent:
-        replicas = max(replicas, min(upper_bound(spec, state, now), max(need.wanted, need.floor)))
+        replicas = max(replicas, min(upper_bound(spec, state, now), need.wanted))
     return _result(state, replicas, need.wanted, above_polls=polls, below_since=None)
 
 

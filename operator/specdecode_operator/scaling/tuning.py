@@ -36,12 +36,6 @@ class Tuning:
     """Consecutive polls with more demand than workers before workers are added; one poll may be a burst."""
     headroom: float = 1.1
     """Factor on demand before a worker is removed; the others must carry a tenth more than was measured."""
-    # Start of a worker.
-    startup_seconds: float = 60.0
-    """Assumed start-up time of a worker, in seconds, until one was measured."""
-    startup_weight: float = 0.5
-    """Weight of the latest measured start-up time; start-ups are rare, so each counts for much."""
-
     # Workers without a node.
     placement_timeout_seconds: float = 300.0
     """Seconds that a pod may stay without a node; a cluster autoscaler adds a node within 5 minutes."""
@@ -49,24 +43,6 @@ class Tuning:
     """Seconds until withdrawn workers are tried again for the first time; twice the time-out of one try."""
     max_retry_seconds: float = 3600.0
     """Upper bound on the doubling time between tries, in seconds; a node that joins is used within an hour."""
-
-    # Forecast.
-    sample_seconds: float = 60.0
-    """Seconds of arrivals in one sample of the forecast; shorter samples are mostly noise."""
-    gap_seconds: float = 900.0
-    """Seconds without a sample after which level and trend start again; the seasons stay."""
-    level_weight: float = 0.3
-    """Weight of a new sample in the level; it averages about three minutes."""
-    trend_weight: float = 0.1
-    """Weight of a new sample in the trend; it averages about ten minutes."""
-    error_weight: float = 0.1
-    """Weight of a new sample in the forecast error; it averages about ten minutes."""
-    season_weight: float = 0.03
-    """Weight of a new sample in its half hour of the day; the thirty samples of one day move it by half."""
-    damping_seconds: float = 300.0
-    """Seconds for which a trend is extrapolated; growth does not last."""
-    relapse_seconds: float = 3600.0
-    """Seconds after which a deviation from the season has faded."""
 
 
 TUNING = Tuning()

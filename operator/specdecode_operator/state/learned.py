@@ -58,6 +58,12 @@ class AcceptanceCell(Stored):
     """Counts of target tokens that had rank 1, 2, ... in the draft; trailing zeros are left out."""
 
 
+class ContextCell(AcceptanceCell):
+    """Acceptance of the first draft token of one task in steps of one context bucket."""
+
+    context: int
+
+
 class CreditCell(AcceptanceCell):
     """Acceptance of one draft, in its own order, in the trees of a task that merges drafts."""
 
@@ -172,6 +178,7 @@ class DraftEstimates(Stored):
 
     draft: str
     acceptance: tuple[AcceptanceCell, ...] = ()
+    contexts: tuple[ContextCell, ...] = ()
     requests: tuple[RequestCell, ...] = ()
     costs: tuple[StepTimeCell, ...] = ()
     """Step times with at least one draft pass."""
@@ -234,22 +241,6 @@ class ScalingState(Stored):
     """Consecutive withdrawals; each doubles the time until the next try."""
     idle_since: float | None = None
     """Start of the present period without requests, where minReplicas is 0."""
-
-
-class ForecastState(Stored):
-    """Arrivals per second: level, trend, and pattern by time of day."""
-
-    level: float = 0
-    trend: float = 0
-    """Change of the level per second."""
-    error: float = 0
-    """Mean absolute error of a forecast one sample ahead."""
-    seasons: tuple[float, ...] = ()
-    """By half hour of the day (UTC); -1 where nothing was observed."""
-    at: float | None = None
-    arrivals: float = 0
-    """Arrivals since the last sample, in ``seconds``."""
-    seconds: float = 0
 
 
 class PodTaskState(Stored):
@@ -511,6 +502,7 @@ class LearnedState(Stored):
     swept_at: float = 0
     """Time when the rows of all loads were last chosen."""
     acceptance: tuple[AcceptanceCell, ...] = ()
+    contexts: tuple[ContextCell, ...] = ()
     credit: tuple[CreditCell, ...] = ()
     merges: tuple[MergeChoice, ...] = ()
     requests: tuple[RequestCell, ...] = ()
@@ -526,14 +518,11 @@ class LearnedState(Stored):
     """
     load: LoadState = LoadState()
     scaling: ScalingState = ScalingState()
-    forecast: ForecastState = ForecastState()
     pods: tuple[PodState, ...] = ()
     recycled_at: float | None = None
     """Time when a pod was last replaced because of its acceptance."""
     recycling: str = ""
     """Uid of the pod that is to be evicted for its acceptance, until its eviction is observed."""
-    startup_seconds: float | None = None
-    """Time from a pod's creation until it was ready, as last observed."""
     history: tuple[Decision, ...] = Field(default=(), max_length=10)
     following: tuple[GainMeasurement, ...] = Field(default=(), max_length=10)
     pin: str = ""
@@ -622,6 +611,7 @@ def with_promoted_draft(learned: LearnedState, draft: str) -> LearnedState:
     taken = DraftEstimates(
         draft=draft,
         acceptance=new.acceptance or learned.acceptance,
+        contexts=new.contexts if new.acceptance else learned.contexts,
         requests=new.requests or learned.requests,
         costs=tuple(cell for cell in costs.values() if cell.draft_passes),
     )
@@ -633,6 +623,7 @@ def _with_old_parked(learned: LearnedState) -> LearnedState:
     old = DraftEstimates(
         draft=learned.draft,
         acceptance=tuple(c.model_copy(update={**again, "new_hits": 0.0, "new_total": 0.0}) for c in learned.acceptance),
+        contexts=tuple(c.model_copy(update={**again, "new_hits": 0.0, "new_total": 0.0}) for c in learned.contexts),
         requests=learned.requests,
         costs=tuple(c.model_copy(update={**again, "new_values": ()}) for c in learned.costs if c.draft_passes),
         rows=tuple(row.model_copy(update={"moves": ()}) for row in learned.rows),
@@ -649,6 +640,7 @@ def _with_current(learned: LearnedState, draft: str, rows: tuple[RowState, ...],
             "draft": draft,
             "rows": rows,
             "acceptance": new.acceptance,
+            "contexts": new.contexts,
             "requests": new.requests,
             "costs": tuple(sorted((*plain, *new.costs), key=CellKey.of)),
             "parked": tuple(parked for parked in learned.parked if parked.draft != draft),

@@ -50,6 +50,8 @@ class Delta:
     """By (task, depth), at positions whose path to the root has rank 0 throughout."""
     siblings: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
     """By (task, depth), at positions whose path to the root passes a sibling."""
+    contexts: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
+    """First draft tokens by task and context bucket."""
     traffic: Mapping[str, TrafficSums] = field(default_factory=dict)
     requests: Mapping[str, RequestSums] = field(default_factory=dict)
     credit: Mapping[CreditKey, Hits] = field(default_factory=dict)
@@ -70,7 +72,7 @@ class Delta:
 
     def without_acceptance(self) -> Delta:
         """Return the delta with load and step times only."""
-        return replace(self, acceptance={}, siblings={}, credit={}, requests={})
+        return replace(self, acceptance={}, siblings={}, contexts={}, credit={}, requests={})
 
     def load_only(self) -> Delta:
         """Return the delta of a worker that runs two drafts in turns: its steps are those of no single draft."""
@@ -108,6 +110,9 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
         acceptance=_acceptance(before, after, "main"),
         siblings=_acceptance(before, after, "sibling"),
         credit=_difference(_credit(before, _loaded(after)), _credit(after, _loaded(after))),
+        contexts=_difference(_contexts(before, _loaded(after)), _contexts(after, _loaded(after)))
+        if same_buckets
+        else {},
         traffic=_difference(_traffic(before), _traffic(after)),
         requests=_requests(before, after),
         tasks=_difference(_tasks(before), _tasks(after)),
@@ -191,6 +196,7 @@ def _added(deltas: Sequence[Delta]) -> Delta:
         output_tokens=sum(delta.output_tokens for delta in deltas),
         acceptance=merged(delta.acceptance for delta in deltas),
         siblings=merged(delta.siblings for delta in deltas),
+        contexts=merged(delta.contexts for delta in deltas),
         credit=merged(delta.credit for delta in deltas),
         traffic=merged(delta.traffic for delta in deltas),
         requests=merged(delta.requests for delta in deltas),
@@ -230,6 +236,12 @@ def _credit(report: Report, drafts: set[str]) -> dict[CreditKey, Hits]:
         ((cell.task, cell.draft, cell.depth, cell.parent), _hits_of(cell))
         for cell in report.credit
         if cell.draft in drafts
+    )
+
+
+def _contexts(report: Report, drafts: set[str]) -> dict[tuple[str, int], Hits]:
+    return summed(
+        ((cell.task, cell.context), Hits(cell.hits, cell.total)) for cell in report.contexts if cell.draft in drafts
     )
 
 

@@ -67,7 +67,7 @@ class AdaptiveVerification:
     table: StepTable
     records: Records
     kinds: Sequence[Kind]
-    quality: Callable[[int, float], float]
+    quality: Callable[[int, float, int], float]
     drafted: int
     estimator: AcceptanceEstimator = field(init=False)
     _generator: Any = field(default_factory=lambda: np.random.default_rng(20261127))
@@ -102,7 +102,10 @@ class AdaptiveVerification:
         self._verified = sum(float(sums[VERIFIED]) for sums in outcome.runs.values()) / steps
         for group, count in load.groups.items():
             features, right = self.records.sample(
-                self.kinds[group.kind].domain, self.quality(group.kind, load.now), GRADED, self._generator
+                self.kinds[group.kind].domain,
+                self.quality(group.kind, load.now, group.context),
+                GRADED,
+                self._generator,
             )
             features = features[:, : self.drafted]
             admitted = np.full(GRADED, max(1, round(self._verified)))

@@ -5,6 +5,7 @@ spec.speculation.stability asks of every row: a dwell, a least gain, so many cha
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -148,7 +149,7 @@ class ClairvoyantPilot:
     def next(self, load: Load) -> Segment:
         """Choose the best shapes. Loads that differ by a few requests of many share one computed answer."""
         texts = (
-            Text(self.trace.kinds[group.kind].domain, rounded(self.truth.quality(group.kind, load.now)))
+            Text(self.trace.kinds[group.kind].domain, rounded(self.truth.quality(group.kind, load.now, group.context)))
             for group in load.groups
         )
         parts = tuple(Part(_coarse(count), (text,)) for text, count in zip(texts, load.groups.values(), strict=True))
@@ -253,7 +254,7 @@ class Constrained:
         self, now: float, concurrency: int, sequences: float, context: float, counts: Mapping[tuple[int, int], float]
     ) -> dict[RowKey, Row]:
         """The rows of one load that move, where all together pay."""
-        labels, parts = self._parts(now, sequences, counts)
+        labels, parts = self._parts(now, sequences, context, counts)
         names = [self.trace.labels[label] for label in labels]
         tokens = max(64.0, round(context / 64) * 64.0)
         known = [self._rows.get((concurrency, 0, name)) for name in names]
@@ -293,7 +294,7 @@ class Constrained:
             yield concurrency, running if low < running <= high else max(1.0, (low + 1 + high) / 2)
 
     def _parts(
-        self, now: float, sequences: float, counts: Mapping[tuple[int, int], float]
+        self, now: float, sequences: float, context: float, counts: Mapping[tuple[int, int], float]
     ) -> tuple[list[int], tuple[Part, ...]]:
         """The mix of labels, and what each may expect of the kinds that it holds."""
         kinds = self.trace.kinds
@@ -302,18 +303,18 @@ class Constrained:
             for index, weight in enumerate(self.trace.mix(now)):
                 mix[self.trace.labels.index(kinds[index].label), index] = max(weight, 1e-3)
         total = sum(mix.values())
-        labels = sorted({label for label, _ in mix})
+        labels, bucket = sorted({label for label, _ in mix}), bisect_left(self._buckets.context, context)
         parts = []
         for label in labels:
             own = {kind: count for (which, kind), count in mix.items() if which == label}
             weight = sum(own.values())
-            texts = tuple(self._text(kind, count / weight, now) for kind, count in sorted(own.items()))
+            texts = tuple(self._text(kind, count / weight, now, bucket) for kind, count in sorted(own.items()))
             parts.append(Part(round(sequences * weight / total * 2) / 2 or 0.5, texts))
         return labels, tuple(parts)
 
-    def _text(self, kind: int, share: float, now: float) -> Text:
+    def _text(self, kind: int, share: float, now: float, context: int) -> Text:
         described = self.trace.kinds[kind]
-        return Text(described.domain, rounded(described.quality(now)), round(share, 2))
+        return Text(described.domain, rounded(described.quality_at(now, context)), round(share, 2))
 
 
 def replace_plan(plan: Plan, rows: Mapping[RowKey, Row]) -> Plan:

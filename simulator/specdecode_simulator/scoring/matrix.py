@@ -13,7 +13,7 @@ from specdecode_simulator.records.recordings import library, tuned
 from specdecode_simulator.scoring.run import Run, run_trace
 from specdecode_simulator.scoring.run_store import append_run, file_of, read_runs
 from specdecode_simulator.scoring.score import CLAIRVOYANT, ORACLE, by_policy, scored, targets
-from specdecode_simulator.traces.catalogue import TRACES, named
+from specdecode_simulator.traces.catalogue import OF_RECORD, named
 from specdecode_simulator.world.fleet import POLL_SECONDS
 
 Cell = tuple[str, int, Mapping[str, Run]]
@@ -42,7 +42,7 @@ class Matrix:
 
     @property
     def command(self) -> str:
-        which = "" if set(self.traces) == set(TRACES) else "".join(f" --trace {name}" for name in self.traces)
+        which = "" if set(self.traces) == set(OF_RECORD) else "".join(f" --trace {name}" for name in self.traces)
         which += "".join(f" --policy {name}" for name in self.policies)
         which += " --chains" if self.speculation == CHAINS else " --deployment FILE" if self.speculation else ""
         which += f" --poll-seconds {self.poll_seconds:g}" if self.poll_seconds != POLL_SECONDS else ""

@@ -188,6 +188,14 @@ def context_growth(seconds: float) -> Trace:
 
 
 @trace
+def untrained_lengths(seconds: float) -> Trace:
+    """A third of the requests are long; the draft was trained on short ones, and knows little of the others."""
+    short = _chat(prompt=300, output=500, spread=0.3)
+    long = _chat(prompt=12000, output=700, spread=0.2, beyond=(0.0, -0.5, -1.6))
+    return _gpu("untrained-lengths", seconds, 0.15, table=ENGINE, kinds=(short, long), mix=lambda t: (2 / 3, 1 / 3))
+
+
+@trace
 def prompt_bound(seconds: float) -> Trace:
     """Long prompts, short answers: most of the time is prefill."""
     return _gpu("prompt-bound", seconds, 1.6, kinds=(_chat(prompt=6000, output=60),))
@@ -285,3 +293,7 @@ def no_capacity(seconds: float) -> Trace:
     """The cluster has room for two pods while four are needed."""
     room = knots(seconds, (0, 6), (0.3, 6), (0.301, 2), (0.7, 2), (0.701, 6), (1, 6))
     return _scaled("no-capacity", seconds, wave(seconds / 2, 0.5, 6.0), capacity=room)
+
+
+OF_RECORD = tuple(name for name in TRACES if name != "untrained-lengths")
+"""Traces that the figures of record are of. The oracles have one row for all contexts, so none is fair to this one."""

@@ -27,6 +27,8 @@ class Kind:
     domain: str
     label: str = "other"
     quality: Curve = lambda t: 0.0
+    beyond: tuple[float, ...] = ()
+    """Shifts of the quality by context bucket: a draft knows contexts of the lengths that it was trained on."""
     prompt: float = 160.0
     output: float = 160.0
     spread: float = 0.5
@@ -34,6 +36,10 @@ class Kind:
     prompt_growth: Curve = lambda t: 1.0
     mislabelled: float = 0.0
     """Share that comes with the first label of another kind."""
+
+    def quality_at(self, seconds: float, context: int) -> float:
+        """Return the quality at a time, in a context bucket."""
+        return self.quality(seconds) + (self.beyond[min(context, len(self.beyond) - 1)] if self.beyond else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from specdecode_worker.contract import (
     FEATURES,
     MAX_RANKS,
     AcceptanceCell,
+    ContextCell,
     DraftState,
     GuardCell,
     LatencyHistogram,
@@ -77,6 +78,8 @@ class Counters:
     _spread_misses: Array = field(init=False)
     """[labels, kinds, 2, DEPTH] misses that are spread over ranks already."""
     _ranks: Array = field(init=False)
+    _contexts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """First draft tokens, and right ones, by label and context bucket of the batch."""
     _requests: Array = field(init=False)
     _traffic: Array = field(init=False)
     """[labels, 4]: arrivals, finished, prompt and output tokens."""
@@ -109,8 +112,8 @@ class Counters:
     def emitted(self, label: int, tokens: float) -> None:
         self._traffic[label, 3] += tokens
 
-    def ran(self, group: Group, count: float, segment: Segment, outcome: Outcome) -> None:
-        """``count`` sequences of a group ran the steps of a segment."""
+    def ran(self, group: Group, context: int, count: float, segment: Segment, outcome: Outcome) -> None:
+        """``count`` sequences of a group ran the steps of a segment, whose longest context is in bucket ``context``."""
         form = segment.forms[group]
         steps = round(count * outcome.steps)
         sums = outcome.runs[group]
@@ -127,7 +130,10 @@ class Counters:
             reached[0], reached[1:] = steps, sums[: deep - 1]
             main, beside = self._runs[group.label, group.kind]
             main[:deep, 0] += reached
-            main[:deep, 1] += np.minimum(np.rint(sums[:deep]).astype(np.int64), reached)
+            hits = np.minimum(np.rint(sums[:deep]).astype(np.int64), reached)
+            main[:deep, 1] += hits
+            first = self._contexts.setdefault((group.label, context), [0, 0])
+            first[0], first[1] = first[0] + steps, first[1] + int(hits[0])
             beside[1:] += np.rint(sums[BESIDE:]).astype(np.int64).reshape(-1, 2) if len(sums) > BESIDE + 1 else 0
 
     def timed(self, x: Features, context: int, steps: float, seconds: float, squares: float, emitted: float) -> None:
@@ -169,6 +175,10 @@ class Counters:
             accepted_tokens=self.accepted_tokens,
             plain_steps=self.plain_steps,
             acceptance=tuple(self._acceptance()),
+            contexts=tuple(
+                ContextCell(draft=DRAFT, task=self.names.labels[label], context=context, total=total, hits=hits)
+                for (label, context), (total, hits) in self._contexts.items()
+            ),
             requests=tuple(self._request_cells()),
             steps=tuple(self._step_cells()),
             traffic=tuple(self._traffic_cells()),

@@ -101,7 +101,7 @@ class Fleet:
         return Truth(
             table=self.library.tables[trace.tables(index) or trace.table],
             records=self.library.records,
-            quality=lambda kind, t: trace.kinds[kind].quality(t),
+            quality=lambda kind, t, context: trace.kinds[kind].quality_at(t, context),
             factor=lambda t: trace.factor(index, t) * (1 + weather[int(t / _WEATHER_SECONDS)]),
         )
 

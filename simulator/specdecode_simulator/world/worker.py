@@ -214,7 +214,7 @@ class Worker:
         chunk_tokens: float = 0.0,
         chunk_seconds: float = 0.0,
     ) -> None:
-        qualities = {group: self.truth.quality(group.kind, self.clock) for group in members}
+        qualities = {group: self.truth.quality(group.kind, self.clock, group.context) for group in members}
         walked = self.batch.walk(self.truth.records, qualities, dict(segment.forms), members, steps)
         tokens, shares, verify = walked.tokens, walked.shares, walked.verify
         if walked.some_end:
@@ -238,7 +238,7 @@ class Worker:
         self.counters.timed(
             features, load.context, counted, share * seconds, counted * typical**2 * squares, share * emitted
         )
-        self._count(members, segment, outcome, shares, tokens)
+        self._count(load.context, members, segment, outcome, shares, tokens)
         began, self.clock = self.clock, self.clock + seconds
         self.decode_seconds += seconds * sequences
         self.counters.running_seconds += seconds * sequences
@@ -248,10 +248,16 @@ class Worker:
         self._preempt()
 
     def _count(
-        self, members: dict[Group, Array], segment: Segment, outcome: Outcome, shares: Array, tokens: Array
+        self,
+        context: int,
+        members: dict[Group, Array],
+        segment: Segment,
+        outcome: Outcome,
+        shares: Array,
+        tokens: Array,
     ) -> None:
         for group, columns in members.items():
-            self.counters.ran(group, float(shares[columns].sum()), segment, outcome)
+            self.counters.ran(group, context, float(shares[columns].sum()), segment, outcome)
             self.counters.emitted(group.label, float(tokens[columns].sum()))
             form = segment.forms[group]
             if not segment.in_burst:

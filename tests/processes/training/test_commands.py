@@ -145,7 +145,6 @@ def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path
     assert document["results"] in document["history"]
     card = (out / "head" / "README.md").read_text()
     assert document["target"]["hash"] in card
-    assert (out / "head" / "curve.png").read_bytes().startswith(b"\x89PNG")
     factors = json.loads((out / "head" / "calibration.json").read_text())
     assert set(factors["by_temperature"]) == {"0.3", "0.6", "0.8", "1.0"}
     assert len(factors["sharpness"]) == len(factors["by_temperature"]["0.8"]["sharpness"]) == 7

@@ -44,6 +44,16 @@ class AcceptanceCell(Received):
         return sum(self.ranks)
 
 
+class ContextCell(Received):
+    """First draft tokens of one draft and task in steps of one context bucket: those drafted, and those accepted."""
+
+    draft: str
+    task: str
+    context: int = Field(ge=0)
+    total: int = Field(ge=0)
+    hits: int = Field(ge=0)
+
+
 class RequestCell(Received):
     """Sums over ``n`` finished requests. Tokens of a request are correlated, so errors are estimated per request.
 
@@ -301,6 +311,8 @@ class Report(Received):
 
     A node that several drafts propose counts for each of them. Ranks are those of the draft's own order.
     """
+    contexts: tuple[ContextCell, ...] = ()
+    """Acceptance of the first draft token by context. As steps, rows are of the longest context in their batch."""
     requests: tuple[RequestCell, ...] = ()
     steps: tuple[StepCell, ...] = ()
     traffic: tuple[TrafficCell, ...] = ()

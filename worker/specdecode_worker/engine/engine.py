@@ -347,7 +347,7 @@ class Engine:
         seconds, now = self._step_timer.finish(step, self._launcher.synthetic)
         self._phases.start()
         emissions = []
-        emitted = 0
+        emitted, self._recorder.context = 0, step.choice.context
         for index, (row, epoch, read) in enumerate(zip(step.rows, step.epochs, reads, strict=True)):
             request = row.request
             if request.finish is not None or request.epoch != epoch:

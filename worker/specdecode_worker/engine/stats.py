@@ -20,6 +20,7 @@ from specdecode_worker.contract import (
     MAX_TASKS,
     OTHER_TASK,
     AcceptanceCell,
+    ContextCell,
     DraftState,
     GuardCell,
     HistogramCounts,
@@ -323,6 +324,7 @@ class Statistics:
     _named: set[str] = field(default_factory=set)
     _ranks: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
     _credit: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
+    _contexts: dict[tuple[AcceptanceCategory, int], list[int]] = field(default_factory=dict)
     _requests: dict[AcceptanceCategory, list[int]] = field(default_factory=dict)
     _traffic: dict[str, Traffic] = field(default_factory=dict)
 
@@ -360,6 +362,13 @@ class Statistics:
         """
         self.ranks(category).levels(depth, main=main)[depth - 1][rank] += 1
 
+    def record_first(self, category: AcceptanceCategory, context: int, *, accepted: bool) -> None:
+        """Count a first draft token in a context bucket. Greedy and sampled ones are counted together."""
+        key = self._labelled(category._replace(sampled=False)), context
+        sums = self._contexts.setdefault(key, [0, 0])
+        sums[0] += 1
+        sums[1] += accepted
+
     def record_draft(self, nodes: int, accepted: int) -> None:
         """Count one step of one sequence with ``nodes`` draft tokens, which may be 0 (a plain step)."""
         if nodes == 0:
@@ -382,6 +391,14 @@ class Statistics:
     def credit_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
         """Return the at most ``most`` cells of `credit` with the highest counts, highest first."""
         return _cells(self._credit, most)
+
+    def context_cells(self, most: int) -> tuple[ContextCell, ...]:
+        """Return the at most ``most`` cells of first draft tokens by context with the highest counts, highest first."""
+        counts = sorted(self._contexts.items(), key=lambda item: -item[1][0])[:most]
+        return tuple(
+            ContextCell(draft=category.draft, task=category.task, context=context, total=total, hits=hits)
+            for (category, context), (total, hits) in counts
+        )
 
     def request_cells(self) -> tuple[RequestCell, ...]:
         """Return the sums over finished requests by category."""
@@ -499,6 +516,8 @@ class StepRecorder:
         self.statistics = statistics
         self.block: BlockCosts | None = None
         """Costs of the block of a draft trial that runs; None without one."""
+        self.context = 0
+        """Context bucket of the step whose rows are recorded."""
         self._shadows: dict[str, list[ShadowDraft]] = {}
 
     def record_arrival(self, request: Request) -> None:
@@ -567,6 +586,8 @@ class StepRecorder:
 
     def _count_ranks(self, row: Row, result: RowResult, taken: int) -> None:
         category, end = category_of(row.request), min(len(result.tokens), taken)
+        if end and result.ranks[0] >= 0:
+            self.statistics.record_first(category, self.context, accepted=result.ranks[0] == 0)
         _count(self.statistics.ranks, category, row, result, result.ranks[:end])
         for credit in result.credits:
             own = category._replace(draft=credit.hash)
@@ -722,6 +743,7 @@ def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics:
             plain_steps=statistics.plain_steps,
             acceptance=statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
             credit=statistics.credit_cells(MAX_ACCEPTANCE_CELLS // share),
+            contexts=statistics.context_cells(MAX_STEP_CELLS // share),
             requests=statistics.request_cells(),
             steps=statistics.costs.cells(MAX_STEP_CELLS // share),
             traffic=statistics.traffic_cells(),

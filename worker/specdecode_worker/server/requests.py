@@ -27,9 +27,6 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from specdecode_worker.contract import (
-    DRAFT_FREE,
-    PLACEABLE,
-    WITH_MLP,
     DraftConfig,
     DraftQuantization,
     Method,
@@ -834,12 +831,10 @@ class NewDraft(Written):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        if (self.uri is None) != (self.method in DRAFT_FREE):
-            raise ValueError(f"method {self.method} {'needs a' if self.uri is None else 'takes no'} uri")
-        if self.quantization and self.method not in WITH_MLP:
-            raise ValueError(f"quantization is for methods {', '.join(WITH_MLP)}; {self.method} has no MLP")
-        if self.placement == "own" and self.method not in PLACEABLE:
-            raise ValueError(f"placement own is for methods {', '.join(PLACEABLE)}, not for {self.method}")
+        try:
+            self.config()
+        except ValidationError as error:
+            raise ValueError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
         return self
 
     def config(self) -> DraftConfig:

@@ -171,7 +171,7 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
     return None if scaling is None else {"rope_type": scaling.kind, **asdict(scaling)}
 
 
-# Lineage of a trained draft: its origin and results, as lineage.json, README.md and curve.png.
+# Lineage of a trained draft: its origin and results, as lineage.json and README.md.
 
 _CARD = """# {name}
 
@@ -190,8 +190,6 @@ Greedy replay of a chain of 3 on {validation} conversations kept apart, after {s
 | domain | tokens per step | acceptance by depth |
 | --- | --- | --- |
 {rows}
-
-![tokens per step on validation](curve.png)
 
 Settings, hashes and all validations are in lineage.json.
 """
@@ -280,27 +278,6 @@ def write_card(document: dict[str, Any], folder: Path) -> None:
 def _row(name: str, part: dict[str, Any]) -> str:
     acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
     return f"| {name} | {part['tokens_per_step']:.2f} | {acceptance} |"
-
-
-def write_curve(history: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Plot tokens per step over minutes, overall and by domain. Return False if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    axes = (figure := Figure(figsize=(7, 4))).add_subplot()
-    minutes = [line["minutes"] for line in history]
-    for name in sorted({name for line in history for name in line["domains"]}):
-        values = [line["domains"].get(name, {}).get("tokens_per_step") for line in history]
-        axes.plot(minutes, values, linewidth=0.8, alpha=0.6, label=name)
-    axes.plot(minutes, [line["tokens_per_step"] for line in history], "k.-", label="all")
-    axes.set_xlabel("minutes of training")
-    axes.set_ylabel("tokens per step, chain of 3")
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=7, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    return True
 
 
 # Export of a trained draft as a folder that inference engines load: config.json and bf16 weights.

@@ -6,7 +6,7 @@
     OUT/checkpoint.pt                  everything that the next training step depends on
     OUT/history.json                   results of all validations
     OUT/head/                          config.json, model.safetensors: the best so far; at the end also
-                                       calibration.json, lineage.json, README.md and curve.png
+                                       calibration.json, lineage.json and README.md
 
 Every stage resumes where it stopped: repeat a killed run with the same flags. With several ranks, rank 0 records and
 writes, and the others wait for it.
@@ -27,7 +27,7 @@ from specdecode_worker.models.drafts import Draft, WeightMethod
 from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.weights import prepare_causal_lm
-from specdecode_worker.training.artifacts import Names, lineage, write_card, write_curve, write_draft
+from specdecode_worker.training.artifacts import Names, lineage, write_card, write_draft
 from specdecode_worker.training.conversations import (
     Chat,
     DataSet,
@@ -166,7 +166,7 @@ def _add_copy_heads(draft: Draft, target: CausalLM, recorded: Path, draft_settin
 
 
 def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log) -> None:
-    """Write the files that describe a trained draft: history, calibration, lineage, model card and curve."""
+    """Write the files that describe a trained draft: history, calibration, lineage and model card."""
     data, folder, output_VE = trainer.data, out / "head", trainer.output_VE
     write_json(out / "history.json", trainer.progress.history)
     spread = data.validation[:: max(1, len(data.validation) // _CALIBRATION_CONVERSATIONS)]
@@ -184,8 +184,6 @@ def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log
     )
     write_json(folder / "lineage.json", document)
     write_card(document, folder)
-    if not write_curve(trainer.progress.history, folder / "curve.png"):
-        log("curve.png: install matplotlib to have it drawn")
 
 
 def record_answers(

@@ -547,7 +547,7 @@ class Trainer:
         for group in self._batches() if not self.is_over else ():
             losses.append(self.step(group))
             if self.progress.seconds >= shown + 15:
-                log(self._line(losses))
+                log(f"train: {self.progress_line(losses)}")
                 shown, losses = self.progress.seconds, losses[-20:]
             if self._due(due):
                 due = self.progress.seconds + self.settings.validate_every
@@ -677,13 +677,13 @@ class Trainer:
         at.history.append(line)
         return f"validation: {json.dumps(line)}"
 
-    def _line(self, losses: list[float]) -> str:
-        """Return a progress line for the recent ``losses``."""
+    def progress_line(self, losses: Sequence[float]) -> str:
+        """Return the progress of the run with the mean of the recent ``losses``."""
         at, share = self.progress, max(self.share_done, 1e-6)
         left = at.seconds / share * (1 - share) / 60
         return (
-            f"train: step {at.step}, epoch {at.epoch}, depth {self.depth}, loss {sum(losses) / len(losses):.3f}, "
-            f"{at.tokens / at.seconds:.0f} tokens/s, {left:.1f} min left"
+            f"step {at.step}, epoch {at.epoch}, depth {self.depth}, loss {sum(losses) / len(losses):.3f}, "
+            f"{at.tokens / max(at.seconds, 1e-6):.0f} tokens/s, at most {left:.1f} min left"
         )
 
     def save(self, folder: Path) -> None:

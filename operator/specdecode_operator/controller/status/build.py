@@ -70,9 +70,19 @@ def speculation_section(deployment: Deployment, decision: Decision, now: float) 
             "device_hours_saved": _device_hours(before, decision.figures),
             "history": history,
             "last_decision": f"{last.load}: {last.before} -> {last.after}: {last.reason}"[:4096] if last else None,
+            "acceptance_by_context": _by_context(decision) if decision.figures else before.acceptance_by_context,
             **_measured(before, decision.figures, now),
         }
     )
+
+
+def _by_context(decision: Decision) -> str | None:
+    """Return the acceptance by context in a sentence. It changes with the figures, so that status is written seldom."""
+    parts = (
+        f"{task}: {', '.join(f'{rate:.2f} at {context}' for context, rate in rates.items())}"
+        for task, rates in decision.context_rates.items()
+    )
+    return "; ".join(parts)[:4096] or None
 
 
 def task_sections(deployment: Deployment, decision: Decision) -> tuple[TaskStatus, ...]:

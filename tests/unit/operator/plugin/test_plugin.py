@@ -9,7 +9,6 @@ import pytest
 
 from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.plugin.overview import HEAD, age, detail, figure, mode_of, overview, percent, table
-from specdecode_operator.plugin.simulation import document
 from specdecode_operator.state.learned import AcceptanceCell, DraftEstimates
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from support.operators.fleet import Loop, Truth, loop_over, with_pause, with_pin
@@ -295,13 +294,6 @@ def test_a_status_of_a_newer_operator_is_read_all_the_same(deepened: Loop) -> No
     resource["spec"]["speculation"]["novelty"] = 1
     assert overview([resource], deepened.now) == overview([resource_of(deepened)], deepened.now)
     assert explain(resource, None, deepened.now) == explain(resource_of(deepened), None, deepened.now)
-
-
-def test_what_is_handed_to_the_simulator(deepened: Loop) -> None:
-    exported = document(resource_of(deepened), remembered(deepened))
-    assert exported["spec"]["model"]["uri"] == "embedded://t"
-    assert exported["memory"]["acceptance"]
-    assert "annotations" not in exported["metadata"]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import stat
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from specdecode_operator.plugin import simulation
 from specdecode_operator.plugin.cli import main
 from specdecode_operator.state.learned import render_state
 from support.operators.fleet import loop_over
@@ -141,7 +138,7 @@ def test_the_option_after_the_command_wins(server: Server, demo: str, capsys: py
     assert "demo" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [(), ("status",), ("explain",), ("pin",), ("simulate",)])
+@pytest.mark.parametrize("command", [(), ("status",), ("explain",), ("pin",)])
 def test_every_option_has_a_help_text(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command, "--help"])
@@ -227,29 +224,6 @@ def test_pin_of_a_paused_deployment_says_that_it_waits(
     server.answers[demo][1]["spec"]["paused"] = True
     assert server.run("pin", "demo", "chain:2") == 0
     assert "takes effect when" in capsys.readouterr().out
-
-
-def test_simulate_hands_the_deployment_over(
-    server: Server, demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "specdecode-simulate"
-    program.write_text(f'#!/bin/sh\ncp "$2" {tmp_path}/got; echo $3 > {tmp_path}/rest\n')
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(simulation, "simulator_command", lambda: [str(program)])
-    assert server.run("simulate", "demo", "--seeds=3") == 0
-    exported = json.loads((tmp_path / "got").read_text())
-    assert exported["metadata"]["name"] == "demo"
-    assert exported["memory"]["load"]
-    assert (tmp_path / "rest").read_text() == "--seeds=3\n"
-
-
-def test_simulate_without_the_simulator_says_what_to_install(
-    server: Server, demo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "specdecode_simulator", None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert server.run("simulate", "demo") == 1
-    assert "pip install . ./simulator" in said(capsys)
 
 
 # --- errors -------------------------------------------------------------------------------------------------------

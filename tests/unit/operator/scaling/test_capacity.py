@@ -271,13 +271,6 @@ def test_the_lower_bound_decides_the_fall_and_the_mean_the_rise() -> None:
     assert polls([unsure] * 30, ScalingState(replicas=3))[-1] == 3
 
 
-def test_a_forecast_raises_the_floor_and_is_no_demand() -> None:
-    assert polls([demand(1.0, forecast_rate=5.0)] * 3)[-1] == 3
-    assert polls([demand(1.0, forecast_rate=5.0)] * 40, ScalingState(replicas=4))[-1] == 3
-    assert polls([demand(5.0, forecast_rate=0.0)] * 3)[-1] == 3, "never lowers"
-    assert scale(SPEC, ScalingState(), demand(1.0, forecast_rate=50.0), now=0).wanted == 1
-
-
 rates = st.floats(0, 1e6)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import pytest
 
-from specdecode_operator.controller.pods import worker_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Observation, Worker
@@ -108,13 +106,3 @@ def test_a_tighter_objective_means_less_capacity() -> None:
     assert tight is not None
     assert tight.rate < 0.8 * loose.rate
     assert tight.limited_by == "itl"
-
-
-def test_a_start_is_timed_from_making_to_ready() -> None:
-    pod = {
-        "metadata": {"name": "p", "uid": "u", "creationTimestamp": "2026-01-01T00:00:00Z"},
-        "status": {"conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:01:30Z"}]},
-    }
-    assert worker_of(pod).startup_seconds == 90
-    waiting = replace(worker_of({**pod, "status": {}}), name="p")
-    assert waiting.startup_seconds is None

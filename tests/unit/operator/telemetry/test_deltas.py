@@ -8,7 +8,7 @@ import pytest
 
 from specdecode_operator.telemetry.counters import Hits
 from specdecode_operator.telemetry.deltas import Delta, difference, fleet, over, regression
-from specdecode_worker.contract import Buckets, Plan, PlanState, Report
+from specdecode_worker.contract import Buckets, ContextCell, Plan, PlanState, Report
 from support.operators.fleet import SimulatedWorker, Truth
 
 BUCKETS = Buckets()
@@ -49,6 +49,20 @@ def test_cells_of_other_context_edges_are_left_out() -> None:
     assert result is not None
     assert result.steps == {}
     assert result.drafts > 0
+
+
+def test_first_tokens_by_context_are_of_the_running_draft_and_of_the_same_edges() -> None:
+    before, after = readings()
+    cell = ContextCell(draft=after.draft.hash, task="other", context=2, total=10, hits=4)
+    before = before.model_copy(update={"contexts": (cell,)})
+    rest = (cell.model_copy(update={"total": 30, "hits": 9}), cell.model_copy(update={"draft": "gone"}))
+    after = after.model_copy(update={"contexts": rest})
+    result = difference(before, after, at=100, buckets=BUCKETS)
+    assert result is not None
+    assert result.contexts == {("other", 2): Hits(5, 20)}
+    other = difference(before, after, at=100, buckets=Buckets(context=(7,)))
+    assert other is not None
+    assert other.contexts == {}
 
 
 def test_acceptance_of_another_draft_is_no_evidence() -> None:

@@ -51,7 +51,7 @@ def test_distill_writes_draft_and_verdict(
     assert used["train"] > 50
     assert used["test"] > 2
     assert document["training"]["rounds"][-1]["step"] == 6
-    assert "min of training left" in said.err
+    assert "min left" in said.err
     lineage = json.loads((out / "head" / "lineage.json").read_text())
     assert (lineage["generation"], lineage["data"]["used"]) == (1, used)
     assert lineage["parent"]["uri"] == f"file://{draft}"

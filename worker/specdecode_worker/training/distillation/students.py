@@ -69,7 +69,7 @@ class StudentTraining:
         output_VE = target.lm_head.weight
         self._eos, self._vocab_size = target.config.eos_token_ids, len(output_VE)
         self._trainer = Trainer(head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings))
-        self._last_progress_seconds = 0.0
+        self._next_line_seconds = 0.0
 
     @property
     def round_results(self) -> list[RoundResult]:
@@ -121,7 +121,9 @@ class StudentTraining:
                 raise Interrupted
             losses.append(self._trainer.step([groups[at.batch]]))
             at.batch += 1
-            self._log(losses[-1], log)
+            if time.monotonic() >= self._next_line_seconds:
+                self._next_line_seconds = time.monotonic() + _PROGRESS_SECONDS
+                log(f"distill: {self._trainer.progress_line(losses[-1:])}")
         at.epoch, at.batch = at.epoch + 1, 0
         return sum(losses) / max(len(losses) - 1, 1)
 
@@ -168,19 +170,6 @@ class StudentTraining:
             for text, ranks in zip(part, target_token_ranks(head, part, output_VE, depth), strict=True):
                 counts_by_domain[text.domain].walk(ranks, TreeShape.chain(depth))
         return dict(sorted(counts_by_domain.items()))
-
-    def _log(self, loss: float, log: Callable[[str], None]) -> None:
-        """Report progress, at most every 15 seconds."""
-        now = time.monotonic()
-        if now < self._last_progress_seconds + _PROGRESS_SECONDS:
-            return
-        self._last_progress_seconds = now
-        at, share = self._trainer.progress, max(self._trainer.share_done, 1e-6)
-        left = at.seconds / share * (1 - share) / 60
-        log(
-            f"distill: round {at.epoch + 1}, step {at.step} of {self.settings.steps}, loss {loss:.3f}, "
-            f"{at.tokens / max(at.seconds, 1e-6):.0f} tokens/s, at most {left:.1f} min of training left"
-        )
 
 
 def _mean_tokens_per_step(counts_by_domain: Sequence[StepCounts]) -> float:

@@ -47,6 +47,18 @@ def test_ranks_are_counted_by_depth_and_parent() -> None:
     assert cells(into)[2, "main"] == {MAX_RANKS: 1}
 
 
+def test_first_tokens_are_counted_by_the_context_of_the_step() -> None:
+    """A plain row whose first token was ranked, for a shadow draft, counts as a verified one."""
+    into, one = recorder(), request()
+    for context, rank in ((0, 0), (0, 1), (2, 0)):
+        into.context = context
+        walk(into, one, CHAIN, [5], ranks=[rank, -1], path=[-1, -1])
+    walk(into, one, tree_of(TreeShape.chain(0), 2), [6], ranks=[0], path=[], ranked_NK=[[6, 8], [9, 1], [-1, -1]])
+    walk(into, one, PLAIN, [7], ranks=[-1], path=[])
+    found = {cell.context: (cell.hits, cell.total) for cell in into.statistics.context_cells(1000)}
+    assert found == {0: (1, 2), 2: (2, 2)}
+
+
 def test_all_depths_below_a_sibling_count_as_sibling() -> None:
     into, one = recorder(), request()
     walk(into, one, tree_of(TreeShape.levels(2, 1, 1)), [5, 6, 7, 8], ranks=[1, 0, 0, -1], path=[2, 4, 6])
