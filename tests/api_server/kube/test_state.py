@@ -59,14 +59,17 @@ def drafts(cluster: Cluster) -> Cluster:
 
 async def stored(api: KubeClient, canary: Canary) -> None:
     """Write the drafts of a canary as the operator does, and take what the API server returned."""
-    returned: dict[str, SpecDecodeDraft] = {one.name: one for one in canary.drafts}
+    namespace = canary.deployment.namespace
+    read = [await api.get(DRAFTS, namespace, one.name) for one in canary.drafts]
+    stored = [SpecDecodeDraft.model_validate(one) for one in read]
+    returned = {one.name: one for one in stored}
 
     def note(manifest: Any) -> None:
         draft = SpecDecodeDraft.model_validate(manifest)
         returned[draft.name] = draft
 
     store = StateStore(api, Unowned(api), note)
-    writes = draft_writes(canary.deployment, canary.record, canary.observed().drafts, now=canary.now)
+    writes = draft_writes(canary.deployment, canary.record, stored, now=canary.now)
     problem = await store.save_drafts(canary.deployment, writes, ())
     assert problem is None
     canary.drafts = list(returned.values())
