@@ -37,6 +37,7 @@ NAMES = (
     "fp8-tensor",
     "fp8-blocks",
     "int8-rows",
+    "nvfp4",
     "awq",
     "inverse",
 )

@@ -24,7 +24,7 @@ from specdecode_operator.health.remediation import Remediation, heal_from
 from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
 from specdecode_operator.planning import figures as measurements
-from specdecode_operator.rollout.rollout_step import step_rollout
+from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import jobs_to_delete
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session

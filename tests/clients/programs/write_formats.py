@@ -3,8 +3,8 @@
     write_formats.py OUT
 
 OUT/NAME/ is a two-layer Llama that the library compressed, with ``weights.safetensors``: its weights as the library
-decompresses them, from scales in fp32, and ``logits``, those of transformers on these weights. OUT/awq, OUT/inverse and
-OUT/nvfp4 of others are there already; the library's converters read them.
+decompresses them, from scales in fp32, and ``logits``, those of transformers on these weights. OUT/awq and OUT/inverse
+of others are there already; the library's converters read them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import Any
 
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
 from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import NVFP4A16
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,6 +57,7 @@ def main() -> None:
     out = Path(sys.argv[1])
     for name, (form, arguments) in SCHEMES.items():
         compress(out / name, form, QuantizationArgs(**arguments))
+    compress(out / "nvfp4", "nvfp4-pack-quantized", NVFP4A16["weights"])
     for name in ("awq", "inverse"):
         convert(out / name)
 
@@ -68,14 +72,21 @@ def compress(folder: Path, form: str, arguments: QuantizationArgs) -> None:
     weights = dict(tensors)
     for name in [name for name in tensors if "_proj.weight" in name]:
         module, weight = name.removesuffix(".weight"), tensors.pop(name)
-        scale, zero = calculate_qparams(*extremes(weight, arguments), arguments)
+        whole = generate_gparam(*weight.aminmax()) if arguments.strategy == "tensor_group" else None
+        scale, zero = calculate_qparams(*extremes(weight, arguments), arguments, whole)
         # checkpoints have scales of 16 bits
         state = {"weight": weight, "weight_scale": scale.to(torch.bfloat16), "weight_zero_point": zero}
         state["weight"] = weight.to(torch.bfloat16)
+        if whole is not None:
+            state["weight_global_scale"] = whole
         packed = compressor.compress(state, scheme)
         tensors |= {f"{module}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}
         wide = {suffix: t.float() if suffix == "weight_scale" else t for suffix, t in packed.items()}
-        weights[name] = compressor.decompress(wide, scheme)["weight"].float().contiguous()
+        if whole is None:
+            weights[name] = compressor.decompress(wide, scheme)["weight"].float().contiguous()
+        else:  # the library's own decompression is in bf16
+            levels = unpack_fp4_from_uint8(wide["weight_packed"], *weight.shape, dtype=torch.float32)
+            weights[name] = dequantize(levels, wide["weight_scale"], args=arguments, global_scale=whole)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors")
     quantization = QuantizationConfig(config_groups={"group_0": scheme}, format=form, ignore=["lm_head"])

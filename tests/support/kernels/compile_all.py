@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from specdecode_kernels.quantised_linear import kernel as quantised_linear
 from specdecode_kernels.quantised_linear.reference import Kind, quantise
 from specdecode_kernels.rms_norm import kernel as rms_norm
 from specdecode_kernels.rope_cache import kernel as rope_cache
+from specdecode_kernels.rope_cache.reference import FP8
 from specdecode_kernels.sample import kernel as sample
 from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.silu_mul import kernel as silu_mul
@@ -51,6 +53,7 @@ from specdecode_kernels.tree_attention import kernel as tree_attention
 from specdecode_kernels.tree_attention.plan import plan
 from specdecode_kernels.verify import kernel as verify
 from specdecode_kernels.verify import rounds
+from support.kernels.grouped_weights import with_groups
 
 TARGET = GPUTarget("cuda", int(sys.argv[1]) if len(sys.argv) > 1 else 90, 32)
 VOCABULARY = 128_256
@@ -205,7 +208,15 @@ def floats(*shape: int) -> Tensor:
     return zeros(*shape, dtype=torch.float32)
 
 
-def attention(tokens: int, batch: int, groups: int, kv: int, size: int, dtype: torch.dtype) -> None:
+def attention(
+    tokens: int,
+    batch: int,
+    groups: int,
+    kv: int,
+    size: int,
+    dtype: torch.dtype,
+    stored: torch.dtype | None = None,
+) -> None:
     """Launch tree attention."""
     made = plan(
         query_start=ints(batch + 1),
@@ -217,17 +228,16 @@ def attention(tokens: int, batch: int, groups: int, kv: int, size: int, dtype: t
         groups=groups,
         kv_heads=kv,
     )
-    q_THD, cache = zeros(tokens, groups * kv, size, dtype=dtype), zeros(2, 2, 16, kv, size, dtype=dtype)
+    q_THD, cache = zeros(tokens, groups * kv, size, dtype=dtype), zeros(2, 2, 16, kv, size, dtype=stored or dtype)
     tree_attention.attend(q_THD, cache, made)
 
 
-def rope(size: int) -> None:
+def rope(size: int, stored: torch.dtype = torch.bfloat16) -> None:
     """Launch rotary embedding with cache write."""
     heads = zeros(3, 10, size)
     table = floats(64, size)
-    rope_cache.rope_cache(
-        heads[:, :6], heads[:, 6:8], heads[:, 8:], table, table, ints(3), ints(3), zeros(2, 2, 16, 2, size)
-    )
+    cache = zeros(2, 2, 16, 2, size, dtype=stored)
+    rope_cache.rope_cache(heads[:, :6], heads[:, 6:8], heads[:, 8:], table, table, ints(3), ints(3), cache)
 
 
 def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
@@ -250,6 +260,14 @@ def multi_round(nodes: int, *, drawn: bool) -> None:
     rounds.multi_round(
         ints(2, nodes), ints(2, nodes), law, law if drawn else None, ints(2), ints(2), 3, drawn_BN, nodes - 1
     )
+
+
+def quantised_in_groups(kind: Kind) -> None:
+    """Launch products with weights as checkpoints store them."""
+    weight = with_groups(kind, 4096, 4096, 128)
+    for rows in (1, 16):
+        quantised_linear.linear(zeros(rows, 4096), weight)
+    dequantise_kernel.dequantise(weight, torch.bfloat16)
 
 
 def quantised(kind: Kind, outputs: int, inputs: int, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -283,10 +301,13 @@ def few_rows(
     )
 
 
-def experts(rows: int, count: int, outputs: int, size: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Launch the grouping of rows and both products of a layer of experts."""
+def experts(
+    rows: int, count: int, outputs: int, size: int, kind: Kind | None = None, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Launch the grouping of rows and both products of a layer of experts, of which two have matrices."""
     x_TK, groups = zeros(rows, size, dtype=dtype), grouped_linear.group(zeros(rows, count, dtype=dtype))
-    weight = zeros(2, outputs, size, dtype=dtype)
+    groups, plain = replace(groups, experts=2), zeros(2 * outputs, size, dtype=dtype)
+    weight = plain if kind is None else quantise(plain, kind)
     grouped_linear.grouped_linear(x_TK, weight, groups, scored=True, gated=True)
     grouped_linear.grouped_linear(x_TK, weight, groups, zeros(rows, outputs, dtype=dtype))
 
@@ -315,6 +336,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "attention, head dimension 64": lambda: attention(6, 1, 3, 3, 64, torch.bfloat16),
     "attention, head dimension 96, fp16": lambda: attention(64, 1, 1, 32, 96, torch.float16),
     "attention, fp32": lambda: attention(6, 1, 4, 8, 128, torch.float32),
+    "attention, a token, fp8 cache": lambda: attention(1, 1, 4, 8, 128, torch.bfloat16, FP8),
     "kv_keep": lambda: kv_keep.kv_keep(zeros(2, 2, 3, 16, 8, 128), ints(14), ints(14), 7),
     "noise": lambda: noise.gumbel(ints(2), ints(2), VOCABULARY, 1),
     "sampling, bf16": lambda: sampling(torch.bfloat16, truncated=True),
@@ -341,13 +363,20 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "fp8, scaled products": lambda: scaled(4096, 1024, 100),
     "int4, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "int4"), torch.bfloat16),
     "int8, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "int8"), torch.bfloat16),
+    "int4, zero points of groups": lambda: quantised_in_groups("int4"),
+    "fp8, blocks": lambda: quantised_in_groups("fp8"),
     "fp8, dequantised": lambda: dequantise_kernel.dequantise(quantise(zeros(256, 4096), "fp8"), torch.bfloat16),
     "experts of Scout, an eighth": lambda: experts(6, 16, 2048, 5120),
     "experts of Maverick, an eighth, a prompt": lambda: experts(2048, 128, 2048, 5120),
+    "experts, int4": lambda: experts(6, 16, 2048, 5120, "int4"),
+    "experts, int4, a prompt": lambda: experts(2048, 16, 2048, 5120, "int4"),
+    "experts, fp8": lambda: experts(6, 128, 2048, 5120, "fp8"),
+    "experts, fp8, a prompt": lambda: experts(2048, 128, 2048, 5120, "fp8"),
     "experts, fp32": lambda: experts(6, 16, 2048, 5120, dtype=torch.float32),
     "silu_mul": lambda: silu_mul.silu_mul(zeros(3, 2 * 14336)),
     "rope_cache": lambda: rope(128),
     "rope_cache, head dimension 96": lambda: rope(96),
+    "rope_cache, fp8 cache": lambda: rope(128, FP8),
     "draft_input": lambda: draft_input.draft_input(
         zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), zeros(4096), zeros(4096), 1e-5
     ),

@@ -164,6 +164,30 @@ def scaled(
     return draw
 
 
+def nvfp4(*, modelopt: bool = False) -> Draw:
+    """Return the drawing of NVFP4 matrices, as compressed-tensors or ModelOpt name and scale them.
+
+    After compressed-tensors ``compressors/nvfp4/helpers.py``, ``pack_fp4_to_uint8``: index of the magnitude in a table,
+    bit 3 for the sign, the first of two in the low bits.
+    """
+    table = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+    def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(0, 16, (rows, columns), generator=generator)
+        levels = torch.tensor([*table, *(-one for one in table)])[codes]
+        scale = (100 + 300 * torch.rand(rows, columns // 16, generator=generator)).to(torch.float8_e4m3fn)
+        whole = torch.tensor([9000.0 / (1 + seed % 3)])
+        packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+        if modelopt:
+            wide, named = scale.float() * (1 / whole), {"weight": packed, "weight_scale_2": (1 / whole).reshape(())}
+        else:
+            wide, named = scale.float() / whole, {"weight_packed": packed, "weight_global_scale": whole}
+        return named | {"weight_scale": scale}, levels * wide.repeat_interleave(16, 1)
+
+    return draw
+
+
 def write_quantized(
     folder: Path,
     draw: Draw,

@@ -47,7 +47,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
-_READ_AS = "take it in bf16, in FP8, or in int4 of GPTQ, AWQ or compressed-tensors"
+_READ_AS = "take it in bf16, in FP8, in NVFP4, or in int4 of GPTQ, AWQ or compressed-tensors"
 _METHODS = ("gptq", "awq", "auto-round", "intel/auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt")
 """Names in ``quant_method`` whose tensors are read; ``modelopt`` is the beginning of several."""
 _SPARE = (
@@ -66,8 +66,6 @@ _FOREIGN = {
     "SCB": "bitsandbytes",
     "weight.absmax": "bitsandbytes",
     "weight.quant_map": "bitsandbytes",
-    "weight_global_scale": "NVFP4",
-    "weight_scale_2": "NVFP4",
     "bitmask": "2:4 sparse",
     "meta": "2:4 sparse",
     "codebooks": "AQLM",
@@ -79,6 +77,8 @@ _SUFFIXES = (
     "weight_packed",
     "weight_scale",
     "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
     "weight_zero_point",
     "weight_g_idx",
     "qweight",
@@ -161,8 +161,6 @@ class StoredMatrix(ABC):
 
     format: ClassVar[str]
     """Name of the format for users."""
-    levels: ClassVar[str]
-    """Tensor that holds the integers or fp8 numbers."""
     zeroed: ClassVar[tuple[str, ...]] = ("bias",)
     """Tensors that may be there if they are 0."""
 
@@ -205,6 +203,11 @@ class StoredMatrix(ABC):
     @abstractmethod
     def kind(self) -> Kind:
         """Kind of the levels."""
+
+    @property
+    @abstractmethod
+    def levels(self) -> str:
+        """Tensor that holds the integers or floating-point numbers."""
 
     @property
     @abstractmethod
@@ -338,7 +341,8 @@ class StoredMatrix(ABC):
         if self.group >= self.columns:
             return group_of(stop - start) if self.kind == "int4" else stop - start
         common = math.gcd(self.group, start, 0 if stop == self.columns else stop)
-        fitting = next((size for size in GROUPS if common % size == 0), None)
+        sizes = GROUPS if self.kind == "int4" else (*GROUPS, 16)
+        fitting = next((size for size in sizes if common % size == 0), None)
         if fitting is None and common == self.group:
             raise self._wrong(self.scale, f"has groups of {self.group} inputs; multiples of 32 are read, {_READ_AS}")
         if fitting is None:
@@ -558,7 +562,53 @@ class ScaledNumbers(StoredMatrix):
         return tensors["weight"], scale_NG.repeat_interleave(self._step(self.scale, "rows"), dim=0), None
 
 
-FORMATS: tuple[type[StoredMatrix], ...] = (PackedIntegers, Gptq, Awq, ScaledNumbers)
+class Nvfp4(StoredMatrix):
+    """Numbers of 4 bits (e2m1), two to a byte, with fp8 scales of 16 columns and one of the matrix.
+
+    compressed-tensors' scale of the matrix divides (``weight_global_scale``), ModelOpt's multiplies
+    (``weight_scale_2``). The numbers are held as fp8, in which they are exact: a byte each.
+    """
+
+    format, scale, zero = "NVFP4", "weight_scale", None
+
+    @classmethod
+    def claims(cls, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> bool:
+        packed = headers.get("weight_packed") or headers.get("weight")
+        return packed is not None and packed.dtype == "U8"
+
+    @property
+    def kind(self) -> Kind:
+        return "fp8"
+
+    @property
+    def levels(self) -> str:
+        return "weight_packed" if "weight_packed" in self.headers else "weight"
+
+    @property
+    def _whole(self) -> str:
+        """Tensor that holds the scale of the matrix."""
+        return "weight_global_scale" if "weight_global_scale" in self.headers else "weight_scale_2"
+
+    def _axes(self) -> dict[str, Axes]:
+        self._header("weight_scale", "F8_E4M3")
+        if math.prod(self._header(self._whole, "F32").shape) != 1:
+            raise self._wrong(self._whole, "is not one number")
+        return {
+            self.levels: (("rows", 1), ("columns", 2)),
+            "weight_scale": (("rows", 1), ("columns", 16)),
+            self._whole: (),
+        }
+
+    def _unpacked(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        codes_NK = _integers(tensors[self.levels], 4)
+        size_NK = codes_NK & 7
+        bits_NK = torch.where(size_NK > 1, (size_NK << 2) + 48, size_NK * 48) | (codes_NK & 8) << 4
+        scale_NG, whole = tensors["weight_scale"].float(), tensors[self._whole].reshape(())
+        scale_NG = scale_NG / whole if self._whole == "weight_global_scale" else scale_NG * whole
+        return bits_NK.view(torch.float8_e4m3fn), scale_NG, None
+
+
+FORMATS: tuple[type[StoredMatrix], ...] = (PackedIntegers, Gptq, Awq, Nvfp4, ScaledNumbers)
 """Formats by precedence. A new one is a class here."""
 
 

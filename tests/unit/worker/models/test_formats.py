@@ -32,6 +32,7 @@ from support.worker.quantized_folders import (
     awq,
     gptq,
     int4,
+    nvfp4,
     pack_quantized,
     scaled,
     words,
@@ -95,6 +96,10 @@ EIGHT_BITS = {
     "fp8 blocks": Case(scaled("blocks", dtype=torch.bfloat16), PACKED_FLOATS),
     "fp8 inverse": Case(scaled("blocks", name="weight_scale_inv"), {"quant_method": "fp8"}),
     "int8": Case(scaled("rows", dtype=torch.bfloat16, integers=True), {"quant_method": "compressed-tensors"}),
+}
+EIGHT_BITS |= {
+    "nvfp4": Case(nvfp4(), {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+    "modelopt nvfp4": Case(nvfp4(modelopt=True), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
 }
 CASES = {**INT4, **EIGHT_BITS}
 FORMATS = pytest.mark.parametrize("name", CASES)
@@ -364,10 +369,8 @@ def test_scales_of_a_kv_cache_are_read(tmp_path: Path) -> None:
 
 
 def inventory(folder: Path, kv_cache_dtype: Any) -> Inventory:
-    config = WorkerConfig(
-        model=ModelConfig(target=str(folder), served_name="m"), engine=EngineConfig(kv_cache_dtype=kv_cache_dtype)
-    )
-    return take_inventory(config, Path, CPU)
+    model, engine = ModelConfig(uri=str(folder), served_name="m"), EngineConfig(kv_cache_dtype=kv_cache_dtype)
+    return take_inventory(WorkerConfig(model=model, draft=DraftConfig(method="none"), engine=engine), Path, CPU)
 
 
 REFUSED: list[tuple[str, dict[str, Tensor | None], str]] = [
@@ -383,8 +386,9 @@ REFUSED: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("int8", {"weight_zero_point": torch.ones(256, 1, dtype=torch.int8)}, r"o_proj\.weight_zero_point is not 0"),
     ("packed", {"SCB": torch.ones(256)}, "is of bitsandbytes, which is not read; take it in bf16, in FP8, or in int4"),
     ("packed", {"weight.absmax": torch.ones(256)}, "is of bitsandbytes"),
-    ("packed", {"weight_global_scale": torch.ones(1)}, "is of NVFP4"),
-    ("fp8 rows", {"weight_scale_2": torch.ones(())}, "is of NVFP4"),
+    ("nvfp4", {"weight_global_scale": torch.ones(2)}, "weight_global_scale is not one number"),
+    ("nvfp4", {"weight_global_scale": None}, "weight_scale_2 is missing"),
+    ("nvfp4", {"weight_scale": torch.ones(256, 16)}, "has dtype F32, expected F8_E4M3"),
     ("packed", {"meta": torch.zeros(1)}, "is of 2:4 sparse"),
 ]
 
