@@ -80,7 +80,7 @@ class DistillationCaptureSpec(Api):
     redact: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$", max_length=256)] | None = Field(
         default=None,
         description="module:function of the worker's image that receives every record and returns it, changed, or None "
-        "to drop it.",
+        "to drop it. Absent: none.",
         examples=["redaction:remove_names"],
     )
     consent: Literal["OptOut", "OptIn"] = Field(

@@ -74,7 +74,7 @@ class DraftResourceSpec(Api):
     base: DraftBase | None = Field(
         default=None,
         description="Model and draft that this one was compared with; written by the operator. Another one of either in"
-        " the deployment retires it.",
+        " the deployment retires it. Absent: those of the deployment.",
         examples=[{"target": "pvc://models/llama", "draft": "pvc://drafts/first", "method": "eagle3"}],
     )
 

@@ -258,7 +258,7 @@ class TaskSpec(Api):
     ] = Field(
         default=(),
         description="Customers whose requests belong to the task, unless the header says otherwise: names of entries "
-        "of server.apiKeysSecretRef, which are tenants at routers. With match, both must hold.",
+        "of spec.apiKeysSecretRef, which are tenants at routers. With match, both must hold.",
         examples=[["acme"]],
     )
     mode: Literal["Off", "Static", "Auto"] | None = Field(
