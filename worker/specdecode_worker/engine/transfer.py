@@ -50,7 +50,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,10 +180,6 @@ class ByteBudget:
     def __init__(self, most: int) -> None:
         self._most, self._held = most, 0
         self._freed = threading.Condition()
-
-    def room(self) -> int:
-        """Return the bytes that can be added now."""
-        return self._most - self._held
 
     def take(self, count: int, seconds: float) -> bool:
         """Add bytes once there is room for them, or nothing else is held. Return False if that takes too long."""
@@ -605,15 +601,6 @@ class BlockFetch:
             else:
                 self._arrived.put(arrived)
         self._notify()
-
-
-def payload_parts(blocks: Blocks, sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Return where the bytes of each part are within those of a message."""
-    places, start = {}, 0
-    for name in blocks.parts:
-        end = start + len(blocks.digests) * sizes[name]
-        places[name], start = slice(start, end), end
-    return places
 
 
 def _tune(connection: socket.socket) -> None:
