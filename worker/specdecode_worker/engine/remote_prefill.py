@@ -1,7 +1,7 @@
 """Blocks of prompts from and for other workers: which requests wait for them, and import and export between steps.
 
 A request whose prompt is long and not cached costs every running stream the time of its prefill. `BlockExchange.park`
-therefore compares costs in request-seconds: the time of a local prefill for the request and for all running ones,
+therefore compares costs in request-seconds: the time of a local prefill for the request and for all that run or wait,
 against the time until the blocks of a prefill worker are here, for the request alone. Both follow from measured times
 of prompt tokens, the bandwidth of earlier transfers and the queue that the peer reports. A parked request is outside of
 the scheduler, as one is whose grammar is compiled. Its blocks are stored as they arrive, without an owner. When the
@@ -268,7 +268,7 @@ class BlockExchange:
             return False
         sizes = self._parts.sizes(request, draft=draft)
         tokens, nbytes = 0 if source else end * BLOCK_SIZE, count * sum(sizes.values())
-        gain = local * (1 + len(scheduler.running))
+        gain = local * (1 + len(scheduler.running) + len(scheduler.waiting))
         if gain <= peer.seconds(tokens, nbytes, scheduler.token_seconds):
             return False
 
@@ -351,7 +351,7 @@ class BlockExchange:
             return False
         if adopted:
             payload: Tensor = arrived.payload
-            in_order = payload.split([count * parked.sizes[name] for name in blocks.parts])
+            in_order = torch.split(payload, [count * parked.sizes[name] for name in blocks.parts])
             parts = {name: one.view(count, -1) for name, one in zip(blocks.parts, in_order, strict=True) if len(one)}
             rows = [number - blocks.first for number in adopted]
             self._parts.write(request, rows, list(adopted.values()), parts)

@@ -44,7 +44,6 @@ import hmac
 import logging
 import queue
 import secrets
-import select
 import socket
 import ssl
 import struct
@@ -220,13 +219,6 @@ class _Channel:
         for start in range(0, len(view), SLICE_BYTES):
             self._fill(view[start : start + SLICE_BYTES], min(time.monotonic() + STALL_SECONDS, deadline))
 
-    @property
-    def readable(self) -> bool:
-        """True if the peer has sent something or has closed the connection."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
-
     def _exactly(self, count: int, deadline: float) -> bytes:
         data = bytearray(count)
         self._fill(memoryview(data), deadline)
@@ -293,8 +285,8 @@ class Outgoing:
             except queue.Empty:
                 message, count, read = StillComputing(), 0, tuple  # type: ignore[assignment]
             try:
-                if channel.readable or time.monotonic() > deadline:
-                    raise TransferFailed("the peer has withdrawn its want")
+                if time.monotonic() > deadline:
+                    raise TransferFailed("nobody waits for the blocks any more")
                 channel.send(message, read())
             finally:
                 self._release(count)
