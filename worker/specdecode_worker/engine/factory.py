@@ -193,6 +193,7 @@ def _transfer_access(worker: WorkerConfig, target: str, device: torch.device) ->
         target,
         worker.model.dtype,
         worker.model.quantization,
+        worker.engine.kv_cache_dtype,
         kernel_class(device),
         worker.engine.tensor_parallel_size,
         VERSION,

@@ -130,14 +130,14 @@ class BlockParts:
         cache = self._target.cache
         parts = {
             TARGET_PART: _Part(
-                self._target.block_bytes, cache.data.dtype, self._target.read_blocks, self._target.write_blocks
+                self._target.block_bytes, cache.bits.dtype, self._target.read_blocks, self._target.write_blocks
             )
         }
         loaded = self._drafts.loaded(self._drafts.name_of(request.submit.task))
         if loaded is not None and request.draft.draft == loaded.state.hash:
             own, name = loaded.drafter.kv_cache, _DRAFT_PART + loaded.state.hash
             parts[name] = (
-                _Part(0) if own is None else _Part(own.block_bytes, own.data.dtype, own.read_blocks, own.write_blocks)
+                _Part(0) if own is None else _Part(own.block_bytes, own.bits.dtype, own.read_blocks, own.write_blocks)
             )
         if (aux_NA := self._state.block_aux_NA) is not None:
             reads = self._drafts.reads
