@@ -593,8 +593,8 @@ class Nvfp4(StoredMatrix):
         self._header("weight_scale", "F8_E4M3")
         if math.prod(self._header(self._whole, "F32").shape) != 1:
             raise self._wrong(self._whole, "is not one number")
-        columns = (("rows", 1), ("columns", 2)), (("rows", 1), ("columns", 16))
-        return {self.levels: columns[0], "weight_scale": columns[1], self._whole: ()}
+        axes: dict[str, Axes] = {self.levels: (("rows", 1), ("columns", 2))}
+        return axes | {"weight_scale": (("rows", 1), ("columns", 16)), self._whole: ()}
 
     def _unpacked(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         codes_NK = _integers(tensors[self.levels], 4)
