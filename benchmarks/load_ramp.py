@@ -5,8 +5,9 @@
 
 The real engine serves the embedded model, with a number of requests in flight that goes up the loads and down again.
 Auto is the operator's own `decide()`, which reads the engine's report and sets its plan every five seconds, as on a
-cluster; guard and exploration run. Writes STEM.json and STEM.svg. A time per token is that of one request: wall time
-times requests over tokens, of the second half of a stage.
+cluster; guard and exploration run. Writes STEM.json and STEM.svg, and prints a table by load with the speed of Auto
+over that of the best fixed shape. A time per token is that of one request: wall time times requests over tokens, of the
+second half of a stage.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import json
 import time
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,7 @@ from matplotlib import pyplot
 
 POLL_SECONDS = 5.0
 CALIBRATION_SECONDS = 30.0
-WAYS = ("none", "chain:1", "chain:3", "Auto")
+WAYS = ("none", "chain:1", "chain:2", "chain:3", "tree:2,1", "Auto")
 UID = "load-ramp"
 DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
 
@@ -179,6 +181,27 @@ def draw(document: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
+def table(document: dict[str, Any]) -> Iterator[str]:
+    """Yield time per token by load, first stage of each, and the speed of Auto over the best fixed shape's."""
+    loads = list(dict.fromkeys(document["loads"]))
+    yield "| ms per token | " + " | ".join(f"{load} requests" for load in loads) + " |"
+    yield "|---|" + "---|" * len(loads)
+    found = {
+        way: [next(one for one in stages if one["load"] == load) for load in loads]
+        for way, stages in document["ways"].items()
+    }
+    for way, stages in found.items():
+        names = [f" ({one['shape']})" if way == "Auto" else "" for one in stages]
+        cells = [f"{one['milliseconds_per_token']}{name}" for one, name in zip(stages, names, strict=True)]
+        yield f"| {way} | " + " | ".join(cells) + " |"
+    fixed = [stages for way, stages in found.items() if way != "Auto"]
+    ratios = [
+        min(one["milliseconds_per_token"] for one in at) / auto["milliseconds_per_token"]
+        for auto, *at in zip(found["Auto"], *fixed, strict=True)
+    ]
+    yield "| Auto over the best | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |"
+
+
 def main() -> None:
     """Run all ways, and write the figures and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -203,6 +226,7 @@ def main() -> None:
         ]
         args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
     draw(document, args.out.with_suffix(".svg"))
+    print("\n".join(table(document)))
 
 
 if __name__ == "__main__":

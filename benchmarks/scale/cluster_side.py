@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-import yaml
 from scale.api_server import TOKEN, ApiServer
 
 from specdecode_operator.api import crd
@@ -113,9 +112,10 @@ class Side:
     """Deployments that have their pods, with the generation that their status tells of."""
 
     async def install(self, names: Sequence[tuple[str, str]]) -> None:
-        """The CRD, the namespaces, and a resource for every name."""
+        """The CRDs, the namespaces, and a resource for every name."""
         crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        await self.api.send("POST", crds, yaml.safe_load(crd.text()))
+        for definition in (crd.crd(), crd.draft_crd()):
+            await self.api.send("POST", crds, definition)
         for namespace in sorted({namespace for namespace, _ in names}):
             await self.api.send("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
         while True:

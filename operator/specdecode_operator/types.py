@@ -316,6 +316,8 @@ class Decision:
     """Measurements for status; None if they are not due for publication."""
     first_acceptance: float | None = None
     """Acceptance rate of the first drafted token. It does not depend on the depth in use."""
+    drafting_share: float | None = None
+    """Share of a step at the present load that draft passes surely take. None where it is unknown."""
     context_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Acceptance of the first draft token by task and context, of tasks that were seen in several contexts."""
     wanted: int | None = None

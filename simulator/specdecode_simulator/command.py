@@ -19,7 +19,7 @@ from specdecode_simulator.scoring.earlier import compared
 from specdecode_simulator.scoring.matrix import Cell, Matrix
 from specdecode_simulator.scoring.plots import plot, prepare
 from specdecode_simulator.scoring.table import markdown, text
-from specdecode_simulator.scoring.tune import HOURS, SEED, tuned
+from specdecode_simulator.scoring.tune import HOURS, SEEDS, tuned
 from specdecode_simulator.traces.catalogue import OF_RECORD, TRACES
 from specdecode_simulator.world.fleet import POLL_SECONDS
 
@@ -156,10 +156,15 @@ def _read_speculation(path: Path) -> Mapping[str, Any]:
 
 def _tune(args: argparse.Namespace) -> int:
     """Tune the other systems' rules and print the document of tuned-baselines.json."""
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
     policies = tuned(
-        library(args.recordings or nearest()), lambda line: print(f"tune: {line}", file=sys.stderr, flush=True)
+        library(args.recordings or nearest()),
+        lambda line: print(f"tune: {line}", file=sys.stderr, flush=True),
+        args.keep / "tune.jsonl" if args.keep else None,
     )
-    print(json.dumps({"command": f"{PROGRAM} --tune", "seed": SEED, "hours": HOURS, "policies": policies}, indent=1))
+    document = {"command": f"{PROGRAM} --tune", "seeds": SEEDS, "hours": HOURS, "policies": policies}
+    print(json.dumps(document, indent=1))
     return 0
 
 

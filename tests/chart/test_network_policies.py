@@ -46,7 +46,10 @@ def matches(peer: dict[str, Any], policy: dict[str, Any], source: Pod) -> bool:
             return False
     elif namespace != policy["metadata"].get("namespace", "sys"):
         return False
-    return bool(peer.get("podSelector", {}).get("matchLabels", {}).items() <= labels.items())
+    selector = peer.get("podSelector", {})
+    return selector.get("matchLabels", {}).items() <= labels.items() and all(
+        labels.get(one["key"]) in one["values"] for one in selector.get("matchExpressions", ())
+    )
 
 
 def deployment_policy(rendered: Any) -> dict[str, Any]:
@@ -167,13 +170,15 @@ def selects(policy: dict[str, Any], pod: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("role", ["worker", "router"])
 def test_policies_open_the_ports_of_the_operators_pods_and_no_others(chart: Any, role: str) -> None:
-    """Routers and the operator together reach each port of a pod; a port that no container has is closed to all."""
+    """Each port of a pod is reached by whom it is for, that of blocks by workers alone; all others are closed."""
     pod, policy = pods_of_the_operator()[role], deployment_policy(chart.template())
     assert selects(policy, pod)
     ports = {port["containerPort"] for container in pod["spec"]["containers"] for port in container["ports"]}
-    sources = (OPERATOR, STRANGER, ("team-a", ROUTER))
+    sources = (OPERATOR, STRANGER, ("team-a", ROUTER), ("team-a", {**WORKER, NAME_LABEL: "qwen"}))
     opened = {port for port in range(1, 65536) if any(allows(policy, source, port) for source in sources)}
-    assert ports <= opened <= {Port.http, Port.admin}
+    assert opened == {Port.http, Port.admin}
+    assert allows(policy, ("team-a", WORKER), Port.blocks)
+    assert ports <= {*opened, Port.blocks}
 
 
 def test_routers_reach_the_ports_that_discovery_gives_them(chart: Any) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
+from specdecode_worker.contract import Port
 from support.e2e.endpoint import MODEL, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import PROOF, SETTLED_SECONDS, deployed, knobs, names_load, planned_depth, steps, wait_for_row
 from support.e2e.release import Release
+from support.e2e.streams import StreamTraffic
 from support.e2e.traffic import Traffic
 from support.kube import Manifest, wait_for
 
@@ -78,3 +81,27 @@ def test_harder_prose_changes_only_its_own_row(endpoint: Endpoint) -> None:
             wait_for("code is drafted", lambda: endpoint.report().drafts > before + 20, timeout_s=60)
             assert planned_depth(endpoint, CONCURRENCY, "code") in SPECULATES
     assert [*traffic.failures, *more.failures, *again.failures] == []
+
+
+SECRET, KEYS = "customers", {"acme": "key-of-acme", "globex": "key-of-globex"}
+ACME_IS_HARD = knobs(STEPS, task_acceptance={"acme": (0.02,)})
+
+
+def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(release: Release, watched: Namespace) -> None:
+    release.start()
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "stringData": KEYS}
+    watched.kubectl("apply", "--filename", "-", stdin=json.dumps(secret))
+    tasks = [{"name": "acme", "clients": ["acme"]}]
+    keys = {"name": SECRET}
+    with deployed(watched, "customers", {"tasks": tasks}, {}, knobs=ACME_IS_HARD, apiKeysSecretRef=keys) as endpoint:
+        (pod,) = endpoint.ready_pods()
+        with (
+            watched.reach("pod", pod, Port.http) as url,
+            StreamTraffic(url, MODEL, 1, KEYS["acme"]),
+            StreamTraffic(url, MODEL, 1, KEYS["globex"]),
+        ):
+            wait_for("acme is counted", lambda: drafted(endpoint, "acme"), timeout_s=60)
+            wait_for_row(endpoint, "acme runs plainly", CONCURRENCY, (0,), "acme")
+            wait_for("globex speculates", lambda: is_known(endpoint, "other"), timeout_s=SETTLED_SECONDS)
+            assert planned_depth(endpoint, CONCURRENCY, "acme") == 0
+    watched.kubectl("delete", "secret", SECRET)

@@ -432,6 +432,13 @@ REASONS: tuple[ConditionReason, ...] = (
     ),
     ConditionReason(
         ConditionType.speculation_effective,
+        "True",
+        "DraftingIsDear",
+        "speculation is faster, and draft passes take over 30 % of a step by measured step times",
+        "try a cheaper draft: a smaller draft vocabulary, or a parallel draft (`peagle`, `dflash`)",
+    ),
+    ConditionReason(
+        ConditionType.speculation_effective,
         "False",
         "NoDraft",
         "no worker can use the draft, so the target serves without one",

@@ -47,6 +47,7 @@ from specdecode_operator.api.spec import (
     DrainSpec,
     EngineSpec,
     ModelSpec,
+    PrefillScalingSpec,
     PrefillSpec,
     ResourcesSpec,
     RouterSpec,

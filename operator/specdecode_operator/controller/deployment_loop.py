@@ -34,7 +34,7 @@ from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused, S
 from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import DEPLOYMENTS, NETWORK_POLICIES, WORKLOADS
-from specdecode_operator.rollout.draft_objects import record_of
+from specdecode_operator.rollout.draft_objects import DraftWrite, draft_writes, record_of, surplus, with_writes
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.polling import Poller, WorkerAccess, WorkerCalls
@@ -95,6 +95,8 @@ class DeploymentLoop:
         self._pushed: tuple[int, dict[str, Plan]] = 0, {}
         """Round of reports before the last push, and what was pushed."""
         self._is_unsaved = False
+        self._unwritten: list[DraftWrite] = []
+        """Drafts as that decision has them."""
         """The session holds a decision that could not be saved."""
         self._verified_at = shared.clock()
         self._woken = asyncio.Event()
@@ -159,7 +161,7 @@ class DeploymentLoop:
     def _observe(self, session: Session) -> Observation:
         """Return workload, workers and session as they are now; from caches only."""
         caches = self._shared.caches
-        drafts = caches.drafts(self.key)
+        drafts = with_writes(caches.drafts(self.key), self._unwritten)
         if not self._is_unsaved:
             session = replace(session, drafts=record_of(drafts, session.drafts))
         return Observation(
@@ -253,10 +255,12 @@ class DeploymentLoop:
         """Save the state of the decision, apply the children in order, and evict pods."""
         shared, session = self._shared, observed.session
         urgent = decision.urgent or self._is_unsaved
-        unsaved = await shared.store.save_drafts(deployment, session.drafts, observed.drafts, now=now)
+        drafts = shared.caches.drafts(self.key)
+        writes = draft_writes(deployment, session.drafts, drafts, now=now)
+        unsaved = await shared.store.save_drafts(deployment, writes, surplus(drafts))
         if unsaved is None:
             unsaved = await shared.store.save(deployment, session, urgent=urgent, learnt=decision.learnt, now=now)
-        self._is_unsaved = unsaved is not None
+        self._is_unsaved, self._unwritten = unsaved is not None, [] if unsaved is None else writes
         problems = [problem for problem in (unsaved, await self._ensure_tokens(deployment, observed)) if problem]
         # A pod that starts reads the assignment of its draft from the plan's ConfigMap, so this is written first.
         is_assignable = unsaved is None or not session.drafts.is_used

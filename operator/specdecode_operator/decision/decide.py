@@ -22,9 +22,9 @@ from specdecode_operator.decision.record_stage import Recorded, is_urgent, recor
 from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
 from specdecode_operator.health.remediation import Remediation, heal_from
 from specdecode_operator.merging.credit import own_acceptance
-from specdecode_operator.planning import acceptance_model, loads, task_bounds
+from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
 from specdecode_operator.planning import figures as measurements
-from specdecode_operator.rollout.rollout_step import step_rollout
+from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import jobs_to_delete
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
@@ -201,6 +201,13 @@ def _decision(
         task_depths=in_use.task_depths(deployment, current, learned, buckets),
         figures=figures,
         measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
+        drafting_share=step_pace.drafting_share(
+            deployment.spec.speculation,
+            learned,
+            buckets,
+            current.shape(*loads.present_row(learned.load, buckets), learned.load.task),
+            deployment.spec.engine.max_num_seqs,
+        ),
         context_rates=loads.context_rates(buckets, learned.contexts),
         first_acceptance=measurements.first_acceptance(learned.acceptance),
         history=learned.history,

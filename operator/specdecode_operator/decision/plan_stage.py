@@ -18,7 +18,7 @@ from specdecode_operator.planning import loads, plan_rows, task_bounds, workload
 from specdecode_operator.planning.decision_rule import Change
 from specdecode_operator.planning.loads import bucket_text
 from specdecode_operator.planning.plan_rows import Chosen
-from specdecode_operator.rollout.observed_events import assignment_of
+from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.learned import LearnedState, RowState
 from specdecode_operator.times import iso

@@ -9,14 +9,26 @@ from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
-from specdecode_operator.planning.loads import Load, bucket_of
+from specdecode_operator.planning.loads import Load, bucket_of, present_row
 from specdecode_operator.planning.plan_rows import rows_of
 from specdecode_operator.planning.shape_search import RANK, ShapeSearch
-from specdecode_operator.planning.step_time_model import StepTimeModel
+from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, follows
 from specdecode_operator.planning.workload import Objective, Request, prompt_token_seconds, tasks_at
 from specdecode_operator.state.learned import LearnedState
-from specdecode_worker.contract import Buckets
+from specdecode_worker.contract import Buckets, TreeShape
+
+
+def drafting_share(
+    speculation: SpeculationSpec, learned: LearnedState, found: Buckets, shape: TreeShape, max_num_seqs: int
+) -> float | None:
+    """Return the share of a step at the present load that draft passes surely take. None where nothing was timed."""
+    times, at = StepTimeModel.fit(learned.costs, learned.wander), present_row(learned.load, found)
+    if times is None or not shape.nodes:
+        return None
+    load = times.typical(found, *at, max_num_seqs)
+    passes = bounds_of(speculation, learned.load.task).passes(shape.depth)
+    return times.drafting_share(load, Batch(passes, 1 + shape.nodes)) if times.near(load) else None
 
 
 class Paced(NamedTuple):

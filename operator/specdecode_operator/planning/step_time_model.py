@@ -116,6 +116,13 @@ class StepTimeModel:
         """Return the seconds by the linear model for features in the order of contract.FEATURES."""
         return float(sum(map(float.__mul__, map(float, _with_drafting(x)), self.coefficients)))
 
+    def drafting_share(self, load: Load, batch: Batch) -> float:
+        """Return the share of a step that its draft passes surely take: the lower bound of 90 % confidence."""
+        x = np.zeros(K + 1)
+        x[FEATURES.index("draft_passes")], x[K] = batch.passes, 1
+        error = TUNING.z * math.sqrt(max(0.0, float(x @ self.covariance @ x)))
+        return max(0.0, float(x @ np.array(self.coefficients)) - error) / self.mean(load, batch)
+
     def token_variance(self, tokens: float) -> float:
         """Return the variance of what ``tokens`` more verified tokens add to a step, in square seconds."""
         at = FEATURES.index("verify_tokens")

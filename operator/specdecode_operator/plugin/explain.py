@@ -108,6 +108,8 @@ def _depth(
         return
     yield f"Depth at the current load: {word(speculation.depth)}, from plan version {word(speculation.plan_version)}."
     yield _deciding_mode(mode_of(resource), spec)
+    if dear := next((one.message for one in status.conditions if one.reason == "DraftingIsDear"), None):
+        yield f"Warning: {dear}. A cheaper draft of equal acceptance would gain more."
     if speculation.acceptance_by_context:
         yield f"Acceptance of the first draft token by context, in tokens: {speculation.acceptance_by_context}."
     if speculation.recommended:

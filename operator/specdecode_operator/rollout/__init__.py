@@ -1,1 +1,1 @@
-"""Rollout of drafts: events of an observation move the stored life cycle, and the assignment follows from it. Pure."""
+"""Rollout of drafts: one function a phase, and the assignment that follows from the record. Pure."""

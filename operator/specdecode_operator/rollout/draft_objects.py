@@ -23,6 +23,7 @@ from specdecode_operator.api.draft import (
 from specdecode_operator.api.schema import GROUP, VERSION
 from specdecode_operator.api.v1alpha1 import Condition, DraftLineageStatus, NameRef
 from specdecode_operator.drafts.lifecycle import Phase
+from specdecode_operator.rollout.runs import RUN_PHASES
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
 from specdecode_operator.state.draft_record import LINEAGE, DraftRecord
 from specdecode_operator.times import iso, seconds_of_timestamp
@@ -34,7 +35,6 @@ _IN_HAND: Mapping[DraftPhase, Phase] = {
     "Canary": Phase.CANARY,
 }
 """Phase of the rollout by the phase of the draft that is in hand."""
-_RUN_PHASES = (Phase.COLLECTING, Phase.DISTILLING)
 _TRAINED = {"app.kubernetes.io/managed-by": "specdecode"}
 """Label of the drafts that the operator created, which it deletes again once they are old."""
 NAME_LABEL = f"{GROUP}/name"
@@ -81,7 +81,7 @@ def record_of(drafts: Sequence[SpecDecodeDraft], known: DraftRecord) -> DraftRec
             "candidate": candidate,
             "previous": previous,
             "uris": uris,
-            "run": known.run if phase in _RUN_PHASES else None,
+            "run": known.run if phase in RUN_PHASES else None,
             "lineage": tuple(_lineage(drafts))[:LINEAGE],
         }
     )
@@ -167,6 +167,12 @@ def draft_writes(
         if after != draft:
             writes.append(DraftWrite(draft, after))
     return sorted(writes, key=lambda write: write.after.id != record.current)
+
+
+def with_writes(drafts: Iterable[SpecDecodeDraft], writes: Iterable[DraftWrite]) -> tuple[SpecDecodeDraft, ...]:
+    """Return the drafts as they will be once all is written."""
+    by_name = {draft.name: draft for draft in (*drafts, *(write.after for write in writes))}
+    return tuple(by_name[name] for name in sorted(by_name))
 
 
 def surplus(drafts: Iterable[SpecDecodeDraft]) -> list[SpecDecodeDraft]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from specdecode_operator.api.v1alpha1 import Cause, Spec
 from specdecode_operator.drafts.drift import FIRST_RECOVERY, TaskLoss, Worth, next_time, worth_of_run
-from specdecode_operator.drafts.lifecycle import Event, EventKind, Phase
 from specdecode_operator.errors import SpecError
-from specdecode_operator.rollout.observed_events import Detection, Facts
-from specdecode_operator.state.draft_record import DraftRecord
+from specdecode_operator.rollout.assignment import Facts
 from specdecode_operator.state.learned import DriftState
 from specdecode_operator.times import in_words
 
@@ -53,26 +53,34 @@ def _losses(drift: DriftState) -> list[TaskLoss]:
 # Requests of training runs: a stale draft whose repair is worth its device time, and times of the schedule.
 
 
-def find_drift_run(facts: Facts, record: DraftRecord) -> Detection | None:
-    """Find a reason for a training run, from the drift that was stored with the decision before.
+@dataclass(frozen=True, slots=True)
+class TrainingReason:
+    """Reason for a training run."""
+
+    cause: Cause
+    text: str
+    loss: float = 0.0
+    """Share of device time that a stale draft costs."""
+    stale_since: float = 0.0
+    """Time of the first alarm, where drift is the reason; 0 otherwise."""
+
+
+def reason_to_train(facts: Facts) -> TrainingReason | None:
+    """Return the reason for a run that nobody asked for, from the drift that was stored with the decision before.
 
     Raises:
         SpecError: The schedule is not valid.
     """
     spec, drift = facts.deployment.spec, facts.observed.session.learned.drift
-    trigger = spec.distillation.trigger
     planned = _next_planned(spec, drift, facts.now)
-    if trigger.mode == "Manual" or record.phase is not Phase.SERVING or spec.speculation.mode == "Off":
-        return None
-    if not drift.draft:
+    if spec.distillation.trigger.mode == "Manual" or spec.speculation.mode == "Off" or not drift.draft:
         return None
     reason = _reason(spec, drift, planned, facts.now)
     if reason is None:
         return None
     cause, text = reason
-    event = Event(kind=EventKind.RUN_REQUESTED)
     since = min((task.since for task in drift.stale), default=0.0) if cause == "drift" else 0.0
-    return Detection(record=record, event=event, reason=text, cause=cause, loss=lost_share(drift), stale_since=since)
+    return TrainingReason(cause, text, lost_share(drift), since)
 
 
 def _reason(spec: Spec, drift: DriftState, planned: float | None, now: float) -> tuple[Cause, str] | None:

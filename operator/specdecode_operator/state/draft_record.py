@@ -8,20 +8,18 @@ lost, so is a run that was under way, and no draft.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 
 from pydantic import Field
 
 from specdecode_operator.api.draft import TrialRecord
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus, DraftRunEndStatus
-from specdecode_operator.drafts.lifecycle import Lifecycle, Mode, Phase
+from specdecode_operator.drafts.lifecycle import Mode, Phase
 from specdecode_operator.state.learned import Stored
 
 LINEAGE = 10
 """Number of candidates in the lineage."""
 TRAINING_KEY = "training"
 """Entry of the ConfigMap."""
-_LIFECYCLE = tuple(field.name for field in fields(Lifecycle))
 
 
 class RunRecord(Stored):
@@ -115,15 +113,6 @@ class DraftRecord(TrainingRecord):
         counted = {**counts, entry.outcome: counts.get(entry.outcome, 0) + 1}
         others = (one for one in self.lineage if one.hash != entry.hash)
         return self.model_copy(update={"lineage": (entry, *others)[:LINEAGE], "candidate_outcomes": counted})
-
-    @property
-    def lifecycle(self) -> Lifecycle:
-        """State of the life cycle."""
-        return Lifecycle(**{name: getattr(self, name) for name in _LIFECYCLE})
-
-    def moved(self, state: Lifecycle) -> DraftRecord:
-        """Return the record with another state of the life cycle."""
-        return self.model_copy(update={name: getattr(state, name) for name in _LIFECYCLE})
 
     @property
     def is_used(self) -> bool:

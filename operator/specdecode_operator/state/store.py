@@ -8,7 +8,7 @@ measured. Drafts are written with each change, before it. Nothing is written for
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,14 +17,11 @@ from specdecode_operator.errors import ClusterError, Refused
 from specdecode_operator.kube.apply import text_digest
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS, Kind
 from specdecode_operator.manifests import state_config_map, state_name
-from specdecode_operator.rollout.draft_objects import DraftWrite, draft_writes, manifest_of, surplus
-from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, DraftRecord, parse_training, render_training
+from specdecode_operator.rollout.draft_objects import DraftWrite, manifest_of
+from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, parse_training, render_training
 from specdecode_operator.state.learned import LearnedState, parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import ChildProblem, Deployment, Key
-
-Drafts = Sequence[SpecDecodeDraft]
-Problem = ChildProblem | None
 
 WRITE_SECONDS = 60.0
 """Shortest time between two writes of estimates. A trade: at most a minute of measurements is lost with the process."""
@@ -133,26 +130,27 @@ class StateStore:
         before.training, before.is_measured = training.get(TRAINING_KEY, ""), False
         return None
 
-    async def save_drafts(self, deployment: Deployment, record: DraftRecord, drafts: Drafts, *, now: float) -> Problem:
-        """Write the drafts of a rollout where they differ from it, and delete those that nobody needs any more.
+    async def save_drafts(
+        self, deployment: Deployment, writes: Iterable[DraftWrite], ended: Iterable[SpecDecodeDraft]
+    ) -> ChildProblem | None:
+        """Write drafts, and delete those that nobody needs any more.
 
         Args:
             deployment: The resource.
-            record: Its rollout.
-            drafts: Its drafts as they are.
-            now: Time in seconds since the epoch.
+            writes: Drafts to create or change.
+            ended: Drafts to delete.
 
         Returns:
             The problem that prevents a write; nothing is written after it. None if all is written.
         """
-        for write in draft_writes(deployment, record, drafts, now=now):
+        for write in writes:
             try:
                 await self._write_draft(write)
             except ClusterError as error:
                 is_refused = isinstance(error, Refused)
                 name = write.after.name
                 return ChildProblem(DRAFTS.kind, name, "Refused" if is_refused else "Unavailable", error.sentence)
-        for draft in surplus(drafts):
+        for draft in ended:
             try:
                 await self._client.delete(DRAFTS, deployment.namespace, draft.name, uid=draft.uid)
             except ClusterError as error:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from specdecode_worker.contract import belongs
 from specdecode_worker.contract.internal_stream import PlanTask
 
 
-def task_of(tasks: Sequence[PlanTask], header: str | None, body: Mapping[str, Any]) -> PlanTask | None:
-    """Return the task of a request: from the header, else the metadata, else the first rule that matches its text.
+def task_of(
+    tasks: Sequence[PlanTask], header: str | None, body: Mapping[str, Any], tenant: str = ""
+) -> PlanTask | None:
+    """Return the task of a request: from the header, else the metadata, else the first rule that holds for it.
 
     The worker searches the prompt as its template renders it. This function searches the messages alone, so a rule
     that matches a part of the template is missed here; the request is then placed as one without a task.
@@ -21,11 +24,8 @@ def task_of(tasks: Sequence[PlanTask], header: str | None, body: Mapping[str, An
     label = metadata.get("task") if isinstance(metadata, Mapping) else None
     if isinstance(label, str) and label in by_name:
         return by_name[label]
-    rules = [task for task in tasks if task.match]
-    if not rules:
-        return None
-    texts = list(_texts(body))
-    return next((task for task in rules if any(task.match in text for text in texts if task.match)), None)
+    texts = list(_texts(body)) if any(task.match for task in tasks) else []
+    return next((task for task in tasks if belongs(task.match, task.clients, texts, tenant)), None)
 
 
 def _texts(body: Mapping[str, Any]) -> Iterator[str]:

@@ -77,7 +77,7 @@ class WorkerChoice:
 
     def _affinity_of(self, views: Sequence[WorkerView]) -> Affinity:
         """Return the affinity of the request. A task that has a draft of its own is part of it: so are its prefixes."""
-        task, name = task_of(plan_tasks_of(views), self._header, self._fields), self._header
+        task, name = task_of(plan_tasks_of(views), self._header, self._fields, self._tenant), self._header
         if task is not None and task.draft:
             name, self._draft = task.name, task.draft
         return affinity_of(self._route, self._fields, tenant=self._tenant, task=name)

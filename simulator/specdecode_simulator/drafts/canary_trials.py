@@ -57,18 +57,21 @@ def run_trials(
     limits = tuning or CrossoverTuning()
     verdicts: Counter[Verdict] = Counter()
     requests = []
-    for trial in range(trials):
-        verdict, pairs = _trial(np.random.default_rng([seed, trial]), gains, noise, limits)
+    for index in range(trials):
+        verdict, pairs = trial(np.random.default_rng([seed, index]), gains, noise, limits)
         verdicts[verdict] += 1
         requests.append(pairs * 2 * (BLOCK_REQUESTS + BURN_IN_REQUESTS))
     return CanaryResult(verdicts, tuple(requests))
 
 
-def _trial(
-    generator: Any, gains: Mapping[str, float], noise: CostNoise, tuning: CrossoverTuning
+def trial(
+    generator: Any,
+    gains: Mapping[str, float],
+    noise: CostNoise = DEFAULT_NOISE,
+    tuning: CrossoverTuning | None = None,
 ) -> tuple[Verdict, int]:
     """Run one canary test. Return its verdict and number of pairs."""
-    size = BLOCK_REQUESTS + BURN_IN_REQUESTS
+    tuning, size = tuning or CrossoverTuning(), BLOCK_REQUESTS + BURN_IN_REQUESTS
     count = tuning.max_pairs * 2 * size
     first = np.repeat(generator.random(tuning.max_pairs) < 0.5, 2 * size)
     second_block = np.arange(count) // size % 2 == 1

@@ -67,7 +67,7 @@ class AdaptiveVerification:
     table: StepTable
     records: Records
     kinds: Sequence[Kind]
-    quality: Callable[[int, float], float]
+    quality: Callable[[int, float, int], float]
     drafted: int
     estimator: AcceptanceEstimator = field(init=False)
     _generator: Any = field(default_factory=lambda: np.random.default_rng(20261127))

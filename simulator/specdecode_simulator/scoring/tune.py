@@ -1,10 +1,12 @@
-"""Grids over what the baselines leave open, on traces and seeds that nothing is judged on."""
+"""Grids over what the baselines leave open, on traces that nothing is judged on, and seeds 0 to 9."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from specdecode_simulator.policies.registry import SCALERS
@@ -13,7 +15,8 @@ from specdecode_simulator.scoring.run import Figures, one
 from specdecode_simulator.traces.catalogue import named
 from specdecode_simulator.traces.trace import Trace, knots, wave
 
-SEED = 9001
+SEEDS = tuple(range(10))
+"""Tables of results are of other seeds, from 10 on."""
 HOURS = 0.25
 REPLICA_PRICE = 0.02
 """Share of missed requests that one more replica hour an hour is worth, where scaling rules are tuned."""
@@ -34,15 +37,29 @@ GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }
 
 
-def tuned(library: Library, report: Callable[[str], None] = lambda line: None) -> dict[str, dict[str, Any]]:
+def tuned(
+    library: Library,
+    report: Callable[[str], None] = lambda line: None,
+    keep: Path | None = None,
+    seeds: Sequence[int] = SEEDS,
+) -> dict[str, dict[str, Any]]:
     """The best point of every grid: least mean of time per token over the best point's of each trace; of scaling
-    rules, least misses and replica hours together.
+    rules, least misses and replica hours together. Costs that ``keep`` has are not computed again.
     """
-    best = {}
+    best, known = {}, _kept(keep)
     for name, grid in GRIDS.items():
         points = list(_points(grid))
         traces = list(tuning_traces(scaled=name in SCALERS))
-        costs = [[_cost(name, point, trace, library) for point in points] for trace in traces]
+        costs = [[0.0] * len(points) for _ in traces]
+        for row, trace in zip(costs, traces, strict=True):
+            for (index, point), seed in product(enumerate(points), seeds):
+                key = json.dumps([name, point, trace.name, seed])
+                if key not in known:
+                    known[key] = _cost(name, point, trace, library, seed)
+                    if keep:
+                        with keep.open("a") as file:
+                            file.write(json.dumps([key, known[key]]) + "\n")
+                row[index] += known[key] / len(seeds)
         totals = [sum(row[index] / max(min(row), 1e-9) for row in costs) for index in range(len(points))]
         best[name] = points[totals.index(min(totals))]
         report(f"{name}: {best[name]} of {len(points)}")
@@ -68,8 +85,14 @@ def _points(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
         yield dict(zip(grid, values, strict=True))
 
 
-def _cost(name: str, point: Mapping[str, Any], trace: Trace, library: Library) -> float:
-    figures = one(name, trace, library, SEED, {name: point}, None).figures
+def _kept(path: Path | None) -> dict[str, float]:
+    """Return the costs that an earlier run computed, by rule, point, trace and seed."""
+    lines = path.read_text().splitlines() if path and path.exists() else []
+    return dict(json.loads(line) for line in lines)
+
+
+def _cost(name: str, point: Mapping[str, Any], trace: Trace, library: Library, seed: int) -> float:
+    figures = one(name, trace, library, seed, {name: point}, None).figures
     return _scaling_cost(figures, trace) if name in SCALERS else figures.time_per_token
 
 

@@ -11,7 +11,7 @@ import pytest
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS
-from specdecode_operator.rollout.draft_objects import manifest_of
+from specdecode_operator.rollout.draft_objects import draft_writes, manifest_of
 from specdecode_operator.state.learned import parse_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
@@ -59,14 +59,18 @@ def drafts(cluster: Cluster) -> Cluster:
 
 async def stored(api: KubeClient, canary: Canary) -> None:
     """Write the drafts of a canary as the operator does, and take what the API server returned."""
-    returned: dict[str, SpecDecodeDraft] = {one.name: one for one in canary.drafts}
+    namespace = canary.deployment.namespace
+    read = [await api.get(DRAFTS, namespace, one.name) for one in canary.drafts]
+    stored = [SpecDecodeDraft.model_validate(one) for one in read]
+    returned = {one.name: one for one in stored}
 
     def note(manifest: Any) -> None:
         draft = SpecDecodeDraft.model_validate(manifest)
         returned[draft.name] = draft
 
     store = StateStore(api, Unowned(api), note)
-    problem = await store.save_drafts(canary.deployment, canary.record, canary.observed().drafts, now=canary.now)
+    writes = draft_writes(canary.deployment, canary.record, stored, now=canary.now)
+    problem = await store.save_drafts(canary.deployment, writes, ())
     assert problem is None
     canary.drafts = list(returned.values())
 

@@ -125,7 +125,7 @@ def test_a_policy_is_made_for_each_deployment_and_deleted_once_policies_are_off(
 @pytest.fixture
 def newer_crd(crd: None, cluster: Cluster) -> Iterator[None]:
     """Serve the CRD of a newer operator, which has one more field with a default, and then this tree's again."""
-    definition = yaml.safe_load(crd_module.text())
+    definition = crd_module.crd()
     spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
     spec["speculation"]["properties"]["novelty"] = {"type": "object", "default": {"level": 3}} | {
         "properties": {"level": {"type": "integer", "default": 3}}

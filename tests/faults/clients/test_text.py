@@ -138,7 +138,7 @@ def test_huge_text_is_refused_at_once(worker: WorkerProcess, path: str) -> None:
     _assert_four_refused_at_once(worker, path, fields)
 
 
-def test_text_just_below_the_length_that_is_refused_unread_is_bounded_too(worker: WorkerProcess) -> None:
+def test_text_of_some_contexts_is_bounded_too(worker: WorkerProcess) -> None:
     _assert_four_refused_at_once(worker, "/v1/completions", {"prompt": "0123456789" * 29_000})
 
 

@@ -47,6 +47,8 @@ GOOD: list[dict[str, Any]] = [
     {"speculation": {"method": "peagle", "draft": {"uri": "hf://a/b@main", "quantization": "int4"}}},
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "quantization": "int8"}}},
     {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "coupled"}},
+    {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "prefill": {"replicas": 0}},
+    {"prefill": {"scaling": {"minReplicas": 0, "maxReplicas": 2}}},
     {"speculation": {"method": "draft-model", "draft": {"uri": "hf://a/b@main", "placement": "Own"}}},
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "placement": "Shared"}}},
     {"speculation": {"drafts": [{"name": "a", "method": "peagle", "uri": "file:///m", "quantization": "fp8"}]}},
@@ -146,6 +148,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
         for method in ("peagle", "dflash", "medusa")
     ),
     ({"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Elsewhere"}}}, "placement"),
+    (
+        {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "prefill": {"replicas": 1}},
+        "placement Own keeps the draft's keys in another process",
+    ),
+    ({"prefill": {"scaling": {"minReplicas": 3, "maxReplicas": 2}}}, "minReplicas must not exceed maxReplicas"),
     (
         {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "mss"}},
         "placement Own needs engine.sampler coupled",
@@ -268,10 +275,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 TYPOS: list[dict[str, Any]] = [{"speculaton": {}}, {"speculation": {"dept": {"max": 2}}}, {"workers": {"gpus": 1}}]
-RESERVED: list[dict[str, Any]] = [
-    {"engine": {"kind": "other"}},
-    {"prefill": {"replicas": 1}},
-]
+RESERVED: list[dict[str, Any]] = [{"engine": {"kind": "other"}}]
 """Fields to come, whose names no other field may take (docs/reference/api-versions.md)."""
 
 

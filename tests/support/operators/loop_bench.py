@@ -8,10 +8,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
 from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.errors import ClusterError, Unavailable
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DEPLOYMENTS, Kind
+from specdecode_operator.manifests import Role
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.telemetry.polling import WorkerAccess, WorkerPoll
 from specdecode_operator.telemetry.worker_client import Reading
@@ -143,13 +145,14 @@ class Bench:
     ) -> None:
         self.cluster, self.calls, self.pods, self.now = cluster or Cluster(), Calls(period), pods, 1e6
         self.records: dict[Any, Any] = {}
+        self.drafts: tuple[SpecDecodeDraft, ...] = ()
         self.gone: list[Key] = []
         caches = SimpleNamespace(
-            workers=lambda key: self.pods,
-            workload=lambda key: None,
+            workers=lambda key, role=Role.worker: self.pods if role is Role.worker else (),
+            workload=lambda key, role=Role.worker: None,
             routers=lambda key: None,
             demand=lambda key: {},
-            drafts=lambda key: (),
+            drafts=lambda key: self.drafts,
             jobs=lambda key: (),
             jobs_problem=lambda key: "",
             record=self.records.get,

@@ -65,7 +65,8 @@ def test_goodput_weighs_acceptance_against_cost() -> None:
 
 def adaptive(library: Library, token_seconds: float) -> AdaptiveVerification:
     kinds = (Kind(domain="qa"),)
-    return AdaptiveVerification(table_of(token_seconds), library.records, kinds, lambda kind, now: 0.0, drafted=5)
+    table = table_of(token_seconds)
+    return AdaptiveVerification(table, library.records, kinds, lambda kind, now, context: 0.0, drafted=5)
 
 
 def test_adaptive_verification_drafts_all_and_verifies_fewer_where_tokens_are_dear(library: Library) -> None:

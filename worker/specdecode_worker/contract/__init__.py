@@ -35,7 +35,7 @@ from specdecode_worker.contract.config import (
 )
 from specdecode_worker.contract.distillation import MAX_VERDICT_BYTES, CheckVerdict
 from specdecode_worker.contract.names import Env, Header, Metric, Port, Route
-from specdecode_worker.contract.plan import Buckets, MergedDraft, Plan, PlanRow, TaskMatch
+from specdecode_worker.contract.plan import Buckets, MergedDraft, Plan, PlanRow, TaskMatch, belongs
 from specdecode_worker.contract.report import (
     FEATURES,
     AcceptanceCell,
@@ -61,6 +61,7 @@ from specdecode_worker.contract.shape import TreeShape
 from specdecode_worker.contract.synthetic import StepTime, SyntheticKnobs
 from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
+    MAX_CLIENTS,
     MAX_DEPTH,
     MAX_MERGED,
     MAX_NODES,
@@ -89,6 +90,7 @@ __all__ = [
     "DRAFT_FREE",
     "FEATURES",
     "GPU_DEFAULTS",
+    "MAX_CLIENTS",
     "MAX_DEPTH",
     "MAX_MERGED",
     "MAX_NODES",
@@ -161,6 +163,7 @@ __all__ = [
     "WorkerConfig",
     "Written",
     "adapted_uri",
+    "belongs",
     "candidate_first",
     "default_served_name",
     "draft_passes",

@@ -202,6 +202,8 @@ class PlanTask(msgspec.Struct, frozen=True, array_like=True):
     """Text in the prompt of requests that belong to the task."""
     draft: str = ""
     """Name of its own draft, if the worker has loaded it; empty for the first draft."""
+    clients: tuple[str, ...] = ()
+    """Names of the tenants whose requests belong to the task."""
 
 
 class StepKindTime(msgspec.Struct, frozen=True, array_like=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Self
 
@@ -12,6 +13,7 @@ from specdecode_worker.contract.capture import CaptureRules
 from specdecode_worker.contract.shape import TreeShape
 from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
+    MAX_CLIENTS,
     MAX_DEPTH,
     MAX_MERGED,
     MAX_PREFILL_WORKERS,
@@ -65,17 +67,27 @@ class MergedDraft(Received):
 
 
 class TaskMatch(Received):
-    """Task label and the prompt substring that assigns it, if any.
+    """Task label, and the requests that belong to it without naming it, if any.
 
-    A label in the request header takes precedence.
+    These have ``match`` in their prompt and come from one of ``clients``, as far as either is given. A label in the
+    request header takes precedence.
     """
 
     name: TaskName
     match: str | None = None
+    clients: tuple[str, ...] = Field(default=(), max_length=MAX_CLIENTS)
+    """Names of API keys, which are tenants at routers."""
     draft: TaskName | None = None
     """Name of the draft that this task uses. None and unknown names select the first draft."""
     merge: tuple[MergedDraft, ...] = Field(default=(), max_length=MAX_MERGED)
     """Further drafts whose proposals are merged into the same trees."""
+
+
+def belongs(match: str | None, clients: Collection[str], prompts: Iterable[str], client: str) -> bool:
+    """Return whether a request without a label belongs to a task with these rules. ``prompts`` are its texts."""
+    if not (match or clients) or (clients and client not in clients):
+        return False
+    return not match or any(match in text for text in prompts)
 
 
 class Plan(Received):

@@ -24,6 +24,8 @@ MAX_DEPTH = 16
 MAX_RANKS = 8
 """Acceptance is counted for ranks 0..7 of the draft's candidates. A higher rank counts as a miss."""
 MAX_TASKS = 8
+MAX_CLIENTS = 64
+"""Largest number of clients that a task names."""
 MAX_PREFILL_WORKERS = 256
 MAX_MERGED = 2
 """Most drafts that are merged with the draft of a task."""

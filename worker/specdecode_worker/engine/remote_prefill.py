@@ -345,7 +345,7 @@ class BlockExchange:
         self._scheduler.counters.remote_prefills += not parked.fetch.declined
         if problem:
             self._scheduler.counters.remote_prefill_failures += 1
-            log.info("request %s goes on without blocks of %s: %s", parked.request.id, parked.peer.address, problem)
+            log.warning("a request goes on without blocks of %s: %s", parked.peer.address, problem)
 
     def _store(self, parked: _Parked, arrived: ArrivedBlocks) -> bool:
         """Write blocks to the cache. Return False if there is no room for them."""

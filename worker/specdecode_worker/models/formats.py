@@ -238,7 +238,7 @@ class StoredMatrix(ABC):
     def form(self) -> str:
         """Kind, group size, type of scales and order of columns, in words."""
         order = ", act-order" if self.groups_K is not None else ""
-        return f"{self.format}: {self.kind} in groups of {self.group}, {self.headers[self.scale].dtype} scales{order}"
+        return f"{self.kind} in groups of {self.group}, {self.headers[self.scale].dtype} scales{order}"
 
     @cached_property
     def groups_K(self) -> Tensor | None:
@@ -593,8 +593,11 @@ class Nvfp4(StoredMatrix):
         self._header("weight_scale", "F8_E4M3")
         if math.prod(self._header(self._whole, "F32").shape) != 1:
             raise self._wrong(self._whole, "is not one number")
-        axes: dict[str, Axes] = {self.levels: (("rows", 1), ("columns", 2))}
-        return axes | {"weight_scale": (("rows", 1), ("columns", 16)), self._whole: ()}
+        return {
+            self.levels: (("rows", 1), ("columns", 2)),
+            "weight_scale": (("rows", 1), ("columns", 16)),
+            self._whole: (),
+        }
 
     def _unpacked(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         codes_NK = _integers(tensors[self.levels], 4)

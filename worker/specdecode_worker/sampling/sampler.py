@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,9 @@ from specdecode_worker.sampling.params import (
     truncates,
 )
 from specdecode_worker.sampling.trees import Forest, Nodes, ancestors_of
+
+if TYPE_CHECKING:
+    from specdecode_worker.guided.guide import Guide
 
 ADJUSTED_AT_ONCE = 64
 """Rows of logits adjusted at a time, which bounds the memory of the fp32 copies, counts and masks."""
@@ -535,20 +538,10 @@ def _placed(values_BD: Tensor, place_BD: Tensor, size: int, padding: int) -> Ten
 # the target's masked choice before it never equals its token, so what follows it is never emitted.
 
 
-class TokenGuide(Protocol):
-    """Position of one request in its grammar; ``guided.guide.Guide`` implements it."""
-
-    def mask(self, path: Sequence[int] = ()) -> NDArray[np.uint32] | None:
-        """Return the tokens allowed behind a tree path as bits, or None if the path itself is not allowed."""
-        ...
-
-
 class TokenMasks:
     """Masks of one step. ``guides`` has one entry per sequence of the batch, None for those without a grammar."""
 
-    def __init__(
-        self, guides: Sequence[TokenGuide | None], texts: BatchTokens, forest: Forest, vocab_size: int
-    ) -> None:
+    def __init__(self, guides: Sequence[Guide | None], texts: BatchTokens, forest: Forest, vocab_size: int) -> None:
         self._guides, self._texts, self._forest = guides, texts, forest
         self._vocab_size = vocab_size
         self._words = (vocab_size + 31) // 32

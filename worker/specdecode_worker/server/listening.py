@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import uvicorn
@@ -191,32 +191,18 @@ SWEEP_SECONDS = 0.2
 """Interval of the sweeps. One over 2,000 connections takes a millisecond."""
 
 
-class Connection(Protocol):
-    """Connection that the table can close."""
-
-    state: ConnectionState
-
-    def unsent_bytes(self) -> int:
-        """Return the size of the output that the transport still holds."""
-        ...
-
-    def cut(self, reason: Cut) -> None:
-        """Close the connection."""
-        ...
-
-
 class ConnectionTable:
     """Open connections of one port, at most ``max_connections``, in the order in which they were accepted."""
 
     def __init__(self, port_name: str, limits: TimeLimits, max_connections: int) -> None:
         self._port_name, self._limits, self._max = port_name, limits, max_connections
         # The values of a dict are not used; unlike a set, it keeps the order.
-        self._connections: dict[Connection, None] = {}
+        self._connections: dict[BoundedHttpProtocol, None] = {}
 
     def __len__(self) -> int:
         return len(self._connections)
 
-    def add(self, connection: Connection) -> bool:
+    def add(self, connection: BoundedHttpProtocol) -> bool:
         """Add a new connection. Return False if there is no place for it; the caller then refuses it.
 
         At the bound, the connection that has waited longest without a complete request makes place. Half-open
@@ -232,7 +218,7 @@ class ConnectionTable:
         self._connections[connection] = None
         return True
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: BoundedHttpProtocol) -> None:
         """Remove a connection that has ended."""
         self._connections.pop(connection, None)
 
@@ -253,7 +239,7 @@ class ConnectionTable:
                 log.info("%s port: closed %d connections: %s", self._port_name, count, reason.value)
 
 
-def _longest_without_request(connections: Iterable[Connection]) -> Connection | None:
+def _longest_without_request(connections: Iterable[BoundedHttpProtocol]) -> BoundedHttpProtocol | None:
     waiting = (one for one in connections if one.state.phase is not ConnectionPhase.SERVING)
     return min(waiting, key=lambda one: one.state.since, default=None)
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from pydantic import ValidationError
 
 from specdecode_worker.capture import Recorder
-from specdecode_worker.contract import OTHER_TASK, DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig
+from specdecode_worker.contract import OTHER_TASK, DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig, belongs
 from specdecode_worker.core.errors import CallRefused, EngineGone
 from specdecode_worker.drafts.draft_files import draft_hash
 from specdecode_worker.drafts.swap import describe_failure
@@ -106,7 +106,7 @@ class PlanStore:
         if same and plan != current:
             raise Conflict(f"version {plan.version} is in force with other content", param="version")
 
-    def task(self, header: str | None, metadata: str | None, prompt: str) -> str:
+    def task(self, header: str | None, metadata: str | None, prompt: str, client: str = "") -> str:
         """Return the task label of a request: from the header, else the metadata, else the first rule that matches.
 
         The header is specific to specdecode, so a label that the plan does not know becomes ``other``. The key in the
@@ -117,7 +117,7 @@ class PlanStore:
             return header if header in names else OTHER_TASK
         if metadata in names:
             return metadata
-        matching = (task.name for task in self.current.tasks if task.match and task.match in prompt)
+        matching = (task.name for task in self.current.tasks if belongs(task.match, task.clients, (prompt,), client))
         return next(matching, OTHER_TASK)
 
 

@@ -141,7 +141,7 @@ async def start(service: Service, route: str, call: Call, wait: Wait) -> Started
     body = service.model.with_defaults(body)
     writer: ResponseWriter
     if isinstance(body, ChatRequest):
-        text, count = "\n".join(message.text for message in body.messages), 1
+        text, count = body.text, 1
         writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body), _reasoning(service, body))
     else:
         text, count = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str)), len(body.prompt)
@@ -151,7 +151,8 @@ async def start(service: Service, route: str, call: Call, wait: Wait) -> Started
     else:
         with service.preparing(body, count, call.terms.client) as preparation:
             prompts = await wait(preparation.prompts(body))
-        task, capture = service.plans.task(call.task, body.task, text), capture_permitted(call.capture, body)
+        task = service.plans.task(call.task, body.task, text, call.terms.client)
+        capture = capture_permitted(call.capture, body)
         generations = service.start(body, prompts, task, capture=capture, terms=call.terms)
         started = StartedRequest(body, prompts, generations, writer)
     writer.begin(started.prompts[0].ids)
@@ -173,7 +174,7 @@ async def _resume(
         prompts = await wait(preparation.resumed(body, resume.open.prompts))
         work = partial(continued_choices, service.model, body, prompts, earlier)
         choices = await wait(preparation.replay(sum(len(progress.ids) for _, progress in earlier), work))
-    task = service.plans.task(call.task, body.task, text)
+    task = service.plans.task(call.task, body.task, text, call.terms.client)
     return StartedRequest(body, prompts, service.resume(body, choices, task, terms=call.terms), writer)
 
 

@@ -76,11 +76,6 @@ class Tokenizer:
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         return {token: piece for piece, token in sorted(vocabulary.items(), key=lambda one: one[1]) if token >= first}
 
-    @property
-    def has_chat_template(self) -> bool:
-        """True unless the model is a base model without chat template."""
-        return self.template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, by default with the special tokens (such as BOS) of the tokenizer."""
         # The batch form releases the interpreter lock, so that a long text does not stop the other threads.

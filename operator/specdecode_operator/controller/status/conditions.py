@@ -32,6 +32,8 @@ example when the model hub does not answer."""
 SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
 """Annotation of the workload, see manifests."""
 
+DEAR_DRAFTING = 0.3
+"""Share of a step above which drafting is dear: a cheaper draft of equal acceptance gains more than 10 %."""
 _BLOCKING = (
     ("ImageNotPulled", r"\b(ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull|ImageInspectError)\b"),
     (
@@ -374,7 +376,12 @@ def speculation_effective(deployment: Deployment, observed: Observation, decisio
         message = "fewer than 500 tokens in the last minute, or no plain steps to compare with"
         return ConditionState(kind, "Unknown", "NotMeasured", message)
     if speedup > 1:
-        return ConditionState(kind, "True", "Faster", f"{speedup:.2f} times as fast as plain decoding")
+        message = f"{speedup:.2f} times as fast as plain decoding"
+        share = decision.drafting_share
+        if share is not None and share > DEAR_DRAFTING:
+            message += f"; drafting takes over {100 * DEAR_DRAFTING:.0f} % of a step"
+            return ConditionState(kind, "True", "DraftingIsDear", message)
+        return ConditionState(kind, "True", "Faster", message)
     if speedup == 1:
         message = "as fast as plain decoding; the workers' guards may be running plain decoding"
         return ConditionState(kind, "False", "NoGain", message)

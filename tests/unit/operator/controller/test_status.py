@@ -11,6 +11,7 @@ import pytest
 from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.status import rounded, status_of
 from specdecode_operator.decision.decide import decide
+from specdecode_operator.plugin.explain import explain
 from specdecode_operator.plugin.overview import detail
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import (
@@ -337,6 +338,48 @@ def test_the_condition_names_the_shape_that_the_guards_suspend() -> None:
     assert (effective.status, effective.reason) == ("False", "SuspendedByGuards")
     assert "suspend chain:5 of the plan" in effective.message
     assert condition(free, "SpeculationEffective").reason != "SuspendedByGuards"
+
+
+@pytest.mark.parametrize(("dear", "reason"), [(True, "DraftingIsDear"), (False, "Faster")])
+def test_drafting_that_takes_much_of_a_step_is_named_by_condition_and_explain(dear: bool, reason: str) -> None:
+    """A pass takes 6 ms of a step of 20 ms and more, or 1 ms, by the steps that workers timed."""
+    each = 0.006 if dear else 0.001
+    loop = loop_over(Truth(chances=[0.95] * 5, step_time=lambda s, d, c: 0.02 + each * d + 0.0004 * s * (d + 1)))
+    decision = loop.poll()
+    for sequences in (1, 8, 4, 2):  # one number of sequences tells passes and verified tokens together only
+        loop.worker.truth.sequences = sequences
+        decision = loop.polls(8)
+    assert decision.depth
+    share = each * decision.depth / (0.02 + each * decision.depth + 0.0004 * 2 * (decision.depth + 1))
+    assert decision.drafting_share == pytest.approx(share, abs=0.06)
+    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
+    figures = Figures(running=1, waiting=0, tokens_per_second=9, synthetic=False, speedup=1.5)
+    status = status_of(loop.deployment, observed, replace(decision, figures=figures), Outcome(), now=loop.now)
+    effective = condition(status, "SpeculationEffective")
+    assert (effective.status, effective.reason) == ("True", reason)
+    assert ("drafting takes over 30 % of a step" in effective.message) == dear
+    spec = loop.deployment.spec.model_dump(by_alias=True, mode="json", exclude_none=True)
+    resource = {"metadata": {"namespace": "n", "name": "d"}, "spec": spec, "status": status.model_dump(mode="json")}
+    text = " ".join(" ".join(explain(resource, None, loop.now)).split())
+    assert ("A cheaper draft of equal acceptance would gain more." in text) == dear
+
+
+def test_status_and_explain_have_the_acceptance_by_context() -> None:
+    loop = loop_over()
+    decision = replace(loop.polls(4), context_rates={"other": {"<=1024": 0.612, ">8192": 0.1}})
+    figures = Figures(running=1, waiting=0, tokens_per_second=9, synthetic=False)
+    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
+    status = status_of(loop.deployment, observed, replace(decision, figures=figures), Outcome(), now=loop.now)
+    assert status.speculation is not None
+    assert status.speculation.acceptance_by_context == "other: 0.61 at <=1024, 0.10 at >8192"
+    again = deployment_with(status)
+    later = status_of(again, observed, replace(decision, figures=None, context_rates={}), Outcome(), now=loop.now + 5)
+    assert later.speculation is not None
+    assert later.speculation.acceptance_by_context == status.speculation.acceptance_by_context, "with the figures alone"
+    spec = loop.deployment.spec.model_dump(by_alias=True, mode="json", exclude_none=True)
+    resource = {"metadata": {"namespace": "n", "name": "d"}, "spec": spec, "status": status.model_dump(mode="json")}
+    text = " ".join(" ".join(explain(resource, None, loop.now)).split())
+    assert "by context, in tokens: other: 0.61 at <=1024, 0.10 at >8192." in text
 
 
 def test_the_condition_says_that_no_worker_can_use_the_draft() -> None:

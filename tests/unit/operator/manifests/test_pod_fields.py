@@ -335,6 +335,7 @@ def test_child_names_are_those_of_all_children() -> None:
         manifests.headless_service(deployment),
         manifests.budget(deployment),
         manifests.workload(deployment, {}, "h", 1),
+        manifests.prefill_workload(deployment, manifests.pod_template(deployment, DEFAULTS), "h", 1),
         manifests.state_config_map(deployment, {}),
         manifests.tokens_secret(deployment, {}),
         manifests.router_workload(deployment, DEFAULTS),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
-from specdecode_operator.rollout.observed_events import assignment_of
+from specdecode_operator.rollout.assignment import assignment_of
 from specdecode_operator.state.draft_record import parse_training, render_training
 from specdecode_operator.state.learned import parse_state, render_state
 from specdecode_operator.state.session import Session

@@ -8,7 +8,7 @@ import pytest
 
 from specdecode_operator.api.draft import SpecDecodeDraft, TrialRecord
 from specdecode_operator.drafts.crossover import Crossover, CrossoverTuning, Evidence
-from specdecode_operator.rollout.rollout_step import MAX_PAIRS
+from specdecode_operator.rollout.phases import MAX_PAIRS
 from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of, verdict_of
 from specdecode_operator.state.draft_record import UNUSED, parse_training, render_training
 from specdecode_operator.state.learned import AcceptanceCell, RowState, StepTimeCell
@@ -710,3 +710,20 @@ def test_a_promotion_replaces_no_pod() -> None:
     canary.finish_pairs(60, 0.10)
     canary.until("Cooldown")
     assert canary.session.learned.template == before
+
+
+@pytest.mark.parametrize("is_promoted", [False, True])
+def test_a_candidate_that_is_deleted_while_no_operator_runs_ends_its_trial(is_promoted: bool) -> None:
+    canary = trying()
+    if is_promoted:
+        canary.finish_pairs(60, 0.10)
+        canary.until("Cooldown")
+        canary.offer({"uri": "file:///third", "hash": "third0third0"})
+        canary.ticks(2)
+        assert canary.phase == "Canary"
+    stored = parse_training(render_training(canary.record))
+    canary.drafts = canary.drafts[:-1]
+    canary.session = replace(canary.session, drafts=stored)
+    canary.tick()
+    canary.until("Cooldown")
+    assert canary.record.current == (NEW if is_promoted else "")

@@ -18,6 +18,7 @@ async def carried_out(canary: Canary, *, down: bool = False) -> tuple[Outcome, B
     bench = Bench()
     bench.cluster.down = {"demo-state", "draft-0"} if down else set()
     observed = replace(canary.observed(), session=canary.session, workload=workload_with(2))
+    bench.drafts = observed.drafts
     return await bench.loop._apply(canary.deployment, observed, canary.decision, canary.now), bench
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
+from specdecode_operator.rollout.draft_objects import draft_writes, with_writes
+from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import recovery_of
 from specdecode_worker.contract import Artifact, CaptureRules
 from support.operators.canary import CANDIDATE, DISTILLATION, OLD, TRAINED, Canary, capturing, distilling, verdict
@@ -373,3 +375,16 @@ def test_recovery_is_the_saved_share_of_the_lost_time() -> None:
     assert recovery_of(document, loss=0.4) == pytest.approx(0.5)
     assert recovery_of(document, loss=0.0) is None
     assert recovery_of(document, loss=0.1) == 1.0
+
+
+def test_a_trained_draft_that_could_not_be_created_yet_was_not_deleted() -> None:
+    canary = running()
+    canary.job_ends(verdict())
+    canary.tick(push=False)
+    assert (canary.phase, canary.drafts) == ("Canary", [])
+    writes = draft_writes(canary.deployment, canary.record, (), now=canary.now)
+    observed = replace(canary.observed(), session=canary.session)
+    later = canary.now + 5
+    assert step_rollout(canary.deployment, observed, now=later).record.phase == "RollingBack", "as if it was deleted"
+    unwritten = replace(observed, drafts=with_writes((), writes))
+    assert step_rollout(canary.deployment, unwritten, now=later).record.phase == "Canary"

@@ -14,6 +14,7 @@ import pytest
 
 from specdecode_operator.errors import Conflict
 from specdecode_operator.kube.kinds import Kind
+from specdecode_operator.rollout.draft_objects import draft_writes
 from specdecode_operator.state import learned as learned_module
 from specdecode_operator.state import session as session_module
 from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, render_training
@@ -117,15 +118,14 @@ async def test_drafts_are_written_as_they_differ_and_what_the_server_returns_is_
     cluster, canary = Cluster(), canary_with()
     canary.tick(push=False)
     store = StateStore(cluster, cluster, cluster.noted.append)
-    drafts = canary.observed().drafts
-    assert await store.save_drafts(canary.deployment, canary.record, drafts, now=canary.now) is None
+    writes = draft_writes(canary.deployment, canary.record, canary.observed().drafts, now=canary.now)
+    assert await store.save_drafts(canary.deployment, writes, ()) is None
     assert cluster.drafts == ["SpecDecodeDraft/draft-0", "SpecDecodeDraft/draft-0/status"]
     assert [("status" in one) for one in cluster.noted] == [False, True]
-    canary.write_drafts()
-    assert await store.save_drafts(canary.deployment, canary.record, canary.observed().drafts, now=9) is None
-    assert len(cluster.drafts) == 2, "at rest nothing is written"
+    assert await store.save_drafts(canary.deployment, (), canary.drafts) is None
+    assert cluster.drafts[2:] == ["deleted draft-0"]
     cluster.is_down = True
-    problem = await store.save_drafts(canary.deployment, canary.record, drafts, now=canary.now)
+    problem = await store.save_drafts(canary.deployment, writes, ())
     assert problem is not None
     assert (problem.reason, "modified" in problem.message) == ("Unavailable", True)
 

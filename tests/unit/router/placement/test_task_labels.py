@@ -36,6 +36,33 @@ def test_the_label_is_that_of_the_worker(header: str | None, body: dict[str, Any
     assert (task.name if task else OTHER_TASK) == expected
 
 
+OF_CLIENTS = (
+    PlanTask("acme-code", "def ", clients=("acme",)),
+    PlanTask("acme", clients=("acme", "acme-eu")),
+    PlanTask("code", "def "),
+)
+
+
+@pytest.mark.parametrize(
+    ("client", "prompt", "expected"),
+    [
+        ("acme", "def f", "acme-code"),
+        ("acme", "hello", "acme"),
+        ("acme-eu", "def f", "acme"),
+        ("globex", "def f", "code"),
+        ("globex", "hello", OTHER_TASK),
+        ("", "hello", OTHER_TASK),
+    ],
+)
+def test_a_task_may_be_that_of_customers(client: str, prompt: str, expected: str) -> None:
+    rules = tuple(TaskMatch(name=task.name, match=task.match, clients=task.clients) for task in OF_CLIENTS)
+    store = PlanStore("", Plan(tasks=rules))
+    assert store.task(None, None, prompt, client) == expected
+    assert store.task("code", None, prompt, client) == "code", "the header says otherwise"
+    task = task_of(OF_CLIENTS, None, {"prompt": prompt}, client)
+    assert (task.name if task else OTHER_TASK) == expected
+
+
 @pytest.mark.parametrize("body", [{"messages": 3}, {"messages": ["x", {"content": 4}]}, {"prompt": [1, [2]]},
                                   {"metadata": "x"}, {"metadata": {"task": ["code"]}}])  # fmt: skip
 def test_bodies_of_another_form_have_no_task(body: dict[str, Any]) -> None:

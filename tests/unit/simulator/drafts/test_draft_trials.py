@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 import numpy as np
 import pytest
 
 from specdecode_operator.drafts.crossover import Verdict
+from specdecode_operator.drafts.lifecycle import EventKind
+from specdecode_simulator.drafts import generations
 from specdecode_simulator.drafts.canary_trials import run_trials
 from specdecode_simulator.drafts.drift_trials import count_false_alarms, requests_until_alarm
+from specdecode_simulator.drafts.generations import KEPT, TOLERATED_LOSS, Draft, Year, gain_and_error, years
 from specdecode_simulator.drafts.request_costs import CostNoise, draw_requests
 
 TRIALS = 60
@@ -59,3 +63,36 @@ def test_noise_has_slow_parts_and_heavy_tails() -> None:
     smooth = cost.reshape(-1, 20).mean(axis=1)
     assert np.corrcoef(smooth[:-1], smooth[1:])[0, 1] > 0.2
     assert (cost**4).mean() / cost.var() ** 2 > 3.5
+
+
+# --- generations ------------------------------------------------------------------------------------------------------
+
+
+def test_the_loop_follows_a_drift_that_returns_and_forgets_no_golden_set() -> None:
+    """Two years of monthly runs, with and without replayed old text, for eight deployments each."""
+    for replays, least in ((True, 1.08), (False, 1.04)):
+        found = years(8, replays=replays)
+        months = [month for one in found for month in one]
+        first = Year(np.random.default_rng(0)).drafts["d0"].golden
+        assert sum(month.event is EventKind.CANARY_BETTER for month in months) >= (24 if replays else 60)
+        assert min(month.golden for month in months) > first + TOLERATED_LOSS
+        assert not [month for month in months if month.is_equal and month.event is EventKind.CANARY_BETTER]
+        assert max(month.stored for month in months) <= KEPT
+        gain, error = gain_and_error(found)
+        assert math.exp(gain - error) > least, "over the first draft, in months that it has lost"
+
+
+def test_without_the_bound_of_the_golden_set_it_would_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "FORGETTING", 0.08)
+    first = Year(np.random.default_rng(0)).drafts["d0"].golden
+    assert min(month.golden for one in years(4, replays=False) for month in one) > first + 2 * TOLERATED_LOSS
+    monkeypatch.setattr(generations, "TOLERATED_LOSS", -1.0)
+    assert min(month.golden for one in years(4, replays=False) for month in one) < first + 2 * TOLERATED_LOSS
+
+
+def test_a_draft_that_learns_nothing_is_never_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every candidate equals its parent but for the noise of measurements."""
+    monkeypatch.setattr(generations, "RECOVERY", 0.0)
+    monkeypatch.setattr(Year, "_trained", lambda year, name, parent, topic: Draft(name, parent.speed))
+    months = [month for one in years(50) for month in one]
+    assert not [month for month in months if month.event is EventKind.CANARY_BETTER]

@@ -94,7 +94,7 @@ def load_of(report: Report, clients: Mapping[str, int], routers: RouterTable) ->
         compatibility_key=report.compatibility_key,
         model=report.model,
         tasks=tuple(
-            PlanTask(task.name, task.match, (task.draft or "") if task.draft in loaded else "")
+            PlanTask(task.name, task.match, (task.draft or "") if task.draft in loaded else "", task.clients)
             for task in report.plan.tasks
         ),
         steps=tuple(

@@ -1,11 +1,13 @@
-"""1,000 deployments of 10 pods on a real API server: what the operator takes, writes, and how fast it follows.
+"""200 deployments of 10 pods on a real API server: what the operator takes, writes, and how fast it follows.
 
 etcd and kube-apiserver are real and alone (benchmarks/scale/api_server.py). Pods and the status of Deployments are made
 by the benchmark, and all workers' reports are modelled and answered by one HTTP proxy on loopback. One after the other:
 all is made while everybody works; everybody rests; at rest nothing may be written; one spec a second changes; the
 operator starts anew.
 
-    PYTHONPATH=operator:worker:benchmarks .venv/bin/python benchmarks/thousand.py --out benchmarks/results/STEM
+    PYTHONPATH=operator:worker:benchmarks .venv/bin/python benchmarks/many_deployments.py --out benchmarks/results/STEM
+
+The exit code is 1 where a target is missed. tests/operator_faults/test_scale.py runs it as a proof.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from specdecode_operator.api.v1alpha1 import PLURAL
 
 PROGRAMS = Path.home() / ".cache" / "specdecode" / "kubernetes-1.36.3"
 TARGETS = {
-    "resident_mib_most": 250.0,
+    "resident_mib_most": 512.0,
     "objects_written_at_rest": 0.0,
     "write_requests_at_rest": 0.0,
-    "change_seconds_p99": 2.0,
+    "change_seconds_p99": 1.0,
     "restart_seconds": 60.0,
 }
 
@@ -58,18 +60,21 @@ def main() -> int:
     if args.out:
         Path(args.out).with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
         Path(args.out).with_suffix(".md").write_text(table(document))
-    return 0
+    missed = [name for name, most in TARGETS.items() if document[name] > most]
+    if missed:
+        say(f"missed: {', '.join(f'{name} is {document[name]}, at most {TARGETS[name]:g}' for name in missed)}")
+    return bool(missed)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--deployments", type=int, default=1000)
+    parser.add_argument("--deployments", type=int, default=200)
     parser.add_argument("--pods", type=int, default=10)
-    parser.add_argument("--poll-seconds", type=float, default=60)
+    parser.add_argument("--poll-seconds", type=float, default=5)
     parser.add_argument("--concurrency", type=int, default=16, help="deployments that are looked at at a time")
     parser.add_argument("--work-seconds", type=float, default=90, help="how long everybody works")
     parser.add_argument("--settle-seconds", type=float, default=200, help="from the end of work to the time at rest")
-    parser.add_argument("--rest-seconds", type=float, default=70)
+    parser.add_argument("--rest-seconds", type=float, default=600)
     parser.add_argument("--changes", type=int, default=60)
     parser.add_argument("--programs", type=Path, default=PROGRAMS, help="folder with kube-apiserver")
     parser.add_argument("--keep-log", metavar="FILE", help="copy the operator's log there")
@@ -239,7 +244,7 @@ def table(document: dict[str, Any]) -> str:
         ),
     ]
     title = f"# {document['deployments']} deployments of {document['pods_each']} pods"
-    about = f"{document['machine']}, {document['date']}; made by benchmarks/thousand.py."
+    about = f"{document['machine']}, {document['date']}; made by benchmarks/many_deployments.py."
     return "\n".join([title, "", about, "", *rows, ""])
 
 

@@ -1,0 +1,170 @@
+"""Prefill workers: their pods, who may reach them, their addresses in the plan, and how many there are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from specdecode_operator import manifests, scaling
+from specdecode_operator.api.v1alpha1 import PrefillScalingSpec, PrefillSpec
+from specdecode_operator.controller.status.build import prefill_section
+from specdecode_operator.decision.decide import decide
+from specdecode_operator.decision.size_stage import CapacityInputs, SizeInputs, size
+from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.state.session import Session
+from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.types import Decision, Observation, PolicyPeers, Worker
+from specdecode_worker.contract import Env, PlanState, Port, Report, WorkerConfig
+from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+
+
+def prefill_pod(name: str, address: str | None, **fields: Any) -> Worker:
+    return Worker(name=name, uid=name, address=address, role="prefill", **{"ready": True, **fields})
+
+
+def decided(observed: Observation, session: Session, **spec: Any) -> tuple[Decision, Session]:
+    return decide(deployment_with(**spec), observed, DEFAULTS, now=1000)
+
+
+def fresh() -> Session:
+    return Session(learned=LearnedState(uid="u1"), stored=False)
+
+
+def child(decision: Decision, name: str) -> Any:
+    own = (one for one in decision.children if one["kind"] == "Deployment" and one["metadata"]["name"] == name)
+    return next(own, None)
+
+
+def config_of(workload: Any) -> WorkerConfig:
+    (container,) = workload["spec"]["template"]["spec"]["containers"]
+    value = next(one["value"] for one in container["env"] if one["name"] == Env.config)
+    return WorkerConfig.model_validate(json.loads(value))
+
+
+def test_prefill_workers_have_the_pods_of_workers_in_a_role_of_their_own() -> None:
+    deployment = deployment_with(prefill={"replicas": 2})
+    decision, _ = decided(Observation(workload=None, workers=(), session=fresh()), fresh(), prefill={"replicas": 2})
+    workers, prefill = (child(decision, f"{deployment.name}-{role}") for role in ("worker", "prefill"))
+    assert prefill["spec"]["replicas"] == 2
+    assert config_of(prefill).engine == config_of(workers).engine.model_copy(update={"role": "prefill"})
+    assert config_of(workers).engine.block_port == Port.blocks
+    labels = prefill["spec"]["template"]["metadata"]["labels"]
+    assert prefill["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert labels["specdecode.io/role"] == prefill["metadata"]["labels"]["specdecode.io/role"] == "prefill"
+    for kind in ("Service", "PodDisruptionBudget"):
+        for one in decision.children:
+            if one["kind"] == kind:
+                selector = one["spec"]["selector"].get("matchLabels", one["spec"]["selector"])
+                assert not selector.items() <= labels.items(), "prefill workers are in no Service and no budget"
+    assert workers["spec"]["template"]["metadata"]["labels"]["specdecode.io/role"] == "worker"
+
+
+def test_prefill_workers_of_an_older_template_listen_too() -> None:
+    config = {"model": {"uri": "a", "served_name": "a"}, "engine": {"max_num_seqs": 3}}
+    container = {"name": "worker", "env": [{"name": Env.config, "value": json.dumps(config)}]}
+    old = {"metadata": {"labels": {}}, "spec": {"containers": [container]}}
+    made = manifests.prefill_workload(deployment_with(), old, "h", 1)
+    engine = config_of(made).engine
+    assert (engine.role, engine.block_port, engine.max_num_seqs) == ("prefill", Port.blocks, 3)
+    assert json.loads(container["env"][0]["value"]) == config, "the workers' template stays as it is"  # type: ignore[arg-type, index]
+
+
+def test_a_change_of_prefill_replaces_no_worker() -> None:
+    before, after = deployment_with(), deployment_with(prefill={"replicas": 1})
+    assert manifests.rolling_hash(before.spec) == manifests.rolling_hash(after.spec)
+
+
+def test_without_prefill_there_is_no_child_and_afterwards_it_has_no_pods() -> None:
+    deployment = deployment_with()
+    name = f"{deployment.name}-prefill"
+    decision, _ = decided(Observation(workload=None, workers=(), session=fresh()), fresh())
+    assert child(decision, name) is None
+    left = Observation(workload=None, workers=(), session=fresh(), prefill_workload=workload_with(2))
+    decision, _ = decided(left, fresh())
+    assert child(decision, name)["spec"]["replicas"] == 0
+
+
+def test_policy_opens_the_block_port_to_the_deployments_own_workers_alone() -> None:
+    policy = manifests.network_policy(deployment_with(), PolicyPeers())
+    (rule,) = [one for one in policy["spec"]["ingress"] if one["ports"][0]["port"] == Port.blocks]
+    (peer,) = rule["from"]
+    (roles,) = peer["podSelector"]["matchExpressions"]
+    assert peer["podSelector"]["matchLabels"] == {"specdecode.io/name": deployment_with().name}
+    assert (roles["key"], set(roles["values"])) == ("specdecode.io/role", {"worker", "prefill"})
+    (applies,) = policy["spec"]["podSelector"]["matchExpressions"]
+    assert "prefill" in applies["values"]
+
+
+def test_addresses_of_ready_prefill_workers_are_published_and_pushed_to_both_roles() -> None:
+    pods = (
+        prefill_pod("b", "10.0.0.2"),
+        prefill_pod("a", "fd00::1"),
+        prefill_pod("new", "10.0.0.3", ready=False),
+        prefill_pod("old", "10.0.0.4", leaving=True),
+        prefill_pod("unplaced", None),
+    )
+    session = fresh()
+    spec = {"prefill": {"replicas": 2}}
+    first, session = decided(Observation(workload=None, workers=(), session=session), session, **spec)
+    assert first.plan.prefill == ()
+    report = Report(boot_id="b", worker="w", clock_seconds=1, plan=PlanState(uid="u1", version=first.plan.version))
+    worker = Worker(name="w", uid="w", address="10.0.0.9", ready=True, report=report)
+    reporting = replace(pods[0], report=report)
+    observed = Observation(workload=None, workers=(worker,), session=session, prefill=(reporting, *pods[1:]))
+    second, session = decided(observed, session, **spec)
+    assert second.plan.prefill == ("10.0.0.2:8002", "[fd00::1]:8002")
+    assert second.plan.version == first.plan.version + 1, "workers are told without a restart"
+    assert set(second.pushes) == {"10.0.0.9", "10.0.0.2"}
+    third, _ = decided(replace(observed, session=session), session, **spec)
+    assert third.plan == second.plan
+
+
+def inputs(rate: float, running: int, spec: PrefillSpec, *, prompt_seconds: float = 0.5, **fields: Any) -> SizeInputs:
+    class Traffic:
+        arrivals = rate * 60
+
+    delta = Delta.__new__(Delta)
+    object.__setattr__(delta, "seconds", 60.0)
+    object.__setattr__(delta, "at", 1000.0)
+    object.__setattr__(delta, "traffic", {"other": Traffic()})
+    mix = scaling.Mix(prompt_tokens=0, output_tokens=10, context_tokens=10, prompt_busy_seconds=prompt_seconds)
+    capacity = CapacityInputs(mix=mix, step_model=None, limits=None)  # type: ignore[arg-type]
+    known: dict[str, Any] = {"capacity": capacity, "window": (delta,)} | fields
+    return SizeInputs(now=1000.0, scaling=None, prefill=spec, prefill_workload=workload_with(running), **known)
+
+
+BOUNDS = PrefillSpec(scaling=PrefillScalingSpec(min_replicas=1, max_replicas=4))
+
+
+@pytest.mark.parametrize(
+    ("rate", "running", "wanted"),
+    [
+        (0.0, 1, 1),
+        (1.0, 1, 1),  # half a worker is busy
+        (1.5, 1, 2),
+        (4.0, 2, 3),  # two busy ones need three
+        (3.9, 4, 4),  # three would be busy for two thirds of the time
+        (2.9, 4, 3),
+        (50.0, 4, 4),
+    ],
+)
+def test_prefill_workers_follow_the_prompts_that_no_cache_has(rate: float, running: int, wanted: int) -> None:
+    assert size(inputs(rate, running, BOUNDS)).decision.prefill == wanted
+
+
+def test_prefill_workers_stay_while_nothing_is_known_or_the_deployment_is_paused() -> None:
+    assert size(inputs(0.0, 3, BOUNDS, capacity=None)).decision.prefill == 3
+    assert size(inputs(9.0, 2, BOUNDS, is_paused=True)).decision.prefill == 2
+    assert size(inputs(9.0, 2, PrefillSpec(replicas=3))).decision.prefill == 3
+
+
+def test_status_counts_prefill_workers() -> None:
+    deployment = deployment_with(prefill={"replicas": 3})
+    observed = Observation(workload=None, workers=(), session=fresh(), prefill_workload=workload_with(3, ready=2))
+    section = prefill_section(deployment, observed)
+    assert section is not None
+    assert (section.ready_replicas, section.ready) == (2, "2/3")
+    assert prefill_section(deployment_with(), observed) is None
