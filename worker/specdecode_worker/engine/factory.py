@@ -189,8 +189,9 @@ def assemble(
 
 def _transfer_access(worker: WorkerConfig, target: str, device: torch.device) -> TransferAccess:
     """Return what this worker has in common with those that it exchanges cache blocks with."""
-    model, ranks = worker.model, worker.engine.tensor_parallel_size
-    of_blocks = (target, model.dtype, model.quantization, kernel_class(device), ranks, VERSION)
+    model, engine = worker.model, worker.engine
+    ranks = engine.tensor_parallel_size
+    of_blocks = (target, model.dtype, model.quantization, engine.kv_cache_dtype, kernel_class(device), ranks, VERSION)
     folder = worker.server.admin_tokens_path
 
     def read_tokens() -> Sequence[str]:

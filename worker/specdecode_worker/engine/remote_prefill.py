@@ -72,14 +72,14 @@ class _StoredStates:
     """Stored states of the target, with the interface of `PagedCache` for whole blocks."""
 
     def __init__(self, block_aux_NA: Tensor) -> None:
-        self.data = block_aux_NA
+        self.bits = block_aux_NA
         self.block_bytes = block_aux_NA[0].numel() * block_aux_NA.element_size()
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        return self.data[to_device(blocks, self.data.device, dtype=torch.int64)]
+        return self.bits[to_device(blocks, self.bits.device, dtype=torch.int64)]
 
     def write_blocks(self, blocks: Sequence[int], rows_NA: Tensor) -> None:
-        self.data[to_device(blocks, self.data.device, dtype=torch.int64)] = rows_NA
+        self.bits[to_device(blocks, self.bits.device, dtype=torch.int64)] = rows_NA
 
 
 class BlockParts:
@@ -121,7 +121,7 @@ class BlockParts:
         for name, rows_CB in arrived.items():
             if (part := parts.get(name)) is not None:
                 rows_NB = rows_CB if len(rows) == len(rows_CB) else rows_CB[list(rows)]
-                part.write_blocks(blocks, rows_NB.to(device, non_blocking=True).view(part.data.dtype))
+                part.write_blocks(blocks, rows_NB.to(device, non_blocking=True).view(part.bits.dtype))
 
     def marks(self, request: Request, names: Iterable[str]) -> tuple[str, bool]:
         """Return the draft whose keys are among these parts and can be used now, and whether the states are too."""

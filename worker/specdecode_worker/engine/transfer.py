@@ -409,6 +409,8 @@ class BlockServer:
         proof = self._access.proof(token, b"server", challenge, hello.nonce, certificate)
         channel.send(Welcome(proof, *self.load))
         want: Want = channel.receive(Want, self._most_bytes, deadline)
+        if len(want.tokens) % 4 or want.first < 0:
+            raise TransferFailed("a peer wants blocks of no text")
         return want
 
 
