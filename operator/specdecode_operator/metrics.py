@@ -293,23 +293,23 @@ for _reason in get_args(CallFailure):
 def record(deployment: Deployment, observed: Observation, decision: Decision, status: Status) -> None:
     """Set the series of one deployment from the results of a reconcile."""
     key = deployment.key
-    DESIRED_REPLICAS.set(key, decision.desired)
+    DESIRED_REPLICAS.set(key, decision.scale.desired)
     READY_REPLICAS.set(key, status.ready_replicas)
     PREFILL_REPLICAS.set(key, status.prefill.ready_replicas if status.prefill else 0)
     PLAN_VERSION.set(key, decision.plan.version)
-    STALE_REPORTS.set(key, len(decision.silent))
-    SUSPECTS.set(key, len({suspect.pod for suspect in decision.suspects}))
-    _set_known(WANTED_REPLICAS, key, decision.wanted)
-    _set_known(CAPACITY, key, decision.capacity.rate if decision.capacity else None)
-    _set_known(DEPTH, key, decision.depth)
-    _set_known(FIRST_ACCEPTANCE, key, decision.first_acceptance)
+    STALE_REPORTS.set(key, len(decision.shown.silent))
+    SUSPECTS.set(key, len({suspect.pod for suspect in decision.health.unhealthy}))
+    _set_known(WANTED_REPLICAS, key, decision.scale.wanted)
+    _set_known(CAPACITY, key, decision.scale.capacity.rate if decision.scale.capacity else None)
+    _set_known(DEPTH, key, decision.shown.depth)
+    _set_known(FIRST_ACCEPTANCE, key, decision.shown.first_acceptance)
     _record_objectives(deployment)
     _record_decisions(key, decision.changes)
-    if decision.figures is not None:
-        _record_figures(key, decision.figures)
+    if decision.shown.figures is not None:
+        _record_figures(key, decision.shown.figures)
         tasks = [task.name for task in deployment.spec.speculation.tasks] + [OTHER_TASK]
-        _record_tasks(key, {name: decision.figures.tasks.get(name, TaskFigures()) for name in tasks[:MAX_TASKS]})
-    _record_gains(key, decision.history)
+        _record_tasks(key, {name: decision.shown.figures.tasks.get(name, TaskFigures()) for name in tasks[:MAX_TASKS]})
+    _record_gains(key, decision.shown.history)
     _record_drafts(key, status.draft)
     record_runs(deployment, observed)
     record_drift(key, observed.session.learned.drift)

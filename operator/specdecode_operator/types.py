@@ -286,22 +286,50 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """Desired state of one deployment, and the values for status, Events and metrics."""
+class ReplicaDecision:
+    """Number of workers, and the figures behind it."""
 
-    plan: Plan
-    """Plan of all workers that are not in ``excluded``."""
     replicas: int
+    """Replicas to set."""
+    desired: int
+    """Replicas that demand asks for, within the bounds; they differ from ``replicas`` with an external owner."""
+    wanted: int | None = None
+    """Workers that demand asks for, without bounds. None without spec.scaling."""
+    arrivals: float | None = None
+    """Requests per second of the whole deployment over the last minute. None while they are unknown."""
+    capacity: Capacity | None = None
+    limited: ScalingLimit | None = None
+    reason: str = ""
+    """Reason for a change, as the decision history shows it."""
+    prefill: int = 0
+    """Number of prefill workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remediation:
+    """Actions on unhealthy workers, and the state for the next decision."""
+
+    unhealthy: tuple[UnhealthyWorker, ...] = ()
+    own: frozenset[str] = frozenset()
+    """Addresses of the workers that must not run the common plan."""
+    own_plans: dict[str, Plan] = field(default_factory=dict)
+    """Plans of those workers by address, as far as they do not run them yet."""
+    recycle: tuple[str, ...] = ()
+    """Names of the pods to evict."""
+    recycling: str = ""
+    """Uid of the pod that was proposed last, to be stored until its eviction is observed."""
+    recycled_at: float | None = None
+    """Time of the latest replacement, to be stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Values for status, Events and metrics alone."""
+
     image: str
     url: str
     selector: str
     """Label selector of the pods, as text for the scale subresource."""
-    children: tuple[Manifest, ...]
-    """Manifests in the order in which they are applied: the plan comes before the pods that mount it."""
-    pushes: tuple[str, ...] = ()
-    """Addresses of workers that must be given ``plan``."""
-    changes: tuple[DecisionRecord, ...] = ()
-    """Decisions made just now, oldest first; each becomes an Event."""
     recommended: str | None = None
     """Shape that mode Auto would run at the present load, in Advisory mode and while Auto is overridden by a pin."""
     depth: int | None = None
@@ -320,8 +348,6 @@ class Decision:
     """Share of a step at the present load that draft passes surely take. None where it is unknown."""
     context_rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Acceptance of the first draft token by task and context, of tasks that were seen in several contexts."""
-    wanted: int | None = None
-    """Replicas that demand asks for, before the bounds are applied. None without spec.scaling."""
     history: tuple[DecisionRecord, ...] = ()
     """Decisions in the stored history, newest first, with their realised gains."""
     measuring: str | None = None
@@ -334,25 +360,29 @@ class Decision:
     """Reason why a pin is invalid. The previous pin or mode stays in force."""
     silent: Mapping[str, str] = field(default_factory=dict)
     """Names of ready workers whose reports are stale, each with the first reason."""
-    desired: int = 0
-    """Replicas that demand asks for, within the bounds. With owner External or mode Advisory, ``replicas`` differs."""
-    arrivals: float | None = None
-    """Requests per second that arrive at all workers together."""
-    capacity: Capacity | None = None
-    limited: ScalingLimit | None = None
-    suspects: tuple[UnhealthyWorker, ...] = ()
-    own_plans: Mapping[str, Plan] = field(default_factory=dict)
-    """Plans to push to workers in ``excluded`` that do not run them yet, by address."""
-    excluded: frozenset[str] = frozenset()
-    """Addresses of workers that must not run ``plan``."""
-    recycle: tuple[str, ...] = ()
-    """Names of pods to evict, so that new pods replace them."""
     nodes: int | None = None
     """Draft tokens of the shape in use at the present load; 0 for plain decoding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Desired state of one deployment: what is carried out, and how much, how well, and what is shown."""
+
+    plan: Plan
+    """Plan of all workers that are not in ``excluded``."""
+    children: tuple[Manifest, ...]
+    """Manifests in the order in which they are applied: the plan comes before the pods that mount it."""
+    scale: ReplicaDecision
+    health: Remediation
+    shown: Shown
+    pushes: tuple[str, ...] = ()
+    """Addresses of workers that must be given ``plan``."""
     job: Manifest | None = None
     """Training Job to create. None if none is due, or it exists."""
     ended_jobs: tuple[TrainingJob, ...] = ()
     """Training Jobs to delete, because no run needs them."""
+    changes: tuple[DecisionRecord, ...] = ()
+    """Decisions made just now, oldest first; each becomes an Event."""
     urgent: bool = False
     """The learned state holds a new decision, which must be persisted before it takes effect."""
     learnt: bool = False

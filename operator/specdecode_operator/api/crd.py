@@ -62,25 +62,34 @@ Short name `{DRAFT_SHORT_NAME}`. It has no owner: it outlives its deployment.
 
 def reference_page() -> str:
     """Return the reference page."""
-    parts = []
+    parts, shown = [], dict[str, str]()
     for head, schema in ((_HEAD, root_schema()), (_DRAFT_HEAD, draft_schema())):
         parts.append(head)
         parts.append(
-            "\n".join(one for part in ("spec", "status") for one in _sections(part, schema["properties"][part]))
+            "\n".join(one for part in ("spec", "status") for one in _sections(part, schema["properties"][part], shown))
         )
     return "".join(parts)
 
 
-def _sections(path: str, node: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the section of an object, then those of the objects in it."""
+_STATISTICS = "status.trial"
+"""Record that only the operator reads; `kubectl explain` describes it."""
+
+
+def _sections(path: str, node: Mapping[str, Any], shown: dict[str, str]) -> Iterator[str]:
+    """Yield the section of an object, then those of the objects in it. Of equal ones the first alone has its rows."""
+    if path == _STATISTICS:
+        return
     is_status = path.startswith("status")
     rows = "\n".join(_row(name, field, node, is_status=is_status) for name, field in node["properties"].items())
     head = "| field | type | description |\n|---|---|---|" if is_status else _SPEC_HEAD
+    if (first := shown.setdefault(rows, path)) != path:
+        yield f"## {path}\n\nAs `{first}`.\n"
+        return
     yield f"## {path}\n\n{head}\n{rows}\n"
     for name, field in node["properties"].items():
         inner = field.get("items", field)
         if "properties" in inner:
-            yield from _sections(f"{path}.{name}{'[]' if 'items' in field else ''}", inner)
+            yield from _sections(f"{path}.{name}{'[]' if 'items' in field else ''}", inner, shown)
 
 
 _SPEC_HEAD = "| field | type | default | description |\n|---|---|---|---|"

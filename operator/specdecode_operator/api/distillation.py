@@ -32,9 +32,9 @@ class DraftRolloutSpec(Api):
 
     mode: Literal["Canary", "Direct", "Manual"] = Field(
         default="Canary",
-        description="Canary: one worker tries the candidate, and a better one is promoted. Manual: as Canary, but a "
-        "better one waits for its role Serving. Direct: a draft whose training run found it better is promoted without "
-        "a trial; others are tried as with Canary.",
+        description="Canary: one worker tries the candidate, and a better one is promoted. Manual: a better one waits "
+        "for its role Serving. Direct: a draft whose training run found it better is promoted without a "
+        "trial.",
     )
     block_requests: int = Field(
         default=32,
@@ -79,8 +79,8 @@ class DistillationCaptureSpec(Api):
     )
     redact: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$", max_length=256)] | None = Field(
         default=None,
-        description="module:function of the worker's image that receives every record and returns it, changed or not, "
-        "or None to drop it. Absent: records are kept as they are.",
+        description="module:function of the worker's image that receives every record and returns it, changed, or None "
+        "to drop it. Absent: none.",
         examples=["redaction:remove_names"],
     )
     consent: Literal["OptOut", "OptIn"] = Field(
@@ -107,8 +107,8 @@ class DistillationTriggerSpec(Api):
     )
     request: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         default=None,
-        description="Any text; a value that it did not have before starts a run, as `kubectl specdecode distill` does "
-        "with the time. Absent: no run is requested.",
+        description="Any new value starts a run, as `kubectl specdecode distill` does with the time. Absent: no run is "
+        "requested.",
         examples=["2026-11-27 after the new prompt"],
     )
     reject: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
@@ -135,8 +135,7 @@ class DistillationTriggerSpec(Api):
     )
     cooldown: Duration = Field(
         default="24h",
-        description="Time after a run or a rollout of a draft in which the operator "
-        "begins no other one by itself. Requests of a user are carried out.",
+        description="Time after a run or a rollout of a draft in which the operator begins no other one by itself.",
     )
 
 
@@ -161,9 +160,8 @@ class DistillationStorageSpec(Api):
             max_length=270,
         ),
     ] = Field(
-        description="pvc://CLAIM: a claim that all workers can mount (ReadWriteMany, or one node); the Job writes "
-        "drafts and checkpoints to it. s3://BUCKET/PREFIX: a bucket, where no claim can be shared; a new pod of the "
-        "Job then begins anew. Drafts lie below it in drafts/NAME/HASH.",
+        description="pvc://CLAIM: a claim that all workers can mount (ReadWriteMany, or one node). s3://BUCKET/PREFIX: "
+        "a bucket; a new pod of the Job then begins anew. Drafts lie below it in drafts/NAME/HASH.",
         examples=["pvc://drafts"],
     )
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/ ]+$", max_length=256)] | None = Field(
@@ -177,8 +175,7 @@ class DistillationStorageSpec(Api):
     secret_ref: NameRef | None = Field(
         default=None,
         description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for a temporary key, AWS_SESSION_TOKEN. "
-        "The Job needs the rights to write, read and list, the workers those to read and list. Absent: the uri is a "
-        "claim.",
+        "The Job writes, the workers read and list. Absent: the uri is a claim.",
         examples=[{"name": "models-key"}],
     )
 
@@ -211,8 +208,8 @@ class DistillationSpec(Api):
 
     capture: DistillationCaptureSpec | None = Field(
         default=None,
-        description="Capture of served requests, as token ids, on the workers' own disks, at most 2Gi each. Absent: "
-        "nothing is captured, and workers delete what they captured.",
+        description="Capture of served requests, as token ids, on the workers' disks, at most 2Gi each. Absent: nothing"
+        " is captured, and captures are deleted.",
         examples=[{"percent": 5}],
     )
     trigger: DistillationTriggerSpec = Field(
@@ -231,9 +228,8 @@ class DistillationSpec(Api):
     )
     prompts_config_map_ref: NameRef | None = Field(
         default=None,
-        description="ConfigMap with golden.jsonl, prompts on which a new draft must not be slower, and with "
-        "replay.jsonl, prompts of the draft's earlier training, which are answered by the target and mixed in. It has "
-        "both. Absent: captured traffic alone decides and trains.",
+        description="ConfigMap with golden.jsonl, prompts on which a new draft must not be slower, and replay.jsonl, "
+        "prompts that are mixed in. Absent: captured traffic alone decides and trains.",
         examples=[{"name": "prompts"}],
     )
     job_template: Anything = Field(

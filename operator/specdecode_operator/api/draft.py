@@ -55,15 +55,15 @@ class DraftResourceSpec(Api):
     )
     hash: DraftHash | None = Field(
         default=None,
-        description="Hash of the draft's files: its weights, config and calibration. Workers refuse files with another "
-        "hash. Absent: the operator writes that of the files which the first worker loads.",
+        description="Hash of the draft's files. Workers refuse files with another one. Absent: the operator writes that"
+        " of the first worker's files.",
         examples=["4f1c9a7be2d05c6e"],
     )
     role: Role = Field(
         default="Candidate",
         description="Candidate: the draft is tried. Serving: all workers load it, without a trial if it had none. "
-        "Retired: its trial ends; if it serves, the one before it returns, as if it were deleted. The operator writes "
-        "Serving and Retired after a trial; leave the field out in git until then.",
+        "Retired: its trial ends; if it serves, the one before it returns. The operator writes Serving and "
+        "Retired; leave the field out in git until then.",
     )
     replaces: DraftHash | None = Field(
         default=None,
@@ -73,8 +73,8 @@ class DraftResourceSpec(Api):
     )
     base: DraftBase | None = Field(
         default=None,
-        description="Model and draft that this one was compared with; written by the operator. Another one of either "
-        "in the deployment retires it. Absent: those of the deployment when it is taken up.",
+        description="Model and draft that this one was compared with; written by the operator. Another one of either in"
+        " the deployment retires it. Absent: those of the deployment.",
         examples=[{"target": "pvc://models/llama", "draft": "pvc://drafts/first", "method": "eagle3"}],
     )
 

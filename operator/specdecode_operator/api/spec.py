@@ -138,7 +138,7 @@ class EngineSpec(Api):
         ge=5,
         le=100,
         description="Share of the accelerator's memory, or of the memory limit on CPUs, for weights and KV cache, in "
-        "percent. vLLM calls it gpu-memory-utilization.",
+        "percent (vLLM: gpu-memory-utilization).",
     )
     sampler: Sampler = Field(
         default=_ENGINE.sampler,
@@ -182,8 +182,8 @@ class AcceleratorSpec(Api):
         default=None,
         ge=0,
         le=64,
-        description="Devices of one worker. 0 asks for none: the worker runs on CPUs, or on a device that a resource "
-        "claim of the template brings. Absent: engine.tensorParallelSize, or 1 without that.",
+        description="Devices of one worker. 0: CPUs, or a device that a resource claim of the template brings. Absent: "
+        "engine.tensorParallelSize, or 1 without that.",
         examples=[4],
     )
 
@@ -225,16 +225,14 @@ class StrategySpec(Api):
 
     max_surge: CountOrPercent | None = Field(
         default=None,
-        description="Workers beyond the replicas that an update may create, as a number or a percentage. Each needs a "
-        "spare accelerator. Absent: 1 where maxUnavailable is 0, or where it is absent too and the workers run on "
-        "CPUs; else 0.",
+        description="Workers beyond the replicas that an update may create, as a number or a percentage. Absent: 1 on "
+        "CPUs, or where maxUnavailable is 0; else 0.",
         examples=[1],
     )
     max_unavailable: CountOrPercent | None = Field(
         default=None,
         description="Workers that an update may take away before their successors are ready, as a number or a "
-        "percentage. Absent: 1 where maxSurge is 0, or where it is absent too and the workers have an accelerator; "
-        "else 0.",
+        "percentage. Absent: 1 with an accelerator, or where maxSurge is 0; else 0.",
         examples=["25%"],
     )
 
@@ -264,8 +262,7 @@ class WorkersSpec(Api):
     strategy: StrategySpec = Field(
         default=StrategySpec(),
         description="Workers that a rolling update adds and takes away at a time. Absent: with an accelerator one is "
-        "taken away first, which needs no spare device and costs the capacity of one worker while its successor "
-        "loads; on CPUs one is added first.",
+        "taken away first, on CPUs one is added first.",
         examples=[{"maxSurge": 1, "maxUnavailable": 0}],
     )
     recycle: Literal["Never", "OnCollapse"] = Field(
@@ -274,11 +271,10 @@ class WorkersSpec(Api):
     )
     template: Anything = Field(
         default_factory=dict,
-        description="Pod template that is merged over the operator's, for everything of a pod that has no field of its "
-        "own: node selector, tolerations, affinity, resource claims, variables, volumes. Containers are merged by "
-        "name: 'worker', and the init container 'pull'. null removes a field. Of fields that exclude each other, such "
-        "as the sources of a volume, the one that is given stays. Variables of the worker, and mounts of volumes that "
-        "the template adds, reach pull and training Jobs too, for proxies, certificates and mirrors.",
+        description="Pod template that is merged over the operator's. Containers are merged by name: 'worker', and the "
+        "init container 'pull'. null removes a field. Of fields that exclude each other the one that is "
+        "given stays. Variables of the worker, and mounts of volumes that the template adds, reach pull and"
+        " training Jobs too.",
         examples=[{"spec": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]}}],
     )
 
@@ -341,28 +337,28 @@ class RouterSpec(Api):
     )
     hold_timeout: Duration = Field(
         default="10m",
-        description="Longest time that a request waits while no worker is ready. After scaling to zero, the first "
-        "worker must pull and load the model in this time.",
+        description="Longest time that a request waits while no worker is ready. After scaling to zero, a worker must "
+        "start in this time.",
         json_schema_extra=bounds("1s", "24h"),
     )
     traffic_split: Annotated[
         tuple[TrafficShareSpec, ...], Field(max_length=_MAX_DEPLOYMENTS, json_schema_extra=named_list("deployment"))
     ] = Field(
         default=(),
-        description="Other deployments that get a share of the traffic. This deployment has the rest. A conversation "
-        "stays with one deployment. It needs scaling.minReplicas of at least 1.",
+        description="Other deployments that get a share of the conversations; this one has the rest. It needs "
+        "scaling.minReplicas of at least 1.",
         examples=[[{"deployment": "llama-next", "percent": 10}]],
     )
     tracing_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=512)] | None = Field(
         default=None,
-        description="Base URL of a collector that receives spans of requests as OTLP over HTTP; /v1/traces is added "
-        "to it. Absent: no spans; a client's traceparent goes to the workers all the same.",
+        description="Base URL of a collector that receives spans of requests as OTLP over HTTP; /v1/traces is added to "
+        "it. Absent: no spans.",
         examples=["http://otel-collector.observability.svc:4318"],
     )
     template: Anything = Field(
         default_factory=dict,
-        description="Pod template that is merged over the operator's, as workers.template. The container is 'router': "
-        "one process on one core, with requests of 250m CPU and 256Mi and a limit of 1Gi unless it says otherwise.",
+        description="Pod template that is merged over the operator's, as workers.template. The container is 'router', "
+        "on one core.",
         examples=[{"spec": {"nodeSelector": {"pool": "cpu"}}}],
     )
 
@@ -393,8 +389,8 @@ class PrefillSpec(Api):
         default=0,
         ge=0,
         le=256,
-        description="Number of prefill workers. They have the pods of the workers and are in no Service. Without them, "
-        "and for tasks that merge drafts with weights, workers compute prompts themselves.",
+        description="Number of prefill workers. They have the pods of the workers and are in no Service. Tasks that "
+        "merge drafts with weights do not use them.",
     )
     scaling: PrefillScalingSpec | None = Field(
         default=None,
@@ -500,8 +496,8 @@ class ScalingSpec(Api):
         default=1,
         ge=0,
         le=1000,
-        description="Least number of workers. 0: without requests for idleAfter no worker runs, and routers hold the "
-        "next requests while one starts. It needs router.replicas above 0.",
+        description="Least number of workers. 0: without requests for idleAfter no worker runs, and routers, which it "
+        "needs, hold the next requests while one starts.",
     )
     max_replicas: int = Field(default=4, ge=1, le=1000, description="Largest number of workers.")
     scale_down_window: Duration = Field(
@@ -557,7 +553,7 @@ class ApiKeysRef(NameRef):
     key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=253)] | None = Field(
         default=None,
         description="Entry that lists all API keys, one `name=key` or `key` a line. Absent: every entry of the Secret "
-        "is one API key, and its name is the client's name.",
+        "is one API key, named after its client.",
         examples=["keys.txt"],
     )
 
@@ -645,17 +641,15 @@ class Spec(Api):
     )
     tls_secret_ref: NameRef | None = Field(
         default=None,
-        description="Certificate of the ports 8000 and 8001, which then serve HTTPS; the Service listens on port 443. "
-        "It is a Secret of type kubernetes.io/tls, as cert-manager writes it; a renewed certificate is loaded without "
-        "a restart. Absent: plain HTTP, on port 80 of the Service.",
+        description="Certificate of the ports 8000 and 8001, a Secret of type kubernetes.io/tls; the Service then "
+        "listens on port 443. Absent: HTTP, on port 80 of the Service.",
         examples=[{"name": "llama-tls"}],
     )
     drain: DrainSpec = Field(default=DrainSpec(), description="Shutdown of a worker, and of a router.")
     model_cache: Anything | None = Field(
         default=None,
-        description="Volume of downloaded models: the source of a volume as in a pod. The folder must be writable for "
-        "the workers' user, 65532 unless the namespace assigns another. Absent: the operator's setting "
-        "worker.modelCache, an emptyDir with a sizeLimit of 64Gi.",
+        description="Volume of downloaded models: the source of a volume as in a pod, writable for the workers' user. "
+        "Absent: the operator's setting worker.modelCache, an emptyDir with a sizeLimit of 64Gi.",
         examples=[{"persistentVolumeClaim": {"claimName": "llama-cache"}}],
     )
     draft_rollout: DraftRolloutSpec = Field(

@@ -72,9 +72,8 @@ class DraftSpec(Api):
     placement: Literal["Shared", "Own"] = Field(
         default="Shared",
         description="Device of the draft. Shared: that of the target, the first of several. Own: a process of its own, "
-        "on a device of its own where workers have an accelerator, of which a pod then requests one more; a resource "
-        "claim must bring it. Own is for the methods eagle3, eagle and draft-model, and needs engine.sampler coupled. "
-        "Drafts of speculation.drafts are always Shared.",
+        "with an accelerator of its own where workers have one; for eagle3, eagle and draft-model, with "
+        "engine.sampler coupled. Drafts of speculation.drafts are always Shared.",
     )
 
     @property
@@ -124,8 +123,7 @@ class TreeSpec(Api):
         default=4,
         ge=1,
         le=8,
-        description="Maximum alternatives after one token. In mode Auto the operator chooses the width by load "
-        "and acceptance by rank. 1 allows chains only.",
+        description="Maximum alternatives after one token. 1 allows chains only.",
     )
 
 
@@ -148,8 +146,7 @@ class ObjectiveSpec(Api):
     )
     percentile: Literal[50, 90, 95, 99] | None = Field(
         default=None,
-        description="Percentile of TTFT and ITL that the objectives bound. Its ratio to the mean comes from the "
-        "workers' latency histograms. Absent: the mean.",
+        description="Percentile of TTFT and ITL that the objectives bound. Absent: the mean.",
         examples=[99],
     )
     min_gain_percent: int = Field(
@@ -229,8 +226,8 @@ class MergeSpec(Api):
         default=0,
         ge=0,
         le=16,
-        description="Depth to which a draft of the methods ngram and suffix extends the tree where it has a match. "
-        "The extension needs no draft passes. 0: the draft stays within the planned tree.",
+        description="Depth to which a draft of the methods ngram and suffix extends the tree where it has a match. 0: "
+        "the draft stays within the planned tree.",
     )
 
 
@@ -287,9 +284,8 @@ class TaskSpec(Api):
         Field(
             default=(),
             description="Further drafts whose proposals are merged into the trees of the task. They need "
-            "engine.sampler coupled and, for a task without a draft of its own, speculation.draft.placement Shared. "
-            "Every head among them runs its own draft passes. In mode Auto the operator decides which of them take "
-            "part, by their credit and the step times. In mode Static all do.",
+            "engine.sampler coupled and, for a task without a draft of its own, speculation.draft.placement Shared. In "
+            "mode Auto the operator decides which take part; in mode Static all do.",
             examples=[[{"draft": "lookup", "depth": 8}]],
         )
     )
@@ -376,9 +372,9 @@ class SpeculationSpec(Api):
     )
     stability: Literal["Low", "Medium", "High"] = Field(
         default="Medium",
-        description="How slowly the plan follows measurements. Medium: a row of the plan changes for a gain of 3 %, "
-        "once a minute and 6 times an hour at most; 1 % of the device's time measures other shapes. High: 10 %, every "
-        "10 minutes, twice an hour; 0.5 %. Low, for trying out: 3 %, every 5 seconds, 120 times an hour; 20 %.",
+        description="How slowly the plan follows measurements. Medium: a row changes for a gain of 3 %, once a minute "
+        "and 6 times an hour at most; 1 % of the time measures other shapes. High: 10 %, every 10 minutes, "
+        "twice an hour; 0.5 %. Low, for trying out: 3 %, every 5 seconds, 120 times an hour; 20 %.",
     )
     tasks: Annotated[tuple[TaskSpec, ...], Field(max_length=7, json_schema_extra=named_list("name"))] = Field(
         default=(),

@@ -270,7 +270,7 @@ class DeploymentLoop:
                 problems.append(problem)
         job_problem, self._plans = "", {}
         if unsaved is None:  # Neither a plan nor a Job may exist that a restart of the operator would not know of.
-            self._plans = {**dict.fromkeys(decision.pushes, decision.plan), **decision.own_plans}
+            self._plans = {**dict.fromkeys(decision.pushes, decision.plan), **decision.health.own_plans}
             job_problem = await shared.jobs.carry_out(deployment.key, decision.job, decision.ended_jobs)
         await self._delete_policy(deployment, decision)
         await self._evict(deployment, observed, decision)
@@ -305,7 +305,7 @@ class DeploymentLoop:
         """Evict workers to be replaced. Failures are logged; a later step repeats them."""
         try:
             for worker in observed.workers:
-                if worker.name in decision.recycle and not worker.leaving:
+                if worker.name in decision.health.recycle and not worker.leaving:
                     log.warning("%s/%s: evicting pod %s: its acceptance collapsed", *deployment.key, worker.name)
                     await self._shared.client.evict(deployment.namespace, worker.name, worker.uid)
         except EvictionBlocked as error:

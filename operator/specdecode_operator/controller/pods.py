@@ -137,7 +137,7 @@ def worker_of(pod: Mapping[str, Any]) -> Worker:
         uid=pod["metadata"]["uid"],
         address=status.get("podIP"),
         ready=ready,
-        role=pod["metadata"]["labels"][manifests.ROLE_LABEL],
+        role=(pod["metadata"].get("labels") or {}).get(manifests.ROLE_LABEL, manifests.Role.worker),
         leaving=ended or "deletionTimestamp" in pod["metadata"],
         placed=conditions.get("PodScheduled", "True") == "True",
         created_at=_seconds(pod["metadata"].get("creationTimestamp")),

@@ -19,8 +19,8 @@ from specdecode_operator.decision.materialise_stage import Materialised, materia
 from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
-from specdecode_operator.decision.size_stage import ReplicaDecision, SizeResult, is_complete, size_from
-from specdecode_operator.health.remediation import Remediation, heal_from
+from specdecode_operator.decision.size_stage import SizeResult, is_complete, size_from
+from specdecode_operator.health.remediation import heal_from
 from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
 from specdecode_operator.planning import figures as measurements
@@ -28,7 +28,16 @@ from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import jobs_to_delete
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
-from specdecode_operator.types import Decision, Defaults, Deployment, Figures, Observation
+from specdecode_operator.types import (
+    Decision,
+    Defaults,
+    Deployment,
+    Figures,
+    Observation,
+    Remediation,
+    ReplicaDecision,
+    Shown,
+)
 from specdecode_worker.contract import Buckets
 
 PUBLISH_SECONDS = 30.0
@@ -92,7 +101,8 @@ def decide(
     stages = _Stages(learnt, planned, healed, sized.decision, recorded, materialised)
     decision = _decision(deployment, observed, session, buckets, stages, figures, now)
     is_due = figures is not None or bool(merged.changes)
-    return replace(decision, merges=merged.texts if is_due or not merged.texts else None), session
+    merges = merged.texts if is_due or not merged.texts else None
+    return replace(decision, shown=replace(decision.shown, merges=merges)), session
 
 
 class _Stages(NamedTuple):
@@ -174,47 +184,41 @@ def _decision(
     depth = in_use.depth_in_use(deployment, observed, learned, current, buckets)
     return Decision(
         plan=current,
-        replicas=sized.replicas,
-        desired=sized.desired,
-        wanted=sized.wanted,
-        arrivals=sized.arrivals,
-        capacity=sized.capacity,
-        limited=sized.limited,
-        image=materialised.template.image,
-        url=manifests.service_url(
-            deployment.namespace, deployment.name, tls=deployment.spec.tls_secret_ref is not None
-        ),
-        selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         children=materialised.children,
         pushes=in_use.workers_to_push(observed, current, healed.own),
-        suspects=healed.unhealthy,
-        own_plans=healed.own_plans,
-        excluded=healed.own,
-        recycle=healed.recycle,
         job=materialised.job,
         ended_jobs=jobs_to_delete(observed.jobs, deployment, session.drafts),
         changes=recorded.changes,
-        recommended=planned.recommended,
-        depth=depth,
-        suspended=in_use.suspended_shape(observed, learned, current, buckets),
-        nodes=in_use.nodes_in_use(current, learned, buckets, depth),
-        task_depths=in_use.task_depths(deployment, current, learned, buckets),
-        figures=figures,
-        measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
-        drafting_share=step_pace.drafting_share(
-            deployment.spec.speculation,
-            learned,
-            buckets,
-            current.shape(*loads.present_row(learned.load, buckets), learned.load.task),
-            deployment.spec.engine.max_num_seqs,
-        ),
-        context_rates=loads.context_rates(buckets, learned.contexts),
-        first_acceptance=measurements.first_acceptance(learned.acceptance),
-        history=learned.history,
-        pinned=learned.pin,
-        model_revision=learned.revisions.get(deployment.spec.model.uri),
-        pin_problem=planned.pin.problem,
-        silent=stale_workers(observed, session, now),
         urgent=is_urgent(observed.session.learned, learned),
         learnt=learnt.delta is not None and not learnt.delta.idle,
+        scale=sized,
+        health=healed,
+        shown=Shown(
+            image=materialised.template.image,
+            url=manifests.service_url(
+                deployment.namespace, deployment.name, tls=deployment.spec.tls_secret_ref is not None
+            ),
+            selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
+            recommended=planned.recommended,
+            depth=depth,
+            suspended=in_use.suspended_shape(observed, learned, current, buckets),
+            nodes=in_use.nodes_in_use(current, learned, buckets, depth),
+            task_depths=in_use.task_depths(deployment, current, learned, buckets),
+            figures=figures,
+            measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
+            drafting_share=step_pace.drafting_share(
+                deployment.spec.speculation,
+                learned,
+                buckets,
+                current.shape(*loads.present_row(learned.load, buckets), learned.load.task),
+                deployment.spec.engine.max_num_seqs,
+            ),
+            context_rates=loads.context_rates(buckets, learned.contexts),
+            first_acceptance=measurements.first_acceptance(learned.acceptance),
+            history=learned.history,
+            pinned=learned.pin,
+            model_revision=learned.revisions.get(deployment.spec.model.uri),
+            pin_problem=planned.pin.problem,
+            silent=stale_workers(observed, session, now),
+        ),
     )

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.decision import history
-from specdecode_operator.decision.size_stage import ReplicaDecision
 from specdecode_operator.health import pod_health
 from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.types import Deployment
+from specdecode_operator.types import Deployment, ReplicaDecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

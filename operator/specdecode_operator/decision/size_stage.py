@@ -13,7 +13,7 @@ from specdecode_operator.scaling import TUNING
 from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import WINDOW_SECONDS, Session
 from specdecode_operator.telemetry.deltas import Delta, over
-from specdecode_operator.types import Capacity, Deployment, Observation, ScalingLimit, Worker, Workload
+from specdecode_operator.types import Deployment, Observation, ReplicaDecision, Worker, Workload
 from specdecode_worker.contract.demand import held_requests
 
 PREFILL_BUSY = 0.7
@@ -61,26 +61,6 @@ class SizeInputs:
     """spec.prefill."""
     prefill_workload: Workload | None = None
     state: ScalingState = field(default_factory=ScalingState)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaDecision:
-    """Number of workers, and the figures behind it."""
-
-    replicas: int
-    """Replicas to set."""
-    desired: int
-    """Replicas that demand asks for, within the bounds; they differ from ``replicas`` with an external owner."""
-    wanted: int | None = None
-    """Workers that demand asks for, without bounds. None without spec.scaling."""
-    arrivals: float | None = None
-    """Requests per second of the whole deployment over the last minute. None while they are unknown."""
-    capacity: Capacity | None = None
-    limited: ScalingLimit | None = None
-    reason: str = ""
-    """Reason for a change, as the decision history shows it."""
-    prefill: int = 0
-    """Number of prefill workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,13 +7,13 @@ only when a later observation shows that it terminates or is gone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specdecode_operator.health import pod_health
 from specdecode_operator.health.pod_health import TUNING
 from specdecode_operator.planning import task_bounds
 from specdecode_operator.state.learned import LearnedState, PodState
-from specdecode_operator.types import Deployment, Observation, UnhealthyWorker, Worker
+from specdecode_operator.types import Deployment, Observation, Remediation, UnhealthyWorker, Worker
 from specdecode_worker.contract import Plan, TreeShape
 
 
@@ -38,23 +38,6 @@ class HealInputs:
     """Uid of the worker that the previous decision proposed to evict. Empty if there was none."""
     recycled_at: float | None = None
     """Time of the latest replacement."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remediation:
-    """Actions on unhealthy workers, and the state for the next decision."""
-
-    unhealthy: tuple[UnhealthyWorker, ...] = ()
-    own: frozenset[str] = frozenset()
-    """Addresses of the workers that must not run the common plan."""
-    own_plans: dict[str, Plan] = field(default_factory=dict)
-    """Plans of those workers by address, as far as they do not run them yet."""
-    recycle: tuple[str, ...] = ()
-    """Names of the pods to evict."""
-    recycling: str = ""
-    """Uid of the pod that was proposed last, to be stored until its eviction is observed."""
-    recycled_at: float | None = None
-    """Time of the latest replacement, to be stored."""
 
 
 def heal_from(

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.errors import ClusterError, Gone, Refused, Unavailable
+from specdecode_operator.errors import ClusterError, Gone, NotFound, Refused, Unavailable
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.types import Key
@@ -149,7 +149,7 @@ class Informer(Generic[T]):
         self.answered = asyncio.Event()
         """Set when the first list is complete or refused."""
         self.refusal = ""
-        """Sentence of the API server while it refuses the list, as without the right; empty if it does not."""
+        """Sentence of the API server while it refuses the list, without the right or the CRD; empty if it does not."""
         self.last_contact = float("-inf")
         """Time of the last answer or event of the API server, in seconds of the monotonic clock."""
         self._client = client
@@ -191,8 +191,9 @@ class Informer(Generic[T]):
             except ClusterError as error:
                 if isinstance(error, Gone | Refused):
                     self._version = ""
-                if isinstance(error, Refused):
+                if isinstance(error, Refused | NotFound):
                     self.refusal = error.sentence
+                if isinstance(error, Refused):
                     self.answered.set()
                 await self._back_off(error)
 

@@ -27,7 +27,6 @@ DRAFT_COMMANDS = {
     "reject": "end a training run or the trial of a draft, or take its promotion back",
     "rollback": "return to the draft before the last promotion",
 }
-CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,10 +68,6 @@ def _parser() -> argparse.ArgumentParser:
 
     status = add("status", _status, "show one line per deployment; with NAME its tasks and conditions", optional=True)
     status.add_argument("-A", "--all-namespaces", action="store_true", help="show the deployments of all namespaces")
-    status.add_argument("-w", "--watch", action="store_true", help="repeat until interrupted")
-    status.add_argument(
-        "--interval", type=_seconds, default=2.0, metavar="SECONDS", help="time between two updates (default: 2)"
-    )
     add("explain", _explain, "show the reasons for depth and number of workers, with the measurements")
     add("history", _history, "show the latest decisions with measurements, expected gain and realised gain")
     pin = add("pin", _pin, "fix the shape at every load, in any mode (spec.speculation.pin); the guard stays active")
@@ -102,13 +97,6 @@ def _common(*, is_main: bool) -> argparse.ArgumentParser:
     return common
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if value < 0.2:
-        raise argparse.ArgumentTypeError("must be at least 0.2 seconds")
-    return value
-
-
 def _where(args: argparse.Namespace, api: Api) -> str:
     return str(args.namespace or api.namespace)
 
@@ -118,23 +106,13 @@ def _print(lines: Sequence[str]) -> None:
 
 
 def _status(args: argparse.Namespace, api: Api) -> None:
-    while True:
-        lines = _status_lines(args, api)
-        if args.watch and sys.stdout.isatty():
-            print(CLEAR, end="")
-        _print(lines)
-        if not args.watch:
-            return
-        time.sleep(args.interval)
-
-
-def _status_lines(args: argparse.Namespace, api: Api) -> list[str]:
     if args.name and args.all_namespaces:
         raise PluginError("NAME and --all-namespaces exclude each other")
     if args.name:
-        return detail(api.get(_where(args, api), args.name), time.time())
+        _print(detail(api.get(_where(args, api), args.name), time.time()))
+        return
     resources = api.list(None if args.all_namespaces else _where(args, api))
-    return overview(resources, time.time(), namespaces=args.all_namespaces)
+    _print(overview(resources, time.time(), namespaces=args.all_namespaces))
 
 
 def _explain(args: argparse.Namespace, api: Api) -> None:

@@ -143,7 +143,7 @@ class Ours:
         self.versions += before is not None and decision.plan.version != before
         self.log += [(now, change) for change in decision.changes]
         drafts = sum(worker.counters.drafts for worker in fleet.workers)
-        if decision.depth is not None:
+        if decision.shown.depth is not None:
             suspended = suppressed_loads(observed.reports, decision.plan.version)
             self.looks.append(Look(now, drafts, decision.plan, suspended))
         self.decision = decision
@@ -152,7 +152,7 @@ class Ours:
                 pilot = pod.worker.pilot
                 assert isinstance(pilot, PlanPilot)
                 pilot.take(decision.plan)
-        return decision.replicas if self.scaled else None
+        return decision.scale.replicas if self.scaled else None
 
     def _plan(self) -> Plan:
         """The plan that is out. The first is written before the first pod is: it says depth.initial."""

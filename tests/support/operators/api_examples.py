@@ -275,10 +275,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 TYPOS: list[dict[str, Any]] = [{"speculaton": {}}, {"speculation": {"dept": {"max": 2}}}, {"workers": {"gpus": 1}}]
-RESERVED: list[dict[str, Any]] = [
-    {"engine": {"kind": "other"}},
-    {"prefill": {"replicas": 1}},
-]
+RESERVED: list[dict[str, Any]] = [{"engine": {"kind": "other"}}]
 """Fields to come, whose names no other field may take (docs/reference/api-versions.md)."""
 
 

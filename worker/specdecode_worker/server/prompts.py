@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from specdecode_worker.core.messages import Logprobs
-from specdecode_worker.models.chat_template import Message
 from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
 from specdecode_worker.server.admission import ModelLimits, token_limit, token_limits, truncated
 from specdecode_worker.server.chat_template import (
@@ -29,6 +28,7 @@ from specdecode_worker.server.grammars import AnswerGrammars
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
+    Conversation,
     GenerationRequest,
     TokenizeChatRequest,
     TokenizeRequest,
@@ -227,27 +227,20 @@ class PromptPreparation:
             return await self._threads.run(lane_of(tokens), lambda _stopped: work())
 
     async def _chat(self, body: ChatRequest) -> Prompt:
-        messages = [message.rendered() for message in body.messages]
-        characters = sum(len(message.text) for message in body.messages)
-        with self._errors("messages"), self._counted(characters):
-            text = await self._rendered(messages, body.shown_tools, body)
+        with self._errors("messages"), self._counted(len(body.text)):
+            text = await self._rendered(body)
             work = partial(chat_prompt, self._tokenizer, text, body, self._limits)
             return await self._threads.run(lane_of(len(text)), work)
 
     async def tokenize(self, body: TokenizeRequest | TokenizeChatRequest) -> list[int]:
         """Return the token ids of a text or of a conversation."""
-        if isinstance(body, TokenizeRequest):
-            field, characters = "prompt", len(body.prompt)
-        else:
-            field, characters = "messages", sum(len(message.text) for message in body.messages)
-        with self._errors(field), self._counted(characters):
-            text = body.prompt if isinstance(body, TokenizeRequest) else await self._conversation(body)
-            special = body.add_special_tokens
+        field, given = ("prompt", body.prompt) if isinstance(body, TokenizeRequest) else ("messages", body.text)
+        with self._errors(field), self._counted(len(given)):
+            text = given if isinstance(body, TokenizeRequest) else await self._rendered(body)
+            special, longest = body.add_special_tokens, self._limits.max_model_len
             return await self._threads.run(
                 lane_of(len(text)),
-                lambda stopped: encode_bounded(
-                    self._tokenizer, text, self._limits.max_model_len, stopped, add_special_tokens=special
-                ),
+                lambda stopped: encode_bounded(self._tokenizer, text, longest, stopped, add_special_tokens=special),
             )
 
     async def detokenize(self, ids: Sequence[int]) -> str:
@@ -262,26 +255,17 @@ class PromptPreparation:
                 lane_of(len(ids)), lambda _stopped: self._tokenizer.decode(ids, skip_special_tokens=False)
             )
 
-    async def _conversation(self, body: TokenizeChatRequest) -> str:
-        messages = [message.rendered() for message in body.messages]
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        return await self._rendered(messages, tools, body)
-
-    async def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        body: ChatRequest | TokenizeChatRequest,
-    ) -> str:
+    async def _rendered(self, body: Conversation) -> str:
         templates = self._templates
         if templates is None:
             self._tokenizer.chat_template()  # raises TokenizerProblem
             raise AssertionError("a model without template pool has no template")
+        messages = [message.rendered() for message in body.messages]
         return await self._threads.run(
             Lane.TEMPLATE,
             lambda _stopped: templates.render(
                 messages,
-                tools,
+                body.shown_tools,
                 body.chat_template_kwargs,
                 add_generation_prompt=body.add_generation_prompt,
                 continue_final_message=body.continue_final_message,

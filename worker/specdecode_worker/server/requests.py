@@ -656,17 +656,11 @@ class ChatMessage(RequestModel):
 Messages = Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)]], Field(min_length=1)]
 
 
-class ChatRequest(GenerationRequest):
-    """Request for the next turn of a conversation."""
+class Conversation(RequestBody):
+    """Messages and what else a chat template renders."""
 
     messages: Messages
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
-    parallel_tool_calls: bool = True
-    """False keeps the first tool call of a choice and drops the others."""
     add_special_tokens: bool = False
     """Add the special tokens of the tokenizer to the rendered template, which has its own."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
@@ -675,6 +669,37 @@ class ChatRequest(GenerationRequest):
     """Render the start of the assistant's turn."""
     continue_final_message: bool = False
     """Continue the last message instead; ``add_generation_prompt`` must be false."""
+
+    @property
+    def text(self) -> str:
+        """Text of all messages."""
+        return "\n".join(message.text for message in self.messages)
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Tools for the chat template."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    def check(self) -> None:
+        """Raise BadRequest if the last message is to be continued, and followed by another turn or without text."""
+        super().check()
+        if self.continue_final_message and (self.add_generation_prompt or not self.messages[-1].text):
+            raise BadRequest(
+                "continue_final_message needs add_generation_prompt to be false, and a last message with content",
+                param="continue_final_message",
+                code="invalid_value",
+            )
+
+
+class ChatRequest(Conversation, GenerationRequest):
+    """Request for the next turn of a conversation."""
+
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """False keeps the first tool call of a choice and drops the others."""
 
     @property
     def token_limit(self) -> int | None:
@@ -689,9 +714,7 @@ class ChatRequest(GenerationRequest):
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
         """Tools for the chat template; empty with ``tool_choice`` "none", so that the model makes no call."""
-        if self.tool_choice == "none":
-            return []
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [] if self.tool_choice == "none" else super().shown_tools
 
     @property
     def forced_tools(self) -> list[Tool]:
@@ -732,19 +755,8 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs and not self.logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
         self._check_tool_choice()
-        check_continuation(self)
         if taken := sorted(self.chat_template_kwargs.keys() & _TAKEN_VARIABLES):
             raise BadRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
-
-
-def check_continuation(body: ChatRequest | TokenizeChatRequest) -> None:
-    """Raise BadRequest if the last message is to be continued, and followed by another turn or without text."""
-    if body.continue_final_message and (body.add_generation_prompt or not body.messages[-1].text):
-        raise BadRequest(
-            "continue_final_message needs add_generation_prompt to be false, and a last message with content",
-            param="continue_final_message",
-            code="invalid_value",
-        )
 
 
 # Request body of /v1/completions.
@@ -860,21 +872,11 @@ class TokenizeRequest(RequestBody):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(RequestBody):
+class TokenizeChatRequest(Conversation):
     """Request for the token ids of a conversation, rendered by the chat template."""
 
     model: str | None = None
-    messages: Messages
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
     return_token_strs: bool = False
-    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
-    chat_template_kwargs: dict[str, Any] = Field(default={})
-
-    def check(self) -> None:
-        """Raise BadRequest if the last message is to be continued and followed by another turn."""
-        check_continuation(self)
 
 
 class DetokenizeRequest(RequestBody):

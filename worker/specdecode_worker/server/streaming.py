@@ -141,7 +141,7 @@ async def start(service: Service, route: str, call: Call, wait: Wait) -> Started
     body = service.model.with_defaults(body)
     writer: ResponseWriter
     if isinstance(body, ChatRequest):
-        text, count = "\n".join(message.text for message in body.messages), 1
+        text, count = body.text, 1
         writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body), _reasoning(service, body))
     else:
         text, count = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str)), len(body.prompt)

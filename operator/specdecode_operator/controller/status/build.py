@@ -58,20 +58,20 @@ def speculation_section(deployment: Deployment, decision: Decision, now: float) 
     if deployment.spec.speculation.method == "none":
         return None
     before = deployment.status.speculation or SpeculationStatus()
-    history = decision.history or before.history
+    history = decision.shown.history or before.history
     last = history[0] if history else None
     return before.model_copy(
         update={
-            "depth": decision.depth if decision.depth is not None else before.depth,
-            "nodes": decision.nodes if decision.nodes is not None else before.nodes,
+            "depth": decision.shown.depth if decision.shown.depth is not None else before.depth,
+            "nodes": decision.shown.nodes if decision.shown.nodes is not None else before.nodes,
             "plan_version": decision.plan.version,
-            "pinned": decision.pinned or None,
-            "recommended": decision.recommended,
-            "device_hours_saved": _device_hours(before, decision.figures),
+            "pinned": decision.shown.pinned or None,
+            "recommended": decision.shown.recommended,
+            "device_hours_saved": _device_hours(before, decision.shown.figures),
             "history": history,
             "last_decision": f"{last.load}: {last.before} -> {last.after}: {last.reason}"[:4096] if last else None,
-            "acceptance_by_context": _by_context(decision) if decision.figures else before.acceptance_by_context,
-            **_measured(before, decision.figures, now),
+            "acceptance_by_context": _by_context(decision) if decision.shown.figures else before.acceptance_by_context,
+            **_measured(before, decision.shown.figures, now),
         }
     )
 
@@ -80,7 +80,7 @@ def _by_context(decision: Decision) -> str | None:
     """Return the acceptance by context in a sentence. It changes with the figures, so that status is written seldom."""
     parts = (
         f"{task}: {', '.join(f'{rate:.2f} at {context}' for context, rate in rates.items())}"
-        for task, rates in decision.context_rates.items()
+        for task, rates in decision.shown.context_rates.items()
     )
     return "; ".join(parts)[:4096] or None
 
@@ -88,7 +88,7 @@ def _by_context(decision: Decision) -> str | None:
 def task_sections(deployment: Deployment, decision: Decision) -> tuple[TaskStatus, ...]:
     known = {task.name: task for task in deployment.status.tasks}
     speculation = deployment.spec.speculation
-    pin = read_pin(decision.pinned, speculation) if decision.pinned else None
+    pin = read_pin(decision.shown.pinned, speculation) if decision.shown.pinned else None
     return tuple(
         _task(known.get(task.name, TaskStatus(name=task.name)), decision, _mode(task.name, speculation, pin))
         for task in speculation.tasks
@@ -158,15 +158,15 @@ def traffic_section(before: TrafficStatus | None, figures: Figures | None) -> Tr
 
 def capacity_section(before: CapacityStatus | None, decision: Decision) -> CapacityStatus | None:
     """Return demand and capacity, changed only with new figures. None without spec.scaling."""
-    if decision.wanted is None:
+    if decision.scale.wanted is None:
         return None
-    if before is not None and decision.figures is None:
+    if before is not None and decision.shown.figures is None:
         return before
-    capacity = decision.capacity
-    arrivals = two_digits(decision.arrivals)
+    capacity = decision.scale.capacity
+    arrivals = two_digits(decision.scale.arrivals)
     known = before.arrivals_per_second if before else None
     return CapacityStatus(
-        wanted_replicas=decision.wanted,
+        wanted_replicas=decision.scale.wanted,
         requests_per_second=two_digits(capacity.rate) if capacity else None,
         arrivals_per_second=known if arrivals is None else arrivals,
         limited_by=capacity.limited_by if capacity else None,
@@ -203,7 +203,7 @@ def _mode(task: str, speculation: SpeculationSpec, pin: Pin | None) -> str:
 
 
 def _task(before: TaskStatus, decision: Decision, mode: str) -> TaskStatus:
-    measured = decision.figures.tasks.get(before.name) if decision.figures else None
+    measured = decision.shown.figures.tasks.get(before.name) if decision.shown.figures else None
     values: dict[str, float | None] = {}
     if measured is not None:
         values = {
@@ -214,8 +214,8 @@ def _task(before: TaskStatus, decision: Decision, mode: str) -> TaskStatus:
             "speedup": rounded(measured.speedup),
         }
     known = {name: value for name, value in values.items() if value is not None}
-    depth = decision.task_depths.get(before.name, before.depth)
-    merge = before.merge if decision.merges is None else decision.merges.get(before.name)
+    depth = decision.shown.task_depths.get(before.name, before.depth)
+    merge = before.merge if decision.shown.merges is None else decision.shown.merges.get(before.name)
     return before.model_copy(update={**known, "depth": depth, "mode": mode, "merge": merge})
 
 
@@ -252,26 +252,26 @@ def status_of(
     before, workload = deployment.status, observed.workload
     past = _past(before, now)
     states = [
-        _steady(before, state, published=decision.figures is not None, asked=observed.round > 0)
+        _steady(before, state, published=decision.shown.figures is not None, asked=observed.round > 0)
         for state in conditions(deployment, observed, decision, outcome, past=past, now=now)
     ]
     generation = deployment.generation
     ready = workload.ready if workload else 0
     return Status(
         observed_generation=generation,
-        url=decision.url,
+        url=decision.shown.url,
         replicas=workload.replicas if workload else 0,
         ready_replicas=ready,
-        selector=decision.selector,
-        ready=f"{ready}/{decision.replicas}",
+        selector=decision.shown.selector,
+        ready=f"{ready}/{decision.scale.replicas}",
         reason=_reason(states),
         conditions=tuple(_condition(before, state, generation, now) for state in states),
-        resolved_image=decision.image or None,
-        model=model_section(deployment, decision.model_revision),
+        resolved_image=decision.shown.image or None,
+        model=model_section(deployment, decision.shown.model_revision),
         speculation=speculation_section(deployment, decision, now),
         tasks=task_sections(deployment, decision),
         draft=draft_section(deployment, observed, outcome.job_problem),
-        traffic=traffic_section(before.traffic, decision.figures),
+        traffic=traffic_section(before.traffic, decision.shown.figures),
         capacity=capacity_section(before.capacity, decision),
         router=router_section(deployment, observed),
         prefill=prefill_section(deployment, observed),

@@ -105,8 +105,8 @@ def find_rollout(observed: Observation, decision: Decision, *, paused: bool) -> 
         return Finding("Creating", "the Deployment of the workers does not exist yet")
     if not paused and _is_outdated(workload, decision):
         return Finding("RollingOut", "a new pod template was applied; its rollout has not started")
-    if not paused and workload.wanted != decision.replicas:
-        return Finding("Scaling", f"{workload.available} of {decision.replicas} workers are available")
+    if not paused and workload.wanted != decision.scale.replicas:
+        return Finding("Scaling", f"{workload.available} of {decision.scale.replicas} workers are available")
     if workload.settled:
         return None
     trouble = next(troubles(observed), None)
@@ -262,7 +262,9 @@ def conditions(
     """
     states = [
         *_summary(deployment, observed, decision, outcome, past),
-        available(observed.workload, decision.replicas, next(troubles(observed), None), at_zero=at_zero(deployment)),
+        available(
+            observed.workload, decision.scale.replicas, next(troubles(observed), None), at_zero=at_zero(deployment)
+        ),
         progressing(deployment, observed, decision, past),
         memory_fits(observed),
     ]
@@ -277,7 +279,7 @@ def conditions(
         states.append(scaling_limited(decision))
     if deployment.spec.router.replicas:
         states.append(routers_ready(deployment, observed))
-    if decision.pinned or decision.pin_problem:
+    if decision.shown.pinned or decision.shown.pin_problem:
         states.append(pinned(decision))
     states.append(reports_fresh(observed, decision))
     return tuple(states)
@@ -366,18 +368,18 @@ def speculation_effective(deployment: Deployment, observed: Observation, decisio
     """Return whether speculation is faster than plain decoding, by the latest measurement."""
     kind = ConditionType.speculation_effective
     known = deployment.status.speculation
-    now = decision.figures.speedup if decision.figures else None
+    now = decision.shown.figures.speedup if decision.shown.figures else None
     speedup = rounded(now if now is not None else (known.speedup if known else None))
-    if decision.depth == 0:
+    if decision.shown.depth == 0:
         return ConditionState(kind, "False", *_why_plain(observed, decision))
-    if decision.measuring and speedup is None:
-        return ConditionState(kind, "Unknown", "Measuring", f"{decision.measuring}; the depth stays until then")
+    if decision.shown.measuring and speedup is None:
+        return ConditionState(kind, "Unknown", "Measuring", f"{decision.shown.measuring}; the depth stays until then")
     if speedup is None:
         message = "fewer than 500 tokens in the last minute, or no plain steps to compare with"
         return ConditionState(kind, "Unknown", "NotMeasured", message)
     if speedup > 1:
         message = f"{speedup:.2f} times as fast as plain decoding"
-        share = decision.drafting_share
+        share = decision.shown.drafting_share
         if share is not None and share > DEAR_DRAFTING:
             message += f"; drafting takes over {100 * DEAR_DRAFTING:.0f} % of a step"
             return ConditionState(kind, "True", "DraftingIsDear", message)
@@ -390,8 +392,8 @@ def speculation_effective(deployment: Deployment, observed: Observation, decisio
 
 def _why_plain(observed: Observation, decision: Decision) -> Finding:
     """Return why the workers decode plainly at the current load."""
-    if decision.suspended:
-        shape = f"the workers suspend {decision.suspended} of the plan at the current load"
+    if decision.shown.suspended:
+        shape = f"the workers suspend {decision.shown.suspended} of the plan at the current load"
         return Finding("SuspendedByGuards", f"{shape}: by their guards' latest measurement plain decoding is faster")
     problems = [report.draft.problem for report in observed.last_reports]
     if problems and all(problems):
@@ -402,8 +404,8 @@ def _why_plain(observed: Observation, decision: Decision) -> Finding:
 def scaling_limited(decision: Decision) -> ConditionState:
     """Return whether something keeps the number of workers below what the demand needs."""
     kind = ConditionType.scaling_limited
-    if decision.limited is not None:
-        return ConditionState(kind, "True", decision.limited.reason, decision.limited.message, True)
+    if decision.scale.limited is not None:
+        return ConditionState(kind, "True", decision.scale.limited.reason, decision.scale.limited.message, True)
     message = "the number of workers follows the demand within spec.scaling"
     return ConditionState(kind, "False", "WithinBounds", message)
 
@@ -411,12 +413,12 @@ def scaling_limited(decision: Decision) -> ConditionState:
 def workers_healthy(decision: Decision) -> ConditionState:
     """Return whether some worker differs from its own past and from its peers."""
     kind = ConditionType.workers_healthy
-    if not decision.suspects:
+    if not decision.health.unhealthy:
         return ConditionState(kind, "True", "Healthy", "no worker differs from its own past and its peers")
-    named = [f"pod {suspect.pod}: {suspect.message}" for suspect in decision.suspects[:NAMED_OUTLIERS]]
-    others = len(decision.suspects) - len(named)
+    named = [f"pod {suspect.pod}: {suspect.message}" for suspect in decision.health.unhealthy[:NAMED_OUTLIERS]]
+    others = len(decision.health.unhealthy) - len(named)
     message = "; ".join([*named, *([f"and {others} more"] if others else [])])
-    return ConditionState(kind, "False", decision.suspects[0].reason, message, True)
+    return ConditionState(kind, "False", decision.health.unhealthy[0].reason, message, True)
 
 
 def routers_ready(deployment: Deployment, observed: Observation) -> ConditionState:
@@ -432,18 +434,18 @@ def routers_ready(deployment: Deployment, observed: Observation) -> ConditionSta
 def pinned(decision: Decision) -> ConditionState:
     """Return whether the pins of the spec are in force. It exists while there are any."""
     kind = ConditionType.pinned
-    if decision.pin_problem:
-        still = f"; {decision.pinned} stays pinned" if decision.pinned else "; nothing is pinned"
-        return ConditionState(kind, "False", "BadPin", decision.pin_problem + still, True)
-    message = f"{decision.pinned} runs at every load; the guard stays active"
+    if decision.shown.pin_problem:
+        still = f"; {decision.shown.pinned} stays pinned" if decision.shown.pinned else "; nothing is pinned"
+        return ConditionState(kind, "False", "BadPin", decision.shown.pin_problem + still, True)
+    message = f"{decision.shown.pinned} runs at every load; the guard stays active"
     return ConditionState(kind, "True", "PinnedBySpec", message)
 
 
 def reports_fresh(observed: Observation, decision: Decision) -> ConditionState:
     """Return whether every ready worker sends reports. A worker without them keeps serving with its last plan."""
     kind = ConditionType.reports_fresh
-    if decision.silent:
-        pods = [f"pod {name}: {decision.silent[name]}" for name in sorted(decision.silent)]
+    if decision.shown.silent:
+        pods = [f"pod {name}: {decision.shown.silent[name]}" for name in sorted(decision.shown.silent)]
         return ConditionState(kind, "False", "ReportsStale", f"no report for some time: {enumerated(pods)}", True)
     if not any(worker.ready and not worker.leaving for worker in observed.workers):
         return ConditionState(kind, "Unknown", "NoWorkers", "no worker is ready")
@@ -482,7 +484,7 @@ def _paused(deployment: Deployment, observed: Observation) -> Finding | None:
 def _ready(deployment: Deployment, observed: Observation, decision: Decision) -> ConditionState:
     """Return Ready. A deployment without workers is as its spec wants it, as a Deployment of Kubernetes would be."""
     kind = ConditionType.ready
-    if decision.replicas == 0:
+    if decision.scale.replicas == 0:
         return ConditionState(kind, "True", "ScaledToZero", at_zero(deployment))
     count = observed.workload.available if observed.workload else 0
     message = "the worker is available" if count == 1 else f"all {count} workers are available"

@@ -134,7 +134,6 @@ PAGES = [
     path
     for pattern in ("README.md", "docs/**/*.md", "helm/specdecode/files/*", "examples/**/*.yaml")
     for path in ROOT.glob(pattern)
-    if path.name != "api-versions.md"  # it has the old names too
 ]
 
 

@@ -108,7 +108,7 @@ def test_a_pinned_shape_runs_at_every_load_and_the_guard_stays_on() -> None:
     decision = loop.polls(20)
     assert set(loop.depths[1:]) == {4}, "speculation that loses would have been stopped"
     assert decision.plan.guard
-    assert decision.recommended == "none", "what Auto would run is told meanwhile"
+    assert decision.shown.recommended == "none", "what Auto would run is told meanwhile"
 
 
 @pytest.mark.parametrize("mode", ["Off", "Static", "Advisory", "Auto"])
@@ -144,8 +144,8 @@ def test_an_invalid_pin_leaves_the_previous_pin_in_force() -> None:
     pinned(loop, "chain:17")
     decision = loop.polls(3)
     assert loop.versions[-1] == version
-    assert decision.pinned == "chain:2"
-    assert "chain:17" in (decision.pin_problem or "")
+    assert decision.shown.pinned == "chain:2"
+    assert "chain:17" in (decision.shown.pin_problem or "")
 
 
 def test_an_invalid_first_pin_leaves_the_mode_in_force() -> None:
@@ -162,7 +162,7 @@ def test_the_mode_is_in_force_again_after_the_pin_is_removed() -> None:
     pinned(loop, "")
     decision = loop.polls(12)
     assert loop.depths[-1] == 0
-    assert not decision.pinned
+    assert not decision.shown.pinned
 
 
 def test_pinning_and_unpinning_are_recorded_in_the_history() -> None:
@@ -172,7 +172,7 @@ def test_pinning_and_unpinning_are_recorded_in_the_history() -> None:
     loop.polls(2)
     pinned(loop, "")
     decision = loop.polls(2)
-    changes = [(record.before, record.after, record.reason) for record in decision.history]
+    changes = [(record.before, record.after, record.reason) for record in decision.shown.history]
     assert changes == [
         ("pin chain:4", "mode Static", "spec.speculation.pin"),
         ("mode Static", "pin chain:4", "spec.speculation.pin"),

@@ -185,7 +185,8 @@ def suspected(*pods: str, acceptance: str = "0.31") -> Status:
     suspects = tuple(
         UnhealthyWorker(pod=pod, uid=pod, reason="AcceptanceCollapsed", message=message, since=0.0) for pod in pods
     )
-    return status_of(deployment, observed, replace(decision, suspects=suspects), Outcome(), now=1)
+    decision = replace(decision, health=replace(decision.health, unhealthy=suspects))
+    return status_of(deployment, observed, decision, Outcome(), now=1)
 
 
 def test_an_outlier_is_named_and_does_not_touch_ready() -> None:

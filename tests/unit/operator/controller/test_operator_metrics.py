@@ -53,10 +53,11 @@ def test_desired_replicas_are_exported_for_an_external_autoscaler() -> None:
     """With another owner the operator does not set replicas. It exports what it would set, within the bounds."""
     loop = loop_over(scaling={"owner": "External", "maxReplicas": 3})
     observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
-    decision = replace(loop.poll(), desired=3)
+    decision = loop.poll()
+    decision = replace(decision, scale=replace(decision.scale, desired=3))
     status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
     metrics.record(loop.deployment, observed, decision, status)
-    assert decision.replicas == 1
+    assert decision.scale.replicas == 1
     assert value("specdecode_desired_replicas") == 3
 
 
@@ -69,7 +70,7 @@ def test_decisions_are_counted_by_reason() -> None:
 
 def test_every_decision_has_a_cause() -> None:
     loop = loop_over(Truth(chances=[0.98] * 5), explore=0.1)
-    assert {change.cause for change in loop.polls(30).history} == {"gain"}
+    assert {change.cause for change in loop.polls(30).shown.history} == {"gain"}
     loop.deployment = loop_over(speculation={"depth": {"max": 1, "initial": 1}}).deployment
     assert {change.cause for change in loop.poll().changes} == {"bounds"}
     loop.deployment = with_pin(loop.deployment, "chain:1")
@@ -99,7 +100,8 @@ def record_figures(loop: Loop, **figures: Any) -> None:
     """Record one reconcile with these measurements."""
     values = {"running": 1, "waiting": 0, "tokens_per_second": 9, "synthetic": False, **figures}
     observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
-    decision = replace(loop.poll(), figures=Figures(**values))
+    decision = loop.poll()
+    decision = replace(decision, shown=replace(decision.shown, figures=Figures(**values)))
     status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
     metrics.record(loop.deployment, observed, decision, status)
 

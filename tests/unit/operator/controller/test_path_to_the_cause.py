@@ -32,7 +32,8 @@ PAGE = (ROOT / "docs" / "how-to" / "troubleshoot.md").read_text()
 
 def pod(**status: Any) -> dict[str, Any]:
     """Return a worker pod that does not start, as the API server has it."""
-    metadata = {"name": "demo-worker-1", "uid": "p", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    labels = {"specdecode.io/name": "demo", "specdecode.io/role": "worker"}
+    metadata = {"name": "demo-worker-1", "uid": "p", "creationTimestamp": "2026-01-01T00:00:00Z", "labels": labels}
     scheduled = {"type": "PodScheduled", "status": "True"}
     return {"metadata": metadata, "status": {"phase": "Pending", "conditions": [scheduled], **status}}
 

@@ -29,6 +29,10 @@ from specdecode_worker.contract import DraftState, GuardCell, Report, StartSecon
 from support.operators.fleet import DEFAULTS, Loop, Truth, deployment_with, loop_over, workload_with
 
 
+def with_shown(decision: Decision, **values: Any) -> Decision:
+    return replace(decision, shown=replace(decision.shown, **values))
+
+
 def status_with(
     workload: Workload | None = None,
     workers: tuple[Worker, ...] = (),
@@ -151,7 +155,7 @@ def test_the_model_section_has_the_revision_that_new_pods_load() -> None:
         deployment = deployment_with(before, model={"uri": uri})
         observed = Observation(workload=workload_with(), workers=(), session=Session())
         decision, _ = decide(deployment, observed, DEFAULTS, now=1)
-        return status_of(deployment, observed, replace(decision, model_revision=revision), Outcome(), now=1)
+        return status_of(deployment, observed, with_shown(decision, model_revision=revision), Outcome(), now=1)
 
     resolved = model(None, "hf://org/name", "abc123")
     assert resolved.model is not None
@@ -190,7 +194,7 @@ def with_figures(
         tasks=tasks or {},
         saved_device_seconds=saved,
     )
-    return status_of(deployment, observed, replace(decision, figures=figures), Outcome(), now=now)
+    return status_of(deployment, observed, with_shown(decision, figures=figures), Outcome(), now=now)
 
 
 def test_figures_are_rounded_and_written_only_when_changed() -> None:
@@ -296,7 +300,8 @@ def test_arrivals_have_two_digits_and_stay_while_unknown() -> None:
     nothing = Figures(running=0, waiting=0, tokens_per_second=0, synthetic=False)
 
     def arrivals(measured: float | None, before: Deployment) -> tuple[float | None, Deployment]:
-        known = replace(decision, wanted=1, arrivals=measured, figures=nothing)
+        scale = replace(decision.scale, wanted=1, arrivals=measured)
+        known = replace(decision, scale=scale, shown=replace(decision.shown, figures=nothing))
         status = status_of(before, observed, known, Outcome(), now=loop.now)
         assert status.capacity is not None
         return status.capacity.arrivals_per_second, replace(before, status=status)
@@ -349,12 +354,12 @@ def test_drafting_that_takes_much_of_a_step_is_named_by_condition_and_explain(de
     for sequences in (1, 8, 4, 2):  # one number of sequences tells passes and verified tokens together only
         loop.worker.truth.sequences = sequences
         decision = loop.polls(8)
-    assert decision.depth
-    share = each * decision.depth / (0.02 + each * decision.depth + 0.0004 * 2 * (decision.depth + 1))
-    assert decision.drafting_share == pytest.approx(share, abs=0.06)
+    assert decision.shown.depth
+    share = each * decision.shown.depth / (0.02 + each * decision.shown.depth + 0.0004 * 2 * (decision.shown.depth + 1))
+    assert decision.shown.drafting_share == pytest.approx(share, abs=0.06)
     observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
     figures = Figures(running=1, waiting=0, tokens_per_second=9, synthetic=False, speedup=1.5)
-    status = status_of(loop.deployment, observed, replace(decision, figures=figures), Outcome(), now=loop.now)
+    status = status_of(loop.deployment, observed, with_shown(decision, figures=figures), Outcome(), now=loop.now)
     effective = condition(status, "SpeculationEffective")
     assert (effective.status, effective.reason) == ("True", reason)
     assert ("drafting takes over 30 % of a step" in effective.message) == dear
@@ -366,14 +371,16 @@ def test_drafting_that_takes_much_of_a_step_is_named_by_condition_and_explain(de
 
 def test_status_and_explain_have_the_acceptance_by_context() -> None:
     loop = loop_over()
-    decision = replace(loop.polls(4), context_rates={"other": {"<=1024": 0.612, ">8192": 0.1}})
+    decision = with_shown(loop.polls(4), context_rates={"other": {"<=1024": 0.612, ">8192": 0.1}})
     figures = Figures(running=1, waiting=0, tokens_per_second=9, synthetic=False)
     observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
-    status = status_of(loop.deployment, observed, replace(decision, figures=figures), Outcome(), now=loop.now)
+    status = status_of(loop.deployment, observed, with_shown(decision, figures=figures), Outcome(), now=loop.now)
     assert status.speculation is not None
     assert status.speculation.acceptance_by_context == "other: 0.61 at <=1024, 0.10 at >8192"
     again = deployment_with(status)
-    later = status_of(again, observed, replace(decision, figures=None, context_rates={}), Outcome(), now=loop.now + 5)
+    later = status_of(
+        again, observed, with_shown(decision, figures=None, context_rates={}), Outcome(), now=loop.now + 5
+    )
     assert later.speculation is not None
     assert later.speculation.acceptance_by_context == status.speculation.acceptance_by_context, "with the figures alone"
     spec = loop.deployment.spec.model_dump(by_alias=True, mode="json", exclude_none=True)

@@ -175,14 +175,14 @@ def test_after_a_loss_of_state_the_history_is_read_from_status() -> None:
     status = Status(speculation=SpeculationStatus(history=(decision(),)))
     object.__setattr__(loop.deployment, "status", status)
     loop.memory = Session(stored=False)
-    assert loop.poll().history == (decision(),)
+    assert loop.poll().shown.history == (decision(),)
 
 
 def test_a_change_of_replicas_is_recorded_in_the_history() -> None:
     truth = Truth(sequences=16, waiting=40.0)
     loop = loop_over(truth, scaling={"owner": "Operator", "maxReplicas": 3})
     decision = loop.polls(6)
-    (change,) = [entry for entry in decision.history if entry.kind == "Replicas"]
+    (change,) = [entry for entry in decision.shown.history if entry.kind == "Replicas"]
     assert (change.before, change.after) == ("1", "3")
     assert "demand" in change.reason
 
@@ -191,8 +191,8 @@ def test_advisory_reports_wanted_replicas_without_scaling() -> None:
     truth = Truth(sequences=16, waiting=40.0)
     loop = loop_over(truth, scaling={"owner": "Operator", "maxReplicas": 3}, speculation={"mode": "Advisory"})
     decision = loop.polls(8)
-    assert decision.replicas == 1
-    assert (decision.wanted or 0) > 1
+    assert decision.scale.replicas == 1
+    assert (decision.scale.wanted or 0) > 1
 
 
 def test_advisory_changes_no_child() -> None:
@@ -202,4 +202,4 @@ def test_advisory_changes_no_child() -> None:
     last = loop.polls(20)
     assert last.children == first.children
     assert not last.pushes
-    assert last.recommended == "none"
+    assert last.shown.recommended == "none"

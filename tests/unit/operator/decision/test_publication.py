@@ -19,9 +19,9 @@ def poll(loop: Loop, seconds: float, *, works: bool) -> bool:
         loop.now += seconds
         decision = loop.poll(0.0)
     before = loop.deployment.status.traffic
-    status = Status(traffic=traffic_section(before, decision.figures))
+    status = Status(traffic=traffic_section(before, decision.shown.figures))
     loop.deployment = replace(loop.deployment, status=status)
-    return decision.figures is not None
+    return decision.shown.figures is not None
 
 
 def test_figures_are_published_every_half_minute_under_traffic() -> None:

@@ -48,7 +48,7 @@ class Fleet:
         for name, worker in self.workers.items():
             if f"at-{name}" in decision.pushes:
                 worker.plan = decision.plan
-            worker.plan = decision.own_plans.get(f"at-{name}", worker.plan)
+            worker.plan = decision.health.own_plans.get(f"at-{name}", worker.plan)
         return decision
 
     def polls(self, count: int) -> list[Decision]:
@@ -64,7 +64,7 @@ def fleet_of(truths: Sequence[Truth], **spec: Any) -> Fleet:
 
 
 def collapses(decision: Decision) -> list[str]:
-    return [suspect.pod for suspect in decision.suspects if suspect.reason == "AcceptanceCollapsed"]
+    return [suspect.pod for suspect in decision.health.unhealthy if suspect.reason == "AcceptanceCollapsed"]
 
 
 def test_one_of_two_that_collapses_is_reported_runs_plainly_and_recovers() -> None:
@@ -75,7 +75,7 @@ def test_one_of_two_that_collapses_is_reported_runs_plainly_and_recovers() -> No
     last = decisions[-1]
     assert collapses(last) == ["p1"], "within half a minute"
     assert not any("at-p1" in decision.pushes for decision in decisions if collapses(decision))
-    suspect = last.suspects[0]
+    suspect = last.health.unhealthy[0]
     assert suspect.acceptance is not None
     assert suspect.usual is not None
     assert suspect.acceptance < 0.3 < 0.7 < suspect.usual
@@ -126,10 +126,10 @@ def test_a_slow_pod_is_reported_and_nothing_else() -> None:
 
     fleet = fleet_of([Truth(), Truth(), Truth(step_time=slow)])
     last = fleet.polls(30)[-1]
-    assert [(suspect.pod, suspect.reason) for suspect in last.suspects] == [("p2", "SlowSteps")]
-    assert last.suspects[0].pace == pytest.approx(2, rel=0.2)
-    assert not last.own_plans
-    assert not last.recycle
+    assert [(suspect.pod, suspect.reason) for suspect in last.health.unhealthy] == [("p2", "SlowSteps")]
+    assert last.health.unhealthy[0].pace == pytest.approx(2, rel=0.2)
+    assert not last.health.own_plans
+    assert not last.health.recycle
 
 
 def of_both(learned: LearnedState, depth: int) -> float:
@@ -162,12 +162,12 @@ def test_it_is_replaced_once_where_the_spec_allows(recycle: str, times: int) -> 
     fleet.polls(12)
     fleet.workers["p1"].truth.chances = BAD
     decisions = fleet.polls(60)
-    assert {name for decision in decisions for name in decision.recycle} == set(["p1"] * times)
-    assert not any(decision.recycle for decision in decisions[:12]), "it has time to recover"
+    assert {name for decision in decisions for name in decision.health.recycle} == set(["p1"] * times)
+    assert not any(decision.health.recycle for decision in decisions[:12]), "it has time to recover"
     assert fleet.memory.learned.recycled_at is None, "nothing evicted it yet"
     del fleet.workers["p1"]
     fleet.workers["p3"] = SimulatedWorker(Truth(chances=GOOD), plan=fleet.workers["p0"].plan, explore=0.1)
-    assert not any(decision.recycle for decision in fleet.polls(10))
+    assert not any(decision.health.recycle for decision in fleet.polls(10))
     assert (fleet.memory.learned.recycled_at is not None) == bool(times)
 
 
@@ -178,7 +178,7 @@ def test_a_least_depth_keeps_it_speculating() -> None:
     fleet.workers["p1"].truth.chances = BAD
     decisions = fleet.polls(8)
     assert collapses(decisions[-1]) == ["p1"]
-    assert not any(decision.own_plans for decision in decisions)
+    assert not any(decision.health.own_plans for decision in decisions)
 
 
 def test_a_worker_takes_the_quiet_plan_of_its_version_and_the_common_one_after() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specdecode_operator.health.pod_health import TUNING
-from specdecode_operator.health.remediation import HealInputs, Remediation, heal
+from specdecode_operator.health.remediation import HealInputs, heal
 from specdecode_operator.state.learned import PodState, PodTaskState
-from specdecode_operator.types import Worker
+from specdecode_operator.types import Remediation, Worker
 from specdecode_worker.contract import Plan, TreeShape
 from support.operators.fleet import SimulatedWorker, Truth
 

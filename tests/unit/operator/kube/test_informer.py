@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.errors import Gone, Refused, Unavailable
+from specdecode_operator.errors import Gone, NotFound, Refused, Unavailable
 from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.informer import Informer, InformerSet, ObjectStore
 from specdecode_operator.kube.kinds import PODS
@@ -138,6 +138,12 @@ async def test_a_watch_goes_on_behind_its_last_event_after_an_error(pauses: list
 async def test_versions_that_expire_again_and_again_back_off(pauses: list[float]) -> None:
     await play([[page(n)] for n in range(4)], [[Gone("old")] for _ in range(3)])
     assert len(pauses) == 2
+
+
+async def test_a_kind_without_its_crd_is_named_and_waited_for(pauses: list[float]) -> None:
+    informer, _, _ = await play([[NotFound("404", "the server could not find the requested resource")]], [])
+    assert informer.refusal == "the server could not find the requested resource"
+    assert not informer.answered.is_set()
 
 
 async def test_a_refusal_ends_with_the_next_list(pauses: list[float]) -> None:

@@ -405,15 +405,15 @@ def test_an_upgrade_of_the_operator_does_not_roll_pods() -> None:
     first, memory = decided(Session(), DEFAULTS)
     second, memory = decided(memory, UPGRADED)
     assert pod(second) == pod(first)
-    assert second.image == "localhost/worker:1"
+    assert second.shown.image == "localhost/worker:1"
     third, _ = decided(memory, UPGRADED, drain={"gracePeriod": "61s"})
-    assert third.image == "localhost/worker:2", "with the next change of the spec it may"
+    assert third.shown.image == "localhost/worker:2", "with the next change of the spec it may"
 
 
 def test_update_policy_automatic_rolls_pods_on_an_operator_upgrade() -> None:
     _, memory = decided(Session(), DEFAULTS, workers={"updatePolicy": "Automatic"})
     second, _ = decided(memory, UPGRADED, workers={"updatePolicy": "Automatic"})
-    assert second.image == "localhost/worker:2"
+    assert second.shown.image == "localhost/worker:2"
 
 
 def test_after_a_loss_of_state_the_template_is_read_from_the_workload() -> None:

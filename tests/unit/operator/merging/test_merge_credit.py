@@ -218,7 +218,7 @@ def test_nothing_changes_without_merged_drafts(tasks: list[dict[str, Any]]) -> N
     merged = choose_merges(deployment, observed, learned, Delta(draft=OWN), buckets(16), now=loop.now)
     assert merged.learned is learned
     assert merged.deployment is deployment
-    assert (merged.changes, merged.texts, decision.merges) == ((), {}, {})
+    assert (merged.changes, merged.texts, decision.shown.merges) == ((), {}, {})
     assert (learned.merges, learned.credit) == ((), ())
 
 

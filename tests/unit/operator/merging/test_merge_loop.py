@@ -92,7 +92,7 @@ def test_other_modes_merge_as_declared(mode: str) -> None:
     assert changes(loop, 20) == []
     assert [one.draft for one in loop.worker.plan.tasks[0].merge] == ["head"]
     assert loop.memory.learned.merges == ()
-    text = next(one.merges for one in reversed([loop.poll() for _ in range(7)]) if one.merges)[TASK]
+    text = next(one.shown.merges for one in reversed([loop.poll() for _ in range(7)]) if one.shown.merges)[TASK]
     assert text.startswith("merges head")
     assert ("mode Auto would merge nothing: head dropped" in text) == (mode == "Advisory")
 
@@ -121,7 +121,7 @@ def test_the_step_times_and_the_status_are_of_the_drafts_that_run() -> None:
     rows = [row for row in loop.memory.learned.rows if row.task == TASK and row.since]
     assert rows
     assert worker_of(loop).depth > 1, "with the passes of both heads, a chain of 1 is the best"
-    decision = next(one for one in reversed([loop.poll() for _ in range(7)]) if one.merges)
+    decision = next(one for one in reversed([loop.poll() for _ in range(7)]) if one.shown.merges)
     (task,) = (one for one in task_sections(loop.deployment, decision) if one.name == TASK)
     assert task.merge == f"merges nothing; {loop.memory.learned.merges[0].reason}"
     status = Status(tasks=(task,), speculation=SpeculationStatus(depth=2)).model_dump(by_alias=True, mode="json")

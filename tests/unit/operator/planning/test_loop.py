@@ -107,7 +107,7 @@ def test_modes_that_do_not_follow(mode: str, depth: int) -> None:
     decision = loop.polls(12)
     assert set(loop.depths[1:]) == {depth}
     assert not decision.changes
-    assert (decision.recommended is not None) == (mode == "Advisory")
+    assert (decision.shown.recommended is not None) == (mode == "Advisory")
 
 
 def test_method_none_plans_nothing() -> None:
@@ -154,7 +154,7 @@ def test_a_new_boot_resets_that_worker_alone() -> None:
 def test_speedup_and_acceptance_match_the_truth() -> None:
     truth = Truth(chances=[0.8] * 5)
     loop = loop_over(truth, explore=0.1, speculation={"mode": "Static"})
-    found = [loop.poll().figures for _ in range(24)]
+    found = [loop.poll().shown.figures for _ in range(24)]
     figures = [figure for figure in found if figure and figure.speed][-1]
     assert figures.speed is not None
     drafted = truth.step_time(1, 3, truth.context) / (1 + 0.8 + 0.64 + 0.512)
@@ -166,15 +166,15 @@ def test_speedup_and_acceptance_match_the_truth() -> None:
 def test_figures_come_every_half_minute_and_as_soon_as_knobs_are_turned() -> None:
     """What was measured with knobs on must not be read as what was measured."""
     loop = loop_over()
-    published = [loop.poll().figures for _ in range(24)]
+    published = [loop.poll().shown.figures for _ in range(24)]
     assert sum(figures is not None for figures in published) <= 5
-    while (figures := loop.poll().figures) is None:
+    while (figures := loop.poll().shown.figures) is None:
         pass
     for knobs in (SyntheticKnobs(acceptance=(0.1,)), None):
         told = TrafficStatus(running=1, waiting=0, tokens_per_second=1, synthetic=figures.synthetic)
         loop.deployment = replace(loop.deployment, status=Status(traffic=told))
         loop.worker.synthetic = knobs
-        now = loop.poll().figures
+        now = loop.poll().shown.figures
         assert now is not None
         assert now.synthetic == (knobs is not None)
         figures = now

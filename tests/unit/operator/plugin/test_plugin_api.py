@@ -120,7 +120,7 @@ def test_status_goes_by_the_namespace_of_the_context(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [("-n", "other", "status"), ("status", "-n", "other"), ("--namespace=other", "status", "--interval", "3")]
+    "words", [("-n", "other", "status"), ("status", "-n", "other"), ("--namespace=other", "status")]
 )
 def test_options_stand_before_or_after_the_command(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
@@ -153,22 +153,6 @@ def test_explain_without_readable_state_says_so(
     server.answers[STATE] = 200, answer
     assert server.run("explain", "demo") == 0
     assert "has not stored any yet" in capsys.readouterr().out
-
-
-def test_watch_draws_until_it_is_interrupted(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("specdecode_operator.plugin.cli.time.sleep", sleep)
-    assert server.run("status", "--watch", "--interval", "0.5") == 0
-    assert slept == [0.5, 0.5]
-    assert capsys.readouterr().out.count("NAME   ") == 2
 
 
 def test_explain_and_history_read_what_the_operator_wrote(

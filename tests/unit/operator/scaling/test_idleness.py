@@ -8,11 +8,11 @@ import pytest
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.size_stage import ReplicaDecision, SizeInputs, size
+from specdecode_operator.decision.size_stage import SizeInputs, size
 from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.types import Observation, Worker
+from specdecode_operator.types import Observation, ReplicaDecision, Worker
 from specdecode_worker.contract import DraftState, Report
 from specdecode_worker.contract.demand import HeldRequests
 from support.operators.fleet import DEFAULTS, deployment_with, workload_with
@@ -150,7 +150,7 @@ def resting(held_at: float | None, *, stored: int | None = 0) -> int:
         session=Session(learned=LearnedState(uid="u1", scaling=scaling)),
         demand=demand,
     )
-    return decide(deployment, observed, DEFAULTS, now=1000)[0].replicas
+    return decide(deployment, observed, DEFAULTS, now=1000)[0].scale.replicas
 
 
 @pytest.mark.parametrize("stored", [0, None], ids=["same operator", "state lost"])

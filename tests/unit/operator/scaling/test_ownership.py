@@ -40,15 +40,15 @@ class Running:
         workload = workload_with(len(pods)) if pods else None
         observed = Observation(workload=workload, workers=tuple(pods), session=self.session)
         decision, self.session = decide(self.deployment, observed, DEFAULTS, now=self.now)
-        self.workers = self.workers[: decision.replicas]
-        while len(self.workers) < decision.replicas:
+        self.workers = self.workers[: decision.scale.replicas]
+        while len(self.workers) < decision.scale.replicas:
             self.workers.append(SimulatedWorker(Truth(), plan=decision.plan, seed=len(self.workers)))
         status = Status(observed_generation=self.deployment.generation)
         self.deployment = replace(self.deployment, status=status)
         return decision
 
     def polls(self, count: int) -> list[int]:
-        return [self.poll().replicas for _ in range(count)]
+        return [self.poll().scale.replicas for _ in range(count)]
 
     def edit(self, **spec: Any) -> None:
         """Change the spec as a user does; the generation rises."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.decision.size_stage import ReplicaDecision, SizeInputs, SizeResult, size
+from specdecode_operator.decision.size_stage import SizeInputs, SizeResult, size
 from specdecode_operator.scaling import (
     TUNING,
     Demand,
@@ -22,7 +22,7 @@ from specdecode_operator.scaling import (
 from specdecode_operator.scaling.replicas import follow_placement, upper_bound
 from specdecode_operator.state.learned import ScalingState
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.types import Capacity, Worker
+from specdecode_operator.types import Capacity, ReplicaDecision, Worker
 from support.operators.fleet import SimulatedWorker, Truth, workload_with
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=6, scale_down_window="60s")

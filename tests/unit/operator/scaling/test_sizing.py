@@ -59,14 +59,14 @@ def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = 
 def test_arrivals_over_capacity_make_replicas() -> None:
     """A sequence alone brings some 60 tokens a second, 13 of them several times that: 5 requests of 50 fit one."""
     few, many = decided(1, **OPERATOR), decided(40, **OPERATOR)
-    assert few.capacity is not None
-    assert few.capacity.limited_by == "slots"
-    assert (few.replicas, few.wanted) == (1, 1)
-    assert many.wanted is not None
-    assert many.capacity is not None
-    assert many.wanted == pytest.approx(40 / many.capacity.rate, abs=1)
-    assert many.replicas == min(6, many.wanted)
-    assert many.arrivals == pytest.approx(40, rel=0.05)
+    assert few.scale.capacity is not None
+    assert few.scale.capacity.limited_by == "slots"
+    assert (few.scale.replicas, few.scale.wanted) == (1, 1)
+    assert many.scale.wanted is not None
+    assert many.scale.capacity is not None
+    assert many.scale.wanted == pytest.approx(40 / many.scale.capacity.rate, abs=1)
+    assert many.scale.replicas == min(6, many.scale.wanted)
+    assert many.scale.arrivals == pytest.approx(40, rel=0.05)
 
 
 def test_a_burst_is_no_lasting_rate() -> None:
@@ -74,33 +74,35 @@ def test_a_burst_is_no_lasting_rate() -> None:
     chance; 22 arrivals are significant."""
     few, many = (list(accumulate((1, 1, 1, new, 1, 1, 1))) for new in (4, 20))
     asked = decisions(few, output=800, **OPERATOR)
-    carried = asked[3].capacity
+    carried = asked[3].scale.capacity
     assert carried is not None
     assert carried.rate < (1 + 1 + 4) / 15, "of the look in which they came"
-    assert [decision.replicas for decision in asked] == [1] * 7
-    assert decisions(many, output=800, **OPERATOR)[-1].replicas > 1
+    assert [decision.scale.replicas for decision in asked] == [1] * 7
+    assert decisions(many, output=800, **OPERATOR)[-1].scale.replicas > 1
 
 
 def test_an_external_owner_reads_the_desired_replicas() -> None:
     external = decided(40, scaling={"owner": "External", "maxReplicas": 6}, replicas=2)
     ours = decided(40, **OPERATOR)
-    assert external.replicas == 2
-    assert external.desired == ours.replicas > 2
-    assert external.wanted == ours.wanted
-    assert external.limited is None
+    assert external.scale.replicas == 2
+    assert external.scale.desired == ours.scale.replicas > 2
+    assert external.scale.wanted == ours.scale.wanted
+    assert external.scale.limited is None
     unscaled = decided(40, replicas=2)
-    assert (unscaled.wanted, unscaled.arrivals) == (None, None), "without spec.scaling demand is not reported"
+    assert (unscaled.scale.wanted, unscaled.scale.arrivals) == (None, None), (
+        "without spec.scaling demand is not reported"
+    )
 
 
 def test_an_unschedulable_pod_is_reported() -> None:
     result = decided(40, trouble="Unschedulable: 0/1 nodes are available", **OPERATOR)
-    assert result.limited is not None
-    assert result.limited.reason == "Unschedulable"
+    assert result.scale.limited is not None
+    assert result.scale.limited.reason == "Unschedulable"
 
 
 def test_a_tighter_objective_means_less_capacity() -> None:
     loose, tight = (
-        decided(4, speculation={"objective": {"itl": f"{most}ms"}}, **OPERATOR).capacity for most in (100, 10)
+        decided(4, speculation={"objective": {"itl": f"{most}ms"}}, **OPERATOR).scale.capacity for most in (100, 10)
     )
     assert loose is not None
     assert tight is not None

@@ -144,8 +144,8 @@ def test_any_reports_make_a_decision_within_bounds(looks: list[list[Report]]) ->
         observed = Observation(workload=workload_with(len(workers)), workers=workers, session=memory)
         decision, memory = decide(deployment, observed, DEFAULTS, now=now)
         assert (decision, memory) == decide(deployment, observed, DEFAULTS, now=now)
-        assert 1 <= decision.replicas <= 5
-        assert len(decision.recycle) <= 1
+        assert 1 <= decision.scale.replicas <= 5
+        assert len(decision.health.recycle) <= 1
         for row in decision.plan.rows:
             assert (row.shape.depth <= 4, row.shape.nodes <= 6, max(row.shape.ranks) < 2) == (True, True, True)
         assert parse_state(render_state(memory.learned), "u1") is not None
