@@ -1,6 +1,6 @@
-"""Generations of a draft over months of traffic that drifts away and comes back, with the operator's life cycle.
+"""Generations of a draft over months of traffic that drifts away and comes back.
 
-The life cycle and the canary test are those of the operator; training is a model. A draft knows a topic by how near it
+The canary test is that of the operator; training is a model. A draft knows a topic by how near it
 is to what the draft was trained on; a run continues the draft in use on the traffic of its month with replayed old
 text, and is judged as a training Job judges: by lower bounds over the mix and over the golden set.
 """
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from specdecode_operator.api.status import Outcome, RunOutcome
 from specdecode_operator.drafts.crossover import Verdict
-from specdecode_operator.drafts.lifecycle import Event, EventKind, Lifecycle, Phase, advance
 from specdecode_simulator.drafts.canary_trials import TASK_COSTS, trial
 
 RECOVERY, FORGETTING = 0.126, 0.02
@@ -49,8 +49,8 @@ class Generation:
     """What one month came to."""
 
     topic: int
-    event: EventKind
-    """Verdict of the training Job or of the canary test."""
+    outcome: Outcome | RunOutcome
+    """Outcome of the training run or of the canary test."""
     is_equal: bool
     """The candidate was not faster than the draft in use."""
     loop: float
@@ -69,7 +69,8 @@ class Year:
     generator: Any
     replays: bool = True
     """Half of each round of training is old text."""
-    state: Lifecycle = field(default_factory=lambda: Lifecycle(current="d0"))
+    current: str = "d0"
+    previous: str = ""
     drafts: dict[str, Draft] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,13 +83,13 @@ class Year:
         first = self.drafts["d0"]
         for month in range(1, count + 1):
             topic = month % TOPICS
-            parent = self.drafts[self.state.current]
+            parent = self.drafts[self.current]
             candidate = self._trained(f"d{month}", parent, topic)
-            event = self._rolled_out(candidate, parent, topic)
-            used = self.drafts[self.state.current]
+            outcome = self._rolled_out(candidate, parent, topic)
+            used = self.drafts[self.current]
             gain = candidate.speed[topic] - parent.speed[topic]
             yield Generation(
-                topic, event, gain <= 0, used.speed[topic], first.speed[topic], used.golden, len(self.drafts)
+                topic, outcome, gain <= 0, used.speed[topic], first.speed[topic], used.golden, len(self.drafts)
             )
 
     def _trained(self, name: str, parent: Draft, topic: int) -> Draft:
@@ -100,39 +101,31 @@ class Year:
             speed[other] += near * (0.0 - speed[other]) - kept + noise[other] * near
         return Draft(name, tuple(speed))
 
-    def _rolled_out(self, candidate: Draft, parent: Draft, topic: int) -> EventKind:
-        """Take the candidate through the life cycle. Return the verdict that decided."""
-        for kind in (EventKind.RUN_REQUESTED, EventKind.CAPTURES_READY):
-            self._take(kind)
+    def _rolled_out(self, candidate: Draft, parent: Draft, topic: int) -> Outcome | RunOutcome:
+        """Take the candidate through evaluation and canary. Return the outcome that decided."""
         gain, golden = candidate.speed[topic] - parent.speed[topic], candidate.golden - parent.golden
-        event = self._judged(gain, golden)
-        if event is EventKind.JOB_BETTER:
-            self.drafts[candidate.name] = candidate
-            self._take(event, candidate.name)
-            event = self._tried(gain)
-        self._take(event)
-        while self.state.phase is not Phase.SERVING:
-            ends = self.state.phase in (Phase.PROMOTING, Phase.ROLLING_BACK)
-            self._take(EventKind.CONVERGED if ends else EventKind.TIME_OVER)
-        kept = {self.state.current, self.state.previous, "d0"}
+        if not self._is_better(gain, golden):
+            return "NotBetter"
+        self.drafts[candidate.name] = candidate
+        outcome = self._tried(gain)
+        if outcome == "Promoted":
+            self.previous, self.current = self.current, candidate.name
+        kept = {self.current, self.previous, "d0"}
         self.drafts = {name: draft for name, draft in self.drafts.items() if name in kept}
-        return event
+        return outcome
 
-    def _judged(self, gain: float, golden: float) -> EventKind:
+    def _is_better(self, gain: float, golden: float) -> bool:
         """Return the verdict of a training Job: lower bounds of the mix and of the golden set."""
         lower = [
             true + self.generator.normal(0, BOUND_ERROR) - CONFIDENT_ERRORS * BOUND_ERROR for true in (gain, golden)
         ]
-        return EventKind.JOB_BETTER if lower[0] > MIN_GAIN and lower[1] > TOLERATED_LOSS else EventKind.JOB_NOT_BETTER
+        return bool(lower[0] > MIN_GAIN and lower[1] > TOLERATED_LOSS)
 
-    def _tried(self, gain: float) -> EventKind:
-        """Return the verdict of a canary test on simulated requests."""
+    def _tried(self, gain: float) -> Outcome:
+        """Return the outcome of a canary test on simulated requests."""
         verdict, _ = trial(self.generator, dict.fromkeys(TASK_COSTS, math.expm1(gain)))
-        events = {Verdict.PROMOTE: EventKind.CANARY_BETTER, Verdict.ROLL_BACK: EventKind.CANARY_WORSE}
-        return events.get(verdict, EventKind.CANARY_UNDECIDED)
-
-    def _take(self, kind: EventKind, draft: str = "") -> None:
-        self.state = replace(advance(self.state, Event(kind=kind, draft=draft)).state)
+        outcomes: dict[Verdict, Outcome] = {Verdict.PROMOTE: "Promoted", Verdict.ROLL_BACK: "RolledBack"}
+        return outcomes.get(verdict, "Undecided")
 
 
 def years(seeds: int, count: int = 2 * TOPICS, *, replays: bool = True) -> list[list[Generation]]:
