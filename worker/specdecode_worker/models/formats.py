@@ -238,7 +238,7 @@ class StoredMatrix(ABC):
     def form(self) -> str:
         """Kind, group size, type of scales and order of columns, in words."""
         order = ", act-order" if self.groups_K is not None else ""
-        return f"{self.kind} in groups of {self.group}, {self.headers[self.scale].dtype} scales{order}"
+        return f"{self.format}: {self.kind} in groups of {self.group}, {self.headers[self.scale].dtype} scales{order}"
 
     @cached_property
     def groups_K(self) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from specdecode_worker.models.optimize import added_bytes, fuse, quantise_target
 from specdecode_worker.models.rope import Temperature
 from specdecode_worker.models.tensor_parallel import load_shard, split_network
 from specdecode_worker.models.unloaded import meta_init
-from specdecode_worker.models.weights import load_causal_lm
+from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head
 from specdecode_worker.training.rollout import read_states
 from support.small_llama4 import SHAPE, dense_chunks, save_llama4
+from support.worker.quantized_folders import int4, pack_quantized, write_quantized
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(4))
@@ -300,6 +302,33 @@ def test_quantized_at_load_on_a_cpu() -> None:
     changed = {name for name, tensor in model.named_parameters() if not torch.equal(tensor, before[name])}
     assert "model.layers.1.mlp.experts.3.up_proj.weight" in changed
     assert "model.layers.1.mlp.router.weight" not in changed
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_experts_of_a_checkpoint_are_of_one_format_on_a_gpu(ordered: bool, tmp_path: Path) -> None:
+    """They are counted in it; act-order is refused before anything is loaded, and served on a CPU."""
+    shape = SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 2}
+    shape |= {"intermediate_size": 64, "intermediate_size_mlp": 96}
+    packer = partial(pack_quantized, symmetric=True, ordered=ordered)
+    write_quantized(
+        tmp_path,
+        int4(packer, group=32, ordered=ordered),
+        {"quant_method": "compressed-tensors"},
+        plain=("router",),
+        rename=lambda name: name.replace(".mlp.", ".feed_forward."),
+        **shape,
+    )
+    model = prepare_causal_lm(tmp_path).network
+    assert model.form.startswith("compressed-tensors pack-quantized: int4 in groups of 32, F16 scales")
+    assert added_bytes(model, None, torch.bfloat16, CPU, draft=False) == 0
+    if ordered:
+        with pytest.raises(ConfigMismatch, match="act-order are not served on a GPU"):
+            added_bytes(model, None, torch.bfloat16, torch.device("cuda"), draft=False)
+        return
+    # four experts and a shared one, a dense layer, and attention of two layers, without their router
+    weights = 5 * 3 * 64 * 64 + 3 * 64 * 96 + 2 * 64 * (64 + 32 + 32 + 64)
+    saved = weights * 2 - weights // 2 - weights // 32 * 2
+    assert added_bytes(model, None, torch.bfloat16, torch.device("cuda"), draft=False) == -saved
 
 
 def test_memory_counts_all_experts_and_the_widest_layer() -> None:
