@@ -1,4 +1,4 @@
-"""Estimate of what `make gpu` should find on a GPU: `roofline.py [--gpu H200] [--json]`. No GPU is used.
+"""Estimate of what `make gpu` should find on a GPU: `roofline.py [--gpu H200] [--json | --maverick]`. No GPU is used.
 
 A step takes the larger of its bytes over the rate of reading and its arithmetic over the rate of the matrix units, plus
 a fixed time for every launch of launches.json. The assumptions are printed.
@@ -122,11 +122,83 @@ def _tree_ratio(gpu: Gpu, nodes: int) -> float:
     return times[1] / times[0]
 
 
+# Llama 4 Maverick in FP8 on eight GPUs: one rank's step in three parts.
+
+RANKS = 8
+ALL_REDUCE_MICROSECONDS = 12.0
+"""Of some rows on eight H100 by NCCL. Taken from public material, not measured; a one-shot kernel takes about 5."""
+REFERENCE_MILLISECONDS = 4.0
+"""Per token at batch 1 on eight H100, with EAGLE: arXiv 2508.08192."""
+MOE_LAYERS, DENSE_LAYERS, NO_ROPE_LAYERS, EXPERTS = 24, 24, 12, 128
+MAVERICK_HIDDEN, MAVERICK_VOCABULARY = 5120, 202_048
+_ATTENTION = MAVERICK_HIDDEN * (40 + 8 + 8) * 128 + 40 * 128 * MAVERICK_HIDDEN
+_EXPERT, _DENSE = 3 * MAVERICK_HIDDEN * 8192, 3 * MAVERICK_HIDDEN * 16384
+DENSE_LAUNCHES = ("norm", "qkv", "rope", "attend", "merge", "o", "add and norm", "gate, up", "gate", "down", "add")
+MOE_LAUNCHES = (*DENSE_LAUNCHES, "router", "group", "experts' gate, up", "experts' down")
+OTHER_LAUNCHES = LAUNCHES["plain"]["launches"] - TARGET["num_hidden_layers"] * LAUNCHES["plain"]["per_layer"]
+MAVERICK_HEAD = MAVERICK_HIDDEN * (2 * 56 * 128 + 40 * 128) + _EXPERT + 32_000 * MAVERICK_HIDDEN
+"""Weights of an EAGLE-3 head with Maverick's heads, the width of an expert and 32,000 tokens, whole on one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """Milliseconds of one rank's step at batch 1, without keys of the context."""
+
+    shape: str
+    bytes: float
+    launches: float
+    collectives: float
+    tokens: float
+
+    @property
+    def per_token(self) -> float:
+        """Milliseconds of a token."""
+        return (self.bytes + self.launches + self.collectives) / self.tokens
+
+
+def maverick_step(
+    gpu: Gpu, depth: int, *, all_reduce: float = ALL_REDUCE_MICROSECONDS, saved_a_layer: int = 0
+) -> RankStep:
+    """Return the step of a chain; rows choose experts evenly. Matrices of layers are FP8, all others bf16."""
+    chosen = EXPERTS * (1 - (1 - 1 / EXPERTS) ** (depth + 1))
+    read = (MOE_LAYERS + DENSE_LAYERS) * _ATTENTION + DENSE_LAYERS * _DENSE + MOE_LAYERS * (1 + chosen) * _EXPERT
+    read = (read + 2 * MAVERICK_VOCABULARY * MAVERICK_HIDDEN) / RANKS + depth * 2 * MAVERICK_HEAD
+    layers = MOE_LAYERS + DENSE_LAYERS
+    launches = MOE_LAYERS * len(MOE_LAUNCHES) + DENSE_LAYERS * len(DENSE_LAUNCHES) + NO_ROPE_LAYERS + OTHER_LAUNCHES
+    launches += depth * LAUNCHES["chain:3"]["per_draft_pass"] - layers * saved_a_layer
+    collectives = 2 * layers + 2  # and the rows' tokens to all, and the logits to one
+    tokens = LLAMA_8B.tokens_per_step if depth else 1.0
+    ms = 1e3 * read / gpu.bytes_per_second, 1e-3 * LAUNCH_MICROSECONDS * launches, 1e-3 * all_reduce * collectives
+    return RankStep(f"chain of {depth}" if depth else "plain", *ms, tokens)
+
+
+def maverick_table(gpu: Gpu) -> list[str]:
+    """Return the table of Maverick in three columns, and what a change would bring."""
+    steps = {
+        "as it is": [maverick_step(gpu, 0), maverick_step(gpu, 3)],
+        "one-shot all-reduce": [maverick_step(gpu, 3, all_reduce=5.0)],
+        "and norm, gate and residual in the products": [maverick_step(gpu, 3, all_reduce=5.0, saved_a_layer=3)],
+    }
+    lines = [f"{'ms of one rank':44} {'':10} {'bytes':>6} {'launches':>9} {'collectives':>12} {'a token':>8}"]
+    for what, rows in steps.items():
+        lines += [
+            f"{what:44} {step.shape:10} {step.bytes:6.2f} {step.launches:9.2f} {step.collectives:12.2f} "
+            f"{step.per_token:8.2f}"
+            for step in rows
+        ]
+    return [*lines, f"{'reference, eight H100':74}{'':10}{REFERENCE_MILLISECONDS:12.2f}"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", choices=GPUS, default="H200")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--maverick", action="store_true", help="Llama 4 Maverick in FP8 on eight GPUs instead")
     args = parser.parse_args()
+    if args.maverick:
+        print(f"computed for eight {args.gpu}, Maverick in FP8, batch 1 (nothing was measured)\n")
+        print("\n".join(maverick_table(GPUS[args.gpu])))
+        return
     expected = list(expectations(GPUS[args.gpu]))
     if args.json:
         print(json.dumps({"gpu": args.gpu, "expected": [asdict(one) for one in expected], "assumes": ASSUMPTIONS}))

@@ -156,12 +156,21 @@ def _read_speculation(path: Path) -> Mapping[str, Any]:
 
 def _tune(args: argparse.Namespace) -> int:
     """Tune the other systems' rules and print the document of tuned-baselines.json."""
-    if args.keep:
-        args.keep.mkdir(parents=True, exist_ok=True)
+    file = args.keep / "tune.jsonl" if args.keep else None
+    if file:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    lines = file.read_text().splitlines() if file and file.exists() else []
+
+    def note(key: str, cost: float) -> None:
+        if file:
+            with file.open("a") as kept:
+                kept.write(json.dumps([key, cost]) + "\n")
+
     policies = tuned(
         library(args.recordings or nearest()),
         lambda line: print(f"tune: {line}", file=sys.stderr, flush=True),
-        args.keep / "tune.jsonl" if args.keep else None,
+        dict(map(json.loads, lines)),
+        note,
     )
     document = {"command": f"{PROGRAM} --tune", "seeds": SEEDS, "hours": HOURS, "policies": policies}
     print(json.dumps(document, indent=1))

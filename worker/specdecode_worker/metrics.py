@@ -314,14 +314,11 @@ def add_traffic(add: FamilyList, report: Report, counts: ServerCounters) -> None
     text = "Prompt tokens looked up in the prefix cache."
     add.counter(Metric.prefix_cache_queries, text, report.prefix_query_tokens)
     add.counter(Metric.prefix_cache_hits, "Prompt tokens found in the prefix cache.", report.prefix_hit_tokens)
-    text = "Requests for whose cache blocks another worker was asked."
-    add.counter(Metric.remote_prefills, text, report.remote_prefills)
+    add.counter(Metric.remote_prefills, "Requests that asked for blocks of other workers.", report.remote_prefills)
     text = "Those of them that did not get all blocks, and computed the rest."
     add.counter(Metric.remote_prefill_failures, text, report.remote_prefill_failures)
-    text = "Prompt tokens whose cache blocks came from another worker."
-    add.counter(Metric.remote_prefill_tokens, text, report.remote_prefill_tokens)
-    text = "Bytes of cache blocks from other workers."
-    add.counter(Metric.remote_prefill_bytes, text, report.remote_prefill_bytes)
+    add.counter(Metric.remote_prefill_tokens, "Prompt tokens of such blocks.", report.remote_prefill_tokens)
+    add.counter(Metric.remote_prefill_bytes, "Bytes of such blocks.", report.remote_prefill_bytes)
     total = report.kv_tokens_total or 1
     add.gauge(Metric.num_requests_running, "Requests that are running.", report.running)
     add.gauge(Metric.num_requests_waiting, "Requests that are waiting to run.", report.waiting)

@@ -247,6 +247,8 @@ def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) 
         "max-age": int(seconds_of(capture.max_age)),
         "device": "cuda" if distillation.job_devices else "cpu",
     }
+    if spec.engine.quantization:
+        values["quantization"] = spec.engine.quantization
     if keep:
         values["keep-drafts"] = ",".join(keep)
     if spec.tls_secret_ref:

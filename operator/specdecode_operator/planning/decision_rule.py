@@ -118,7 +118,7 @@ class LoadDecision:
     def _after_trial(self) -> list[Change]:
         """Return the better of the shapes on trial and those before, once the former were timed or their time is over.
 
-        A trial compares these two. Other shapes must be surely better than both, as at any time.
+        Other shapes were timed before: they must be better by more than step times wander meanwhile.
         """
         since = max(row.since for row in self.rows if row.trial)
         now, _, choices = self._best(self.rows)
@@ -127,7 +127,8 @@ class LoadDecision:
             return []
         before = self.search.evaluate([tuple((row.task, row.settled_shape) for row in self.rows)])
         kept = min((*before.values(), *([now] if now.is_timed else [])), key=RANK)
-        better = (each for each in choices if each.is_timed and self.bound(kept, each, TUNING.z) > 0)
+        apart = TUNING.z * math.sqrt(2 * self.search.times.wander / TUNING.trial_polls)
+        better = (each for each in choices if each.is_timed and self.search.gain(kept, each) > apart)
         return self._to(self.rows, now, min(better, key=RANK, default=kept), "trial", "after a trial; ")
 
     # --- what a change is worth ---------------------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class LoadDecision:
         A shape that is outdated by a change point has no claim against another, so less evidence is enough. What only a
         trial can measure is no sure gain.
         """
-        if not other.is_timed and self._trial_variance(now, other) > 0:
+        if not other.is_timed and self._trial_variance(now, other) > TUNING.measured_error**2:
             return False
         if outdated and self.search.gain(now, other) >= self.least_gain:
             return self.bound(now, other, TUNING.z_changed) > 0
@@ -157,13 +158,11 @@ class LoadDecision:
     def trial_value(self, gain: float, variance: float, most: float = math.inf, share: float = 1.0) -> float:
         """Return the expected gain of a trial, E[max(0, gain)], at most ``most``, less the cost of its changes.
 
-        It costs one change of this share of the tokens, and a second one if it is in vain. Its own noise, and the
-        wander of its polls, leave a part of the doubt.
+        It costs one change of this share of the tokens, and a second one if it is in vain. Its own error stays.
         """
-        if variance <= 0:
+        error = math.sqrt(max(0.0, variance - TUNING.measured_error**2))
+        if error <= 0:
             return -1.0
-        noise = TUNING.measured_error**2 + self.search.times.wander / TUNING.trial_polls
-        error = variance / math.sqrt(variance + noise)
         expected = error * (_above(gain / error) - _above((gain - most) / error))
         return expected - share * self.least_gain * (1 + NORMAL.cdf(-gain / error))
 
@@ -184,10 +183,10 @@ class LoadDecision:
             return 0.0
         is_chain = len({shape for _, shape in other.shapes}) == 1 and other.shapes[0][1].is_chain
         if not other.is_timed and not (self.speculation.limits.explore_percent > 0 and is_chain and not now.is_plain):
-            return max(0.0, other.seconds.relative_variance - self.search.times.wander)
+            return other.seconds.relative_variance - self.search.times.wander
         if other.is_timed and now.is_plain:
             newest = max((cell.at for cell in self.learned.costs if cell.draft_passes), default=0.0)
-            return self.drift_variance(self.now - newest - TUNING.window_seconds)
+            return self.drift_variance(self.now - newest - TUNING.window_seconds) - self.search.times.wander
         return 0.0
 
     def bound(self, now: Choice, other: Choice, z: float) -> float:

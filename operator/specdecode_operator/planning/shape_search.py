@@ -54,8 +54,6 @@ class Choice:
     """Expected tokens of a step, mean over the running sequences."""
     violation: float
     """Share by which the worst objective is missed."""
-    verified: float
-    """Tokens that a step verifies of one sequence, mean over the running sequences."""
     tasks: tuple[TaskLoad, ...]
     """Tasks with the drafts that they merge, in the order of the shapes."""
 
@@ -146,10 +144,8 @@ class ShapeSearch:
     def gain_error(self, one: Choice, two: Choice) -> float:
         """Return the standard error of the gain. Errors that both choices share do not add."""
         time = one.seconds.relative_variance + two.seconds.relative_variance
-        if one.passes == two.passes and one.seconds[2:] == two.seconds[2:]:
-            # Both rest on the same steps, and differ by what the model says of verified tokens.
-            apart = self.times.token_variance(self.load.sequences * (two.verified - one.verified))
-            time = min(time, apart / (one.seconds.mean * two.seconds.mean))
+        if one.passes == two.passes:
+            time = min(time, (math.log(one.seconds.mean / two.seconds.mean) / 2) ** 2)
         pairs = zip(one.tasks, two.tasks, strict=True)
         return math.sqrt(time + sum(_gain_variance(before, after, one, two) for before, after in pairs))
 
@@ -185,8 +181,7 @@ class ShapeSearch:
         violation = self.objective.violation(seconds.mean, (tokens[name] * seconds.mean / own[name] for name in tokens))
         mean = sum(share * tokens[name] for name, share in shares.items())
         passes = max(one.batch.passes for one in met)
-        verified = sum(shares[one.task] * one.weight * one.batch.verified for one in met)
-        return Choice(shapes, seconds, passes, tokens, shares, mean, violation, verified, self.tasks)
+        return Choice(shapes, seconds, passes, tokens, shares, mean, violation, self.tasks)
 
     def _best_of(self, depth: int) -> Shapes | None:
         """Return the best prefix of all nodes by survival among those that are ``depth`` deep."""

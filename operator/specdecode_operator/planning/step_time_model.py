@@ -123,12 +123,6 @@ class StepTimeModel:
         error = TUNING.z * math.sqrt(max(0.0, float(x @ self.covariance @ x)))
         return max(0.0, float(x @ np.array(self.coefficients)) - error) / self.mean(load, batch)
 
-    def token_variance(self, tokens: float) -> float:
-        """Return the variance of what ``tokens`` more verified tokens add to a step, in square seconds."""
-        at = FEATURES.index("verify_tokens")
-        error = TUNING.model_error * self.coefficients[at]
-        return tokens**2 * (float(self.covariance[at, at]) + error**2)
-
     def near(self, load: Load) -> list[_Cell]:
         """Return the kinds of step that were timed at about this load, the nearest in sequences first."""
         if load not in self.nearby:

@@ -1,20 +1,20 @@
 """Generations of a draft over months of traffic that drifts away and comes back.
 
-The canary test is that of the operator; training is a model. A draft knows a topic by how near it
-is to what the draft was trained on; a run continues the draft in use on the traffic of its month with replayed old
-text, and is judged as a training Job judges: by lower bounds over the mix and over the golden set.
+The canary test is the operator's, and the phases follow each other as there: evaluation, trial, promotion. Training is
+a model. A draft knows a topic by how near it is to what the draft was trained on; a run continues the draft in use on
+the traffic of its month with replayed old text, and is judged as a training Job judges: by lower bounds over the mix
+and over the golden set.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from specdecode_operator.api.status import Outcome, RunOutcome
 from specdecode_operator.drafts.crossover import Verdict
 from specdecode_simulator.drafts.canary_trials import TASK_COSTS, trial
 
@@ -29,6 +29,10 @@ TOPICS = 12
 """Topics of a year. Traffic is of one of them at a time, and the golden set of all."""
 KEPT = 3
 """Drafts that files are kept of: in use, before it, and candidate."""
+
+Outcome = Literal["NotBetter", "Promoted", "RolledBack", "Undecided"]
+"""What became of a candidate: the first by the evaluation, the others by the canary test."""
+_VERDICTS: Mapping[Verdict, Outcome] = {Verdict.PROMOTE: "Promoted", Verdict.ROLL_BACK: "RolledBack"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,7 @@ class Generation:
     """What one month came to."""
 
     topic: int
-    outcome: Outcome | RunOutcome
-    """Outcome of the training run or of the canary test."""
+    outcome: Outcome
     is_equal: bool
     """The candidate was not faster than the draft in use."""
     loop: float
@@ -70,7 +73,7 @@ class Year:
     replays: bool = True
     """Half of each round of training is old text."""
     current: str = "d0"
-    previous: str = ""
+    previous: str = "d0"
     drafts: dict[str, Draft] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,31 +104,24 @@ class Year:
             speed[other] += near * (0.0 - speed[other]) - kept + noise[other] * near
         return Draft(name, tuple(speed))
 
-    def _rolled_out(self, candidate: Draft, parent: Draft, topic: int) -> Outcome | RunOutcome:
-        """Take the candidate through evaluation and canary. Return the outcome that decided."""
+    def _rolled_out(self, candidate: Draft, parent: Draft, topic: int) -> Outcome:
+        """Evaluate and try the candidate, and promote it if it is better. Return what became of it."""
         gain, golden = candidate.speed[topic] - parent.speed[topic], candidate.golden - parent.golden
         if not self._is_better(gain, golden):
             return "NotBetter"
+        verdict, _ = trial(self.generator, dict.fromkeys(TASK_COSTS, math.expm1(gain)))
+        outcome = _VERDICTS.get(verdict, "Undecided")
         self.drafts[candidate.name] = candidate
-        outcome = self._tried(gain)
         if outcome == "Promoted":
-            self.previous, self.current = self.current, candidate.name
+            self.current, self.previous = candidate.name, self.current
         kept = {self.current, self.previous, "d0"}
         self.drafts = {name: draft for name, draft in self.drafts.items() if name in kept}
         return outcome
 
     def _is_better(self, gain: float, golden: float) -> bool:
         """Return the verdict of a training Job: lower bounds of the mix and of the golden set."""
-        lower = [
-            true + self.generator.normal(0, BOUND_ERROR) - CONFIDENT_ERRORS * BOUND_ERROR for true in (gain, golden)
-        ]
-        return bool(lower[0] > MIN_GAIN and lower[1] > TOLERATED_LOSS)
-
-    def _tried(self, gain: float) -> Outcome:
-        """Return the outcome of a canary test on simulated requests."""
-        verdict, _ = trial(self.generator, dict.fromkeys(TASK_COSTS, math.expm1(gain)))
-        outcomes: dict[Verdict, Outcome] = {Verdict.PROMOTE: "Promoted", Verdict.ROLL_BACK: "RolledBack"}
-        return outcomes.get(verdict, "Undecided")
+        noise = self.generator.normal(0, BOUND_ERROR, 2) - CONFIDENT_ERRORS * BOUND_ERROR
+        return bool(gain + noise[0] > MIN_GAIN and golden + noise[1] > TOLERATED_LOSS)
 
 
 def years(seeds: int, count: int = 2 * TOPICS, *, replays: bool = True) -> list[list[Generation]]:

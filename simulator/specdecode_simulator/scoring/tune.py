@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specdecode_simulator.policies.registry import SCALERS
@@ -40,13 +40,15 @@ GRIDS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 def tuned(
     library: Library,
     report: Callable[[str], None] = lambda line: None,
-    keep: Path | None = None,
+    known: Mapping[str, float] = MappingProxyType({}),
+    note: Callable[[str, float], None] = lambda key, cost: None,
     seeds: Sequence[int] = SEEDS,
 ) -> dict[str, dict[str, Any]]:
     """The best point of every grid: least mean of time per token over the best point's of each trace; of scaling
-    rules, least misses and replica hours together. Costs that ``keep`` has are not computed again.
+    rules, least misses and replica hours together. Costs that are ``known``, by rule, point, trace and seed, are not
+    computed again; the others are noted.
     """
-    best, known = {}, _kept(keep)
+    best = {}
     for name, grid in GRIDS.items():
         points = list(_points(grid))
         traces = list(tuning_traces(scaled=name in SCALERS))
@@ -54,12 +56,10 @@ def tuned(
         for row, trace in zip(costs, traces, strict=True):
             for (index, point), seed in product(enumerate(points), seeds):
                 key = json.dumps([name, point, trace.name, seed])
+                cost = known[key] if key in known else _cost(name, point, trace, library, seed)
                 if key not in known:
-                    known[key] = _cost(name, point, trace, library, seed)
-                    if keep:
-                        with keep.open("a") as file:
-                            file.write(json.dumps([key, known[key]]) + "\n")
-                row[index] += known[key] / len(seeds)
+                    note(key, cost)
+                row[index] += cost / len(seeds)
         totals = [sum(row[index] / max(min(row), 1e-9) for row in costs) for index in range(len(points))]
         best[name] = points[totals.index(min(totals))]
         report(f"{name}: {best[name]} of {len(points)}")
@@ -83,12 +83,6 @@ def tuning_traces(*, scaled: bool) -> Iterator[Trace]:
 def _points(grid: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     for values in product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
-
-
-def _kept(path: Path | None) -> dict[str, float]:
-    """Return the costs that an earlier run computed, by rule, point, trace and seed."""
-    lines = path.read_text().splitlines() if path and path.exists() else []
-    return dict(json.loads(line) for line in lines)
 
 
 def _cost(name: str, point: Mapping[str, Any], trace: Trace, library: Library, seed: int) -> float:

@@ -142,3 +142,17 @@ def test_attention_is_compared_with_the_available_baseline(monkeypatch: pytest.M
     assert verdicts["P4 tree of 6 nodes over the prefix pass", name] is False
     rows[0]["flash_decode_microseconds"] = None
     assert judge(rows, monkeypatch)["tree attention, share of the copy rate (no FlashInfer)", name] is False
+
+
+def test_the_computed_maverick_has_its_published_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """400 billion weights, 17 of them for a token; all bytes of a plain step are read once by the eight ranks."""
+    monkeypatch.syspath_prepend(GPU)
+    import roofline
+
+    layers = roofline.MOE_LAYERS * roofline._EXPERT
+    shared = 48 * roofline._ATTENTION + roofline.DENSE_LAYERS * roofline._DENSE + layers
+    table = roofline.MAVERICK_VOCABULARY * roofline.MAVERICK_HIDDEN
+    assert shared + roofline.EXPERTS * layers + 2 * table == pytest.approx(400e9, rel=0.005)
+    assert shared + layers + 2 * table == pytest.approx(17.2e9, rel=0.005)
+    step = roofline.maverick_step(roofline.Gpu(1e12, 1e15), 0)
+    assert step.bytes == pytest.approx(1e3 * (shared + layers + 2 * table) / 8 / 1e12)

@@ -153,7 +153,7 @@ def wait_for_blocks(worker: WorkerProcess) -> None:
     before, deadline = counters(worker)[2], time.monotonic() + 300
     while counters(worker)[2] == before:
         assert time.monotonic() < deadline, reasons(worker)
-        run(worker, f"{time.monotonic()}", AT_ONCE)
+        run(worker, f"{time.monotonic()}")
 
 
 def stop(prefill: Prefill) -> Callable[[], None]:

@@ -70,7 +70,7 @@ def test_blocks_of_all_ranks_move_whole(split: Engine, whole: Engine) -> None:
     """The prefix of one prompt is exported, erased and imported on two ranks, and continues as on one device."""
     expected = run(whole, "chain:3", 8)["7"]
     run(split, "chain:3", 8)
-    target, scheduler = split._target, split._scheduler
+    target, scheduler = split._target.cache, split._scheduler
     request = Request.of(submit("7", PROMPTS[7]), (), arrived_seconds=0.0)
     blocks = [one.block for one in scheduler.reuse.stored(request, 0, len(PROMPTS[7]) // 16)]
     kept = target.read_blocks(blocks)

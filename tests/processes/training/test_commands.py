@@ -146,6 +146,7 @@ def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path
     card = (out / "head" / "README.md").read_text()
     assert document["target"]["hash"] in card
     factors = json.loads((out / "head" / "calibration.json").read_text())
+    assert factors["target_format"] == "float32"
     assert set(factors["by_temperature"]) == {"0.3", "0.6", "0.8", "1.0"}
     assert len(factors["sharpness"]) == len(factors["by_temperature"]["0.8"]["sharpness"]) == 7
     config = json.loads((out / "head" / "config.json").read_text())
@@ -206,6 +207,24 @@ def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(
         assert run["overall"]["contexts"] == {"1-256": {"steps": 5, **figures}, "257-1024": {"steps": 1, **figures}}
         assert run["domains"]["qa"]["contexts"] == {"1-256": {"steps": 2, **figures}}
     assert "in 1 steps at a context of 257-1024 tokens" in engine_evaluation.table(document)
+
+
+def test_eval_compares_formats_of_the_target(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A draft that is the plain target drafts worse for the rounded one, and without an error for itself."""
+    flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "3"]
+    flags += ["--dtype", "float32", "--max-tokens", "33", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
+    assert main(["eval", *flags, "--quantization", "fp8", "--against", f"file://{model}", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["target_format"] == "fp8, rounded at load"
+    assert document["against"]["target_format"] == "float32"
+    (rounded,), (plain,) = (part["runs"] for part in (document, document["against"]))
+    assert plain["overall"]["acceptance"] == [1.0, 1.0, 1.0]
+    assert rounded["overall"]["acceptance"][0] < 1.0
+    assert rounded["overall"]["identical_texts"] == 1.0
+    ratio = rounded["overall"]["tokens_per_step"] / plain["overall"]["tokens_per_step"]
+    assert f"tokens/step over those of the other format {ratio:.3f}" in engine_evaluation.table(document)
 
 
 def test_trained_parallel_head_drafts_in_the_engine(

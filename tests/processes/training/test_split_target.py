@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch
+from specdecode_worker.models.optimize import quantise_target
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.evaluation import ZeroContextAttention
@@ -65,6 +66,21 @@ def test_pass_behind_a_context_is_that_of_one_device(whole: CausalLM, split: Cau
         for target in (whole, split)
     ]
     torch.testing.assert_close(outs[1].hidden_TE, outs[0].hidden_TE, **CLOSE)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_target_is_rounded_as_workers_round_it(folder: Path, whole: CausalLM, size: int) -> None:
+    """Distillation learns from the target that is served. Several devices round parts of rows, as workers do."""
+    served = load_causal_lm(folder, dtype=torch.float32, device=CPU)
+    quantise_target(served, "fp8", CPU)
+    placement = TargetPlacement(folder=folder, dtype="float32", device=CPU, size=size, threads=1, quantization="fp8")
+    tokens_N = torch.arange(20)
+    with torch.inference_mode(), placed_target(placement) as target:
+        states = read_states(target, tokens_N)[1]
+        assert target.form == "fp8, rounded at load"
+    if size == 1:
+        torch.testing.assert_close(states, read_states(served, tokens_N)[1], **CLOSE)
+    assert not torch.allclose(states, read_states(whole, tokens_N)[1], **CLOSE)
 
 
 def test_number_of_devices_that_does_not_divide_the_heads_is_refused(folder: Path) -> None:

@@ -19,6 +19,7 @@ from specdecode_worker.commands.flags import (
     add_model_flags,
     add_output_flags,
     add_placement_flag,
+    add_quantization_flag,
     add_sampling_flags,
     add_shape_flags,
     add_tensor_parallel_flag,
@@ -335,6 +336,11 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
     parser.add_argument("--sampler", type=_samplers, metavar="S,S", help="coupled,mss: compare samplers, not domains")
     parser.add_argument(
+        "--against",
+        metavar="URI",
+        help="target in another format, usually bf16, to measure the draft on too",
+    )
+    parser.add_argument(
         "--temperature",
         type=_temperatures,
         metavar="T,T",
@@ -480,6 +486,7 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
     add_adapter_flag(parser)
+    add_quantization_flag(parser)
     parser.add_argument("--draft", default=EMBEDDED_DRAFT, metavar="URI",
                         help="deployed head to go on from: eagle3, peagle or dflash")  # fmt: skip
     _add_source_flags(parser)

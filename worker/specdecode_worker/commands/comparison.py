@@ -109,21 +109,29 @@ def evaluate_on_engine(args: argparse.Namespace) -> dict[str, Any]:
         OSError: The prompts file cannot be read.
     """
     method, draft = method_and_draft(args)
-    engine = local_engine(args, max_num_seqs=args.concurrency)
     shape = args.shape or DEFAULT_SHAPE
+    document: dict[str, Any] = {
+        "method": method,
+        "draft": draft,
+        "shape": list(shape.parents),
+        "concurrency": args.concurrency,
+        **_evaluated(args, shape),
+    }
+    if args.against:
+        plain = argparse.Namespace(**vars(args) | {"model": args.against, "quantization": None, "adapter": None})
+        document["against"] = {"model": args.against, **_evaluated(plain, shape)}
+    return document
+
+
+def _evaluated(args: argparse.Namespace, shape: TreeShape) -> dict[str, Any]:
+    """Return the results on one target, which is gone afterwards."""
+    engine = local_engine(args, max_num_seqs=args.concurrency)
     try:
         prompts = engine.prompts(Path(args.prompts))
         runs = [_run_temperature(engine, prompts, shape, at, args.max_tokens) for at in args.temperature]
     finally:
         engine.close()
-    return {
-        "method": method,
-        "draft": draft,
-        "shape": list(shape.parents),
-        "concurrency": args.concurrency,
-        "conversations": len(prompts),
-        "runs": runs,
-    }
+    return {"target_format": engine.target_format, "conversations": len(prompts), "runs": runs}
 
 
 def _run_temperature(
@@ -213,8 +221,19 @@ def _rate(timings: Sequence[RunTiming]) -> float:
 
 def table(document: dict[str, Any]) -> str:
     """Format the results as a table with a row for each temperature and domain."""
+    lines = _rows(document)
+    if "against" in document:
+        lines += ["", *_rows(document["against"]), ""]
+        for run, other in zip(document["runs"], document["against"]["runs"], strict=True):
+            ratio = run["overall"]["tokens_per_step"] / max(other["overall"]["tokens_per_step"], 1e-9)
+            lines.append(f"{run['temperature']:4.1f} {'tokens/step over those of the other format':>42} {ratio:.3f}")
+    return "\n".join(lines)
+
+
+def _rows(document: dict[str, Any]) -> list[str]:
     lines = [
-        f"{'T':>4} {'':10} {'tokens/step':>11} {'drafted':>8} {'speedup':>8} {'same text':>9}  acceptance by depth"
+        f"target: {document['target_format']}",
+        f"{'T':>4} {'':10} {'tokens/step':>11} {'drafted':>8} {'speedup':>8} {'same text':>9}  acceptance by depth",
     ]
     for run in document["runs"]:
         for name, part in {"overall": run["overall"], **run["domains"]}.items():
@@ -229,7 +248,7 @@ def table(document: dict[str, Any]) -> str:
                 f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f}"
                 f"  in {part['steps']} steps at a context of {name} tokens  {acceptance}"
             )
-    return "\n".join(lines)
+    return lines
 
 
 # Comparison of speculation variants with plain decoding.

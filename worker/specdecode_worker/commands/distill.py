@@ -151,6 +151,7 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
         device=device_of(args.device),
         size=args.tensor_parallel_size,
         threads=args.threads,
+        quantization=args.quantization,
     )
     print_progress(f"distill: answering the prompts of {', '.join(map(str, job.asked.values())) or 'no file'}")
     chat = Chat(target.folder)

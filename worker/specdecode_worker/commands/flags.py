@@ -44,13 +44,18 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16",
                         help="number format of weights and activations (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="quantize the target's weights")
+    add_quantization_flag(parser)
     parser.add_argument(
         "--draft-quantization", choices=get_args(DraftQuantization), help="quantize the draft's MLPs and head"
     )
     add_device_flag(parser)
     parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
     parser.add_argument("--cache-dir", metavar="DIR", help="folder of downloaded models (default: the user's cache)")
+
+
+def add_quantization_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --quantization."""
+    parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="quantize the target's weights")
 
 
 def add_kv_cache_dtype_flag(parser: argparse.ArgumentParser) -> None:

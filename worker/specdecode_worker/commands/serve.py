@@ -99,7 +99,8 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
         )
     except ValidationError as error:
         raise ValueError(_fields(error)) from None
-    return config, _standalone_plan(args.shape, method, merge, tuple(args.prefill))
+    plan = _standalone_plan(args.shape, method, merge)
+    return config, plan.model_copy(update={"prefill": tuple(args.prefill)})
 
 
 def _capture(args: argparse.Namespace) -> CaptureConfig | None:
@@ -137,26 +138,17 @@ def _named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) ->
     return {name: value for name in kind.model_fields if (value := getattr(args, name, None)) is not None}
 
 
-def _standalone_plan(
-    shape: TreeShape | None, method: str, merge: tuple[MergedDraft, ...] = (), prefill: tuple[str, ...] = ()
-) -> Plan:
+def _standalone_plan(shape: TreeShape | None, method: str, merge: tuple[MergedDraft, ...] = ()) -> Plan:
     """Build a plan that runs one shape at every load, with the drafts that are merged for all requests.
 
     It explores a little, so that the report shows the measurements of other depths.
     """
     if method == "none":
-        return Plan(prefill=prefill)
+        return Plan()
     initial = shape if shape is not None else _DEFAULT_SHAPE
     top_k = 1 + max(initial.ranks)
     tasks = (TaskMatch(name=OTHER_TASK, merge=merge),) if merge else ()
-    return Plan(
-        initial=initial,
-        max_depth=max(initial.depth, 1),
-        top_k=top_k,
-        explore=_EXPLORE,
-        tasks=tasks,
-        prefill=prefill,
-    )
+    return Plan(initial=initial, max_depth=max(initial.depth, 1), top_k=top_k, explore=_EXPLORE, tasks=tasks)
 
 
 def _pod_config(text: str, args: argparse.Namespace) -> tuple[WorkerConfig, None]:

@@ -191,10 +191,8 @@ class EngineConfig(Written):
 
     @model_validator(mode="after")
     def _sends_what_it_has(self) -> Self:
-        if self.role == "prefill" and self.block_port is None:
-            raise ValueError("role prefill needs block_port, from which other workers get the blocks")
-        if self.block_port is not None and not self.enable_prefix_caching:
-            raise ValueError("block_port needs the prefix cache; set enable_prefix_caching, or leave block_port out")
+        if self.role == "prefill" and (self.block_port is None or not self.enable_prefix_caching):
+            raise ValueError("role prefill needs block_port, and enable_prefix_caching for the blocks to send from it")
         return self
 
 

@@ -135,6 +135,8 @@ class PagedCache:
         """
         stored = FP8 if scales else dtype
         self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=stored, device=device)
+        self.bits = self.data.view(torch.uint8) if scales else self.data
+        """The cache as it is copied: fp8 as bytes, which every library can move."""
         self._scales, self._dtype = tuple(scales) or (UNSCALED,) * layers, dtype
         self._groups = heads // kv_heads
         self._natively = attends(stored, device, head_dim)
@@ -187,13 +189,13 @@ class PagedCache:
         return self.data.select(2, 0).numel() * self.data.element_size()
 
     def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """Return a copy of N whole blocks, [N, layers, 2, 16, heads, dim]."""
-        return self.data.index_select(2, self._indices(blocks)).movedim(2, 0).contiguous()
+        """Return a copy of N whole blocks, [N, layers, 2, 16, heads, dim], as `bits` has them."""
+        return self.bits.index_select(2, self._indices(blocks)).movedim(2, 0).contiguous()
 
     def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
         """Write N whole blocks, as `read_blocks` returns them; any shape with N first."""
         whole = kv.reshape(len(blocks), *self.data.select(2, 0).shape)
-        self.data.index_copy_(2, self._indices(blocks), whole.movedim(0, 2))
+        self.bits.index_copy_(2, self._indices(blocks), whole.movedim(0, 2))
 
     def _indices(self, blocks: Sequence[int]) -> Tensor:
         return to_device(blocks, self.data.device, dtype=torch.int64)
@@ -206,8 +208,7 @@ class PagedCache:
             target_slots: Slots of their final positions.
             group: Length of the runs of pairs within which sources and targets may overlap; see ``kv_keep``.
         """
-        bits = self.data if self.data.dtype == self._dtype else self.data.view(torch.uint8)
-        kv_keep(bits, source_slots, target_slots, group=group)
+        kv_keep(self.bits, source_slots, target_slots, group=group)
 
     def _prepared(self, tables: PackedTensors, start_B: Tensor) -> Prepared:
         return prepare_tables(

@@ -461,7 +461,7 @@ class Engine:
 
     def _exchange_blocks(self, exchange: BlockExchange) -> None:
         """Store blocks that have arrived, queue the requests that waited for them, and send blocks to others."""
-        if not self._has_work and not exchange.has_wants:
+        if not self._has_work:
             exchange.wait(WAIT_SECONDS)
         for request in exchange.take_ready(time.monotonic()):
             self._scheduler.add(request)

@@ -189,14 +189,9 @@ def assemble(
 
 def _transfer_access(worker: WorkerConfig, target: str, device: torch.device) -> TransferAccess:
     """Return what this worker has in common with those that it exchanges cache blocks with."""
-    of_blocks = (
-        target,
-        worker.model.dtype,
-        worker.model.quantization,
-        kernel_class(device),
-        worker.engine.tensor_parallel_size,
-        VERSION,
-    )
+    model, engine = worker.model, worker.engine
+    ranks = engine.tensor_parallel_size
+    of_blocks = (target, model.dtype, model.quantization, engine.kv_cache_dtype, kernel_class(device), ranks, VERSION)
     folder = worker.server.admin_tokens_path
 
     def read_tokens() -> Sequence[str]:

@@ -1,7 +1,7 @@
 """Blocks of prompts from and for other workers: which requests wait for them, and import and export between steps.
 
 A request whose prompt is long and not cached costs every running stream the time of its prefill. `BlockExchange.park`
-therefore compares costs in request-seconds: the time of a local prefill for the request and for all running ones,
+therefore compares costs in request-seconds: the time of a local prefill for the request and for all that run or wait,
 against the time until the blocks of a prefill worker are here, for the request alone. Both follow from measured times
 of prompt tokens, the bandwidth of earlier transfers and the queue that the peer reports. A parked request is outside of
 the scheduler, as one is whose grammar is compiled. Its blocks are stored as they arrive, without an owner. When the
@@ -30,6 +30,7 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, blocks_for
 from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.paged_attention import PagedCache
 from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.registry import DraftRegistry
 from specdecode_worker.engine.scheduler import Scheduler, StoredBlock
@@ -50,7 +51,6 @@ from specdecode_worker.engine.transfer import (
     TransferAccess,
     Want,
     Welcome,
-    payload_parts,
 )
 
 log = logging.getLogger(__name__)
@@ -68,14 +68,18 @@ _DRAFT_PART = "draft "
 _STATES_PART = "states "
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One of the things that a cache block consists of. A draft without a cache has no bytes."""
+class _StoredStates:
+    """Stored states of the target, with the interface of `PagedCache` for whole blocks."""
 
-    nbytes: int
-    dtype: torch.dtype = torch.uint8
-    read: Callable[[Sequence[int]], Tensor] | None = None
-    write: Callable[[Sequence[int], Tensor], None] | None = None
+    def __init__(self, block_aux_NA: Tensor) -> None:
+        self.bits = block_aux_NA
+        self.block_bytes = block_aux_NA[0].numel() * block_aux_NA.element_size()
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        return self.bits[to_device(blocks, self.bits.device, dtype=torch.int64)]
+
+    def write_blocks(self, blocks: Sequence[int], rows_NA: Tensor) -> None:
+        self.bits[to_device(blocks, self.bits.device, dtype=torch.int64)] = rows_NA
 
 
 class BlockParts:
@@ -91,8 +95,8 @@ class BlockParts:
 
     def sizes(self, request: Request, *, draft: bool) -> dict[str, int]:
         """Return the bytes of each part of a block of a request, with the keys of its draft or without."""
-        parts = self._of(request)
-        return {name: part.nbytes for name, part in parts.items() if draft or not name.startswith(_DRAFT_PART)}
+        parts = ((name, one) for name, one in self._of(request).items() if draft or not name.startswith(_DRAFT_PART))
+        return {name: 0 if one is None else one.block_bytes for name, one in parts}
 
     def are_whole(self, request: Request) -> bool:
         """Return whether a block has the keys of all drafts of a request; those of merged drafts are in none."""
@@ -102,7 +106,7 @@ class BlockParts:
     def read(self, request: Request, blocks: Sequence[int], names: Iterable[str]) -> Callable[[], list[memoryview]]:
         """Queue copies of blocks to the host, and return the function that waits for them."""
         parts = self._of(request)
-        read = [part.read(blocks) for name in names if (part := parts[name]).read is not None]
+        read = [part.read_blocks(blocks) for name in names if (part := parts[name]) is not None]
         copies, done = to_host([one.contiguous().view(-1).view(torch.uint8) for one in read])
 
         def wait() -> list[memoryview]:
@@ -115,9 +119,9 @@ class BlockParts:
         """Write rows of arrived parts, [count, bytes] each, to blocks. Parts that are not used any more are dropped."""
         parts, device = self._of(request), self._state.length_S.device
         for name, rows_CB in arrived.items():
-            if (part := parts.get(name)) is not None and part.write is not None:
+            if (part := parts.get(name)) is not None:
                 rows_NB = rows_CB if len(rows) == len(rows_CB) else rows_CB[list(rows)]
-                part.write(blocks, rows_NB.to(device, non_blocking=True).view(part.dtype))
+                part.write_blocks(blocks, rows_NB.to(device, non_blocking=True).view(part.bits.dtype))
 
     def marks(self, request: Request, names: Iterable[str]) -> tuple[str, bool]:
         """Return the draft whose keys are among these parts and can be used now, and whether the states are too."""
@@ -125,32 +129,19 @@ class BlockParts:
         draft = next((name.removeprefix(_DRAFT_PART) for name in usable if name.startswith(_DRAFT_PART)), "")
         return draft, any(name.startswith(_STATES_PART) for name in usable)
 
-    def _of(self, request: Request) -> dict[str, _Part]:
-        """Return the parts of a request's blocks by name, which has the hash of a draft, or says what states are."""
-        cache = self._target.cache
-        parts = {
-            TARGET_PART: _Part(
-                self._target.block_bytes, cache.data.dtype, self._target.read_blocks, self._target.write_blocks
-            )
-        }
+    def _of(self, request: Request) -> dict[str, PagedCache | _StoredStates | None]:
+        """Return the parts of a request's blocks by name, which has the hash of a draft, or says what states are.
+
+        A draft without a cache has no bytes.
+        """
+        parts: dict[str, PagedCache | _StoredStates | None] = {TARGET_PART: self._target.cache}
         loaded = self._drafts.loaded(self._drafts.name_of(request.submit.task))
         if loaded is not None and request.draft.draft == loaded.state.hash:
-            own, name = loaded.drafter.kv_cache, _DRAFT_PART + loaded.state.hash
-            parts[name] = (
-                _Part(0) if own is None else _Part(own.block_bytes, own.data.dtype, own.read_blocks, own.write_blocks)
-            )
-        if (aux_NA := self._state.block_aux_NA) is not None:
+            parts[_DRAFT_PART + loaded.state.hash] = loaded.drafter.kv_cache
+        if self._state.block_aux_NA is not None:
             reads = self._drafts.reads
-
-            def write(blocks: Sequence[int], rows_NA: Tensor) -> None:
-                aux_NA[to_device(blocks, aux_NA.device, dtype=torch.int64)] = rows_NA
-
-            parts[f"{_STATES_PART}{','.join(map(str, reads.layers))}{' final' * reads.final}"] = _Part(
-                aux_NA[0].numel() * aux_NA.element_size(),
-                aux_NA.dtype,
-                lambda blocks: aux_NA[to_device(blocks, aux_NA.device, dtype=torch.int64)],
-                write,
-            )
+            name = f"{_STATES_PART}{','.join(map(str, reads.layers))}{' final' * reads.final}"
+            parts[name] = _StoredStates(self._state.block_aux_NA)
         return parts
 
 
@@ -244,12 +235,7 @@ class BlockExchange:
     @property
     def busy(self) -> bool:
         """True if blocks are on their way to another worker, or are wanted there."""
-        return bool(self._exports) or self.has_wants
-
-    @property
-    def has_wants(self) -> bool:
-        """True if other workers have asked for blocks since the last call of `take_wants`."""
-        return self.server is not None and self.server.has_wants
+        return bool(self._exports) or (self.server is not None and self.server.has_wants)
 
     def __bool__(self) -> bool:
         return bool(self._parked) or self.busy
@@ -282,7 +268,7 @@ class BlockExchange:
             return False
         sizes = self._parts.sizes(request, draft=draft)
         tokens, nbytes = 0 if source else end * BLOCK_SIZE, count * sum(sizes.values())
-        gain = local * (1 + len(scheduler.running))
+        gain = local * (1 + len(scheduler.running) + len(scheduler.waiting))
         if gain <= peer.seconds(tokens, nbytes, scheduler.token_seconds):
             return False
 
@@ -365,8 +351,8 @@ class BlockExchange:
             return False
         if adopted:
             payload: Tensor = arrived.payload
-            places = payload_parts(blocks, parked.sizes)
-            parts = {name: payload[place].view(count, -1) for name, place in places.items() if parked.sizes[name]}
+            in_order = torch.split(payload, [count * parked.sizes[name] for name in blocks.parts])
+            parts = {name: one.view(count, -1) for name, one in zip(blocks.parts, in_order, strict=True) if len(one)}
             rows = [number - blocks.first for number in adopted]
             self._parts.write(request, rows, list(adopted.values()), parts)
         request.imported += len(adopted) * BLOCK_SIZE
@@ -378,7 +364,8 @@ class BlockExchange:
         """Return the prefill worker of a request: the same for all texts with the same first block, while it works."""
         usable = [peer for peer in self._peers.values() if peer.retry_at <= now]
         first = self._scheduler.reuse.digests(request, min(1, blocks_for(len(request.tokens)) - 1))
-        return max(usable, key=lambda peer: _weight(peer.address, first), default=None)
+        text = first[0] if first else b""
+        return max(usable, key=lambda one: blake2b(one.address.encode() + text).digest(), default=None)
 
     def _allocate(self, nbytes: int) -> tuple[Tensor, memoryview]:
         payload = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._parts.on_gpu)
@@ -487,8 +474,3 @@ class BlockExchange:
 
 _EXPORT = "blocks-"
 """Beginning of the ids of requests that are computed for other workers."""
-
-
-def _weight(address: str, digests: Sequence[bytes]) -> bytes:
-    """Return the weight of a peer for a text, for rendezvous hashing."""
-    return blake2b(address.encode() + b"".join(digests[:1]), digest_size=8).digest()

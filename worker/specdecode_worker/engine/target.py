@@ -46,19 +46,6 @@ class Target:
         """Release resources outside of the device; there are none unless a subclass adds other ranks."""
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of the keys and values of one block, on all devices together."""
-        return self.cache.block_bytes
-
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """Return a copy of the keys and values of whole blocks, N first."""
-        return self.cache.read_blocks(blocks)
-
-    def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
-        """Write the keys and values of whole blocks, as `read_blocks` returns them."""
-        self.cache.write_blocks(blocks, kv)
-
-    @property
     def last_position(self) -> int:
         """Last position that the rotary embedding supports."""
         return self._last_position

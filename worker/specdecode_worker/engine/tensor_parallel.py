@@ -686,6 +686,30 @@ class LeaderCache(PagedCache):
         """Move the keys and values of this rank alone."""
         super().keep(source_slots, target_slots, group=group)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of the keys and values of one block, on all devices together."""
+        return super().block_bytes * dist.get_world_size()
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Gather the keys and values of N whole blocks from all ranks, [N, rank, ...]."""
+        self._ranks.send(ReadBlocks(tuple(blocks)))
+        own = super().read_blocks(blocks)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        with self._ranks.collective():
+            dist.gather(own, parts, dst=0)
+        return torch.stack(parts, 1)
+
+    def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
+        """Scatter the keys and values of N whole blocks to all ranks."""
+        self._ranks.send(WriteBlocks(tuple(blocks)))
+        own = torch.empty_like(super().read_blocks(blocks))
+        by_rank = kv.reshape(len(blocks), dist.get_world_size(), -1).unbind(1)
+        parts = [part.contiguous().view_as(own) for part in by_rank]
+        with self._ranks.collective():
+            dist.scatter(own, parts, src=0)
+        super().write_blocks(blocks, own)
+
 
 class LeaderTarget(Target):
     """Shard of the target network on rank 0."""
@@ -719,30 +743,6 @@ class LeaderTarget(Target):
         source, target = source_BD.flatten(), target_BD.flatten()
         collectives.broadcast(torch.stack((source, target)))
         self._leader_cache.keep_here(source, target, depth)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the keys and values of one block, on all devices together."""
-        return super().block_bytes * dist.get_world_size()
-
-    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
-        """Gather the keys and values of N whole blocks from all ranks, [N, rank, ...]."""
-        self._ranks.send(ReadBlocks(tuple(blocks)))
-        own = super().read_blocks(blocks)
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        with self._ranks.collective():
-            dist.gather(own, parts, dst=0)
-        return torch.stack(parts, 1)
-
-    def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
-        """Scatter the keys and values of N whole blocks to all ranks."""
-        self._ranks.send(WriteBlocks(tuple(blocks)))
-        own = torch.empty_like(super().read_blocks(blocks))
-        by_rank = kv.reshape(len(blocks), dist.get_world_size(), -1).unbind(1)
-        parts = [part.contiguous().view_as(own) for part in by_rank]
-        with self._ranks.collective():
-            dist.scatter(own, parts, src=0)
-        super().write_blocks(blocks, own)
 
     def take_shape(self) -> StepShape | None:
         """Return the sizes of the last pass over tables since the last call, None if there was none."""

@@ -44,13 +44,12 @@ import hmac
 import logging
 import queue
 import secrets
-import select
 import socket
 import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,10 +180,6 @@ class ByteBudget:
         self._most, self._held = most, 0
         self._freed = threading.Condition()
 
-    def room(self) -> int:
-        """Return the bytes that can be added now."""
-        return self._most - self._held
-
     def take(self, count: int, seconds: float) -> bool:
         """Add bytes once there is room for them, or nothing else is held. Return False if that takes too long."""
         with self._freed:
@@ -223,13 +218,6 @@ class _Channel:
         """Read the bytes of blocks. Each SLICE_BYTES have STALL_SECONDS."""
         for start in range(0, len(view), SLICE_BYTES):
             self._fill(view[start : start + SLICE_BYTES], min(time.monotonic() + STALL_SECONDS, deadline))
-
-    @property
-    def readable(self) -> bool:
-        """True if the peer has sent something or has closed the connection."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        return bool(poll.poll(0))
 
     def _exactly(self, count: int, deadline: float) -> bytes:
         data = bytearray(count)
@@ -297,8 +285,8 @@ class Outgoing:
             except queue.Empty:
                 message, count, read = StillComputing(), 0, tuple  # type: ignore[assignment]
             try:
-                if channel.readable or time.monotonic() > deadline:
-                    raise TransferFailed("the peer has withdrawn its want")
+                if time.monotonic() > deadline:
+                    raise TransferFailed("nobody waits for the blocks any more")
                 channel.send(message, read())
             finally:
                 self._release(count)
@@ -421,6 +409,8 @@ class BlockServer:
         proof = self._access.proof(token, b"server", challenge, hello.nonce, certificate)
         channel.send(Welcome(proof, *self.load))
         want: Want = channel.receive(Want, self._most_bytes, deadline)
+        if len(want.tokens) % 4 or want.first < 0:
+            raise TransferFailed("a peer wants blocks of no text")
         return want
 
 
@@ -605,15 +595,6 @@ class BlockFetch:
             else:
                 self._arrived.put(arrived)
         self._notify()
-
-
-def payload_parts(blocks: Blocks, sizes: Mapping[str, int]) -> dict[str, slice]:
-    """Return where the bytes of each part are within those of a message."""
-    places, start = {}, 0
-    for name in blocks.parts:
-        end = start + len(blocks.digests) * sizes[name]
-        places[name], start = slice(start, end), end
-    return places
 
 
 def _tune(connection: socket.socket) -> None:

@@ -85,6 +85,8 @@ class CausalLM(nn.Module):
     def __init__(self, config: CausalLMConfig) -> None:
         super().__init__()
         self.config = config
+        self.form = ""
+        """Format of most matrices in the checkpoint, or to which they were rounded; empty for plain numbers."""
         self.kv_scales: tuple[Scales, ...] = (UNSCALED,) * config.num_hidden_layers  # of a KV cache in fp8
         self.vocabulary: VocabularyMap | None = None  # set for a draft model with another vocabulary than its target's
         self.model = DecoderStack(config, (self.layer(config, index) for index in range(config.num_hidden_layers)))

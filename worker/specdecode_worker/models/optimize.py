@@ -39,7 +39,13 @@ def quantise_target(model: CausalLM, kind: Kind | None, device: torch.device, *,
         ConfigMismatch: the GPU does not support the format.
     """
     _quantise(_of_target(model), kind, device, stored)
+    model.form = rounded_form(kind) or model.form
     model.to(device)
+
+
+def rounded_form(kind: Kind | None) -> str:
+    """Return the format of a target that is rounded when it is loaded, as `CausalLM.form` says it."""
+    return f"{kind}, rounded at load" if kind else ""
 
 
 def quantise_draft(model: nn.Module, kind: Kind | None, *, stored: bool | None = None) -> None:

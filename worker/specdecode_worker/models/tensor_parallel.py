@@ -27,7 +27,7 @@ def split_network(whole: CausalLM, shard: Shard) -> CausalLM:
         if not config.tie_word_embeddings:
             rows = shard.part(config.vocab_size)
             model.lm_head = Linear(config.hidden_size, rows.stop - rows.start, split=Split.VOCABULARY)
-    model.kv_scales = whole.kv_scales
+    model.kv_scales, model.form = whole.kv_scales, whole.form
     for name, linear in whole.named_modules():
         if isinstance(linear, Linear):
             cast(Linear, model.get_submodule(name)).source = linear.source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -66,6 +67,8 @@ def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> Unlo
         if isinstance(linear, Linear) and (name, config.tie_word_embeddings) != ("lm_head", True):
             shape = linear.out_features, linear.in_features
             linear.source = find_matrix(checkpoint, name, shape, facts, bias=linear.bias is not None)
+    forms = Counter(linear.form for linear in model.modules() if isinstance(linear, Linear) and linear.source)
+    model.form = next((form for form, _ in forms.most_common(1)), "")
     model.kv_scales, spare = _kv_scales(checkpoint, config.num_hidden_layers)
     if not config.tie_word_embeddings:
         return UnloadedNetwork(model, checkpoint, spare=spare)

@@ -28,7 +28,7 @@ from specdecode_worker.server.grammars import AnswerGrammars
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
-    Conversation,
+    ConversationRequest,
     GenerationRequest,
     TokenizeChatRequest,
     TokenizeRequest,
@@ -255,7 +255,7 @@ class PromptPreparation:
                 lane_of(len(ids)), lambda _stopped: self._tokenizer.decode(ids, skip_special_tokens=False)
             )
 
-    async def _rendered(self, body: Conversation) -> str:
+    async def _rendered(self, body: ConversationRequest) -> str:
         templates = self._templates
         if templates is None:
             self._tokenizer.chat_template()  # raises TokenizerProblem

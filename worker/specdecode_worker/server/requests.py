@@ -656,7 +656,7 @@ class ChatMessage(RequestModel):
 Messages = Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)]], Field(min_length=1)]
 
 
-class Conversation(RequestBody):
+class ConversationRequest(RequestBody):
     """Messages and what else a chat template renders."""
 
     messages: Messages
@@ -691,7 +691,7 @@ class Conversation(RequestBody):
             )
 
 
-class ChatRequest(Conversation, GenerationRequest):
+class ChatRequest(ConversationRequest, GenerationRequest):
     """Request for the next turn of a conversation."""
 
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -872,7 +872,7 @@ class TokenizeRequest(RequestBody):
     return_token_strs: bool = False
 
 
-class TokenizeChatRequest(Conversation):
+class TokenizeChatRequest(ConversationRequest):
     """Request for the token ids of a conversation, rendered by the chat template."""
 
     model: str | None = None

@@ -279,12 +279,16 @@ def _hits(draft_RV: Tensor, noise_RV: Tensor, target_ids: Tensor, drawn_R: Tenso
 
 
 def write_calibration(
-    head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, folder: Path, *, depth: int
+    head: Draft, conversations: Sequence[Conversation], target: CausalLM, output_VE: Tensor, folder: Path, *, depth: int
 ) -> list[float]:
-    """Write ``folder``/calibration.json and return the common factors by depth."""
+    """Write ``folder``/calibration.json and return the common factors by depth.
+
+    The file names the target's format: acceptance on another one is another.
+    """
     agreements = agreement(head, conversations, output_VE, depth=max_depth(head, depth))
     pooled = agreements[[TEMPERATURES.index(temperature) for temperature in _POOLED]].mean(dim=0)
     document = {
+        "target_format": target.form or str(output_VE.dtype).removeprefix("torch."),
         **_best(pooled),
         "temperatures": list(_POOLED),
         "by_temperature": {str(t): _best(of_one) for t, of_one in zip(TEMPERATURES, agreements, strict=True)},

@@ -141,7 +141,7 @@ def train_draft(
 
     trainer.run(out, log, save_best)
     if peers.rank == 0:
-        _finish(trainer, draft_settings, out, log)
+        _finish(trainer, target, draft_settings, out, log)
     peers.wait()
     return out / "head"
 
@@ -165,12 +165,12 @@ def _add_copy_heads(draft: Draft, target: CausalLM, recorded: Path, draft_settin
     return add_copy_heads(draft, target, list(read_shard(shard_paths(recorded)[0])), draft_settings.copiers)
 
 
-def _finish(trainer: Trainer, draft_settings: DraftSettings, out: Path, log: Log) -> None:
+def _finish(trainer: Trainer, target: CausalLM, draft_settings: DraftSettings, out: Path, log: Log) -> None:
     """Write the files that describe a trained draft: history, calibration, lineage and model card."""
     data, folder, output_VE = trainer.data, out / "head", trainer.output_VE
     write_json(out / "history.json", trainer.progress.history)
     spread = data.validation[:: max(1, len(data.validation) // _CALIBRATION_CONVERSATIONS)]
-    sharpness = write_calibration(trainer.head, spread, output_VE, folder, depth=trainer.settings.depth)
+    sharpness = write_calibration(trainer.head, spread, target, output_VE, folder, depth=trainer.settings.depth)
     log(f"calibration: logits of sampled drafts times {sharpness} by depth")
     document = lineage(
         method=draft_settings.method,

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from specdecode_worker.bound_process import BoundProcess
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TargetQuantization, WorkerConfig
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.tensor_parallel import Assignment, load_rank_shard
@@ -34,6 +34,7 @@ from specdecode_worker.models.arch import split_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.linear import Linear
+from specdecode_worker.models.optimize import quantise_target
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.evaluation import ZeroContextAttention
@@ -45,13 +46,17 @@ _CHUNK = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetPlacement:
-    """Placement of a target: ``size`` devices share it. ``threads`` are those of a rank on a CPU."""
+    """Placement of a target: ``size`` devices share it. ``threads`` are those of a rank on a CPU.
+
+    ``quantization`` is that of the workers that serve the target, whose answers it should give.
+    """
 
     folder: Path
     dtype: str
     device: torch.device
     size: int = 1
     threads: int | None = None
+    quantization: TargetQuantization | None = None
 
 
 class TargetPassMessage(msgspec.Struct, frozen=True):
@@ -74,7 +79,11 @@ def target_engine(placement: TargetPlacement, *, rows: int, longest: int) -> Ite
     threads = torch.get_num_threads()
     config = WorkerConfig(
         model=ModelConfig(
-            uri=f"file://{placement.folder}", served_name="target", dtype=placement.dtype, max_model_len=longest
+            uri=f"file://{placement.folder}",
+            served_name="target",
+            dtype=placement.dtype,
+            quantization=placement.quantization,
+            max_model_len=longest,
         ),
         draft=DraftConfig(method="none"),
         engine=EngineConfig(
@@ -105,7 +114,11 @@ def placed_target(placement: TargetPlacement) -> Iterator[CausalLM]:
     """
     if placement.size == 1:
         dtype: torch.dtype = getattr(torch, placement.dtype)
-        yield load_causal_lm(placement.folder, dtype=dtype, device=placement.device)
+        # A target that fits only after quantization must not be moved to the device before it.
+        first = torch.device("cpu") if placement.quantization else placement.device
+        target = load_causal_lm(placement.folder, dtype=dtype, device=first)
+        quantise_target(target, placement.quantization, placement.device)
+        yield target
         return
     split_config(prepare_causal_lm(placement.folder).network.config, placement.size)
     with tempfile.TemporaryDirectory(prefix="specdecode-ranks-") as meeting, _OtherRanks() as others:
@@ -115,7 +128,7 @@ def placed_target(placement: TargetPlacement) -> Iterator[CausalLM]:
             meeting=f"file://{meeting}/store",
             folder=str(placement.folder),
             dtype=placement.dtype,
-            quantization=None,
+            quantization=placement.quantization,
             device=placement.device.type,
             max_model_len=None,
             blocks=0,

@@ -73,6 +73,11 @@ def test_drafts_are_trained_for_the_target_with_its_adapter() -> None:
     assert flags(model=model)["model"] == pull["command"][-2] == "hf://org/target+hf://org/adapter"
 
 
+def test_drafts_are_trained_for_the_target_as_it_is_served() -> None:
+    assert flags(engine={"quantization": "fp8"})["quantization"] == "fp8"
+    assert "quantization" not in flags()
+
+
 def test_name_of_a_long_deployment_stays_a_label() -> None:
     long = job_name("a" * 60, "run-1")
     assert len(long) <= 63

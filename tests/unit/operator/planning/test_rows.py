@@ -128,19 +128,6 @@ def test_few_drafts_leave_doubt_about_acceptance() -> None:
     assert sure(4000) > 0.9 > sure(4)
 
 
-def test_a_wider_shape_of_equal_passes_is_in_doubt_where_verified_tokens_were_not_timed_apart() -> None:
-    """Chains tell passes and tokens together only. The difference of two trees is no surer for being small."""
-    few = LearnedState(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.022)))
-    search, *_ = _search(few)
-    shapes = [(("other", TreeShape.parse(text)),) for text in ("tree:2,1", "tree:4,3")]
-    one, two = search.evaluate(shapes).values()
-    assert one.passes == two.passes
-    assert search.gain_error(one, two) > 1
-    search, *_ = _search(few.model_copy(update={"costs": FULL}))
-    one, two = search.evaluate(shapes).values()
-    assert search.gain_error(one, two) < 0.03, "what they share is no doubt"
-
-
 def test_few_drafts_and_few_requests_are_one_doubt() -> None:
     def variance(total: float, arrivals: float) -> float:
         traffic = (TrafficCell(task="other", sums=(arrivals, arrivals, 0, 0, 1)),)

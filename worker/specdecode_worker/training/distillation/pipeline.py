@@ -325,7 +325,7 @@ class Distillation:
         texts = [sample.conversation for sample in student_data.validation] + list(student_data.old_validation)
         if texts:
             best = self._load(head_folder, output_VE.dtype)
-            write_calibration(best, texts, output_VE, head_folder, depth=self._job.settings.depth)
+            write_calibration(best, texts, self._target, output_VE, head_folder, depth=self._job.settings.depth)
         return training_run
 
     def _student_data(self, golden: Golden, summary: Summary) -> StudentData:
