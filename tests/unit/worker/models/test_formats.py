@@ -384,7 +384,11 @@ REFUSED: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("fp8 rows", {"weight_scale": torch.ones(256, 8, dtype=torch.uint8)}, r"weight_scale is of MXFP4 or MXFP8"),
     ("fp8 blocks", {"weight_scale": torch.ones(2, 7)}, r"has 7 entries for 256 columns"),
     ("int8", {"weight_zero_point": torch.ones(256, 1, dtype=torch.int8)}, r"o_proj\.weight_zero_point is not 0"),
-    ("packed", {"SCB": torch.ones(256)}, "is of bitsandbytes, which is not read; take it in bf16, in FP8, in NVFP4, or in int4"),
+    (
+        "packed",
+        {"SCB": torch.ones(256)},
+        "is of bitsandbytes, which is not read; take it in bf16, in FP8, in NVFP4, or in int4",
+    ),
     ("packed", {"weight.absmax": torch.ones(256)}, "is of bitsandbytes"),
     ("nvfp4", {"weight_global_scale": torch.ones(2)}, "weight_global_scale is not one number"),
     ("nvfp4", {"weight_global_scale": None}, "weight_scale_2 is missing"),
