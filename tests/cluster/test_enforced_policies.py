@@ -14,7 +14,7 @@ import yaml
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.manifests import network_policy
-from specdecode_operator.manifests.identity import router_labels, selector
+from specdecode_operator.manifests.identity import ROLE_LABEL, Role, router_labels, selector
 from specdecode_operator.settings import read_settings
 from specdecode_operator.types import Deployment
 from support.kube import ROOT, Cluster, Manifest, wait_for
@@ -28,7 +28,7 @@ pytestmark = [
 COMMAND = ROOT / "hack" / "cluster" / "network-policies"
 HELM = Path(sys.executable).parent / "helm"
 OPERATOR_LABELS = {"app.kubernetes.io/name": "specdecode-operator", "app.kubernetes.io/instance": "sd"}
-PORTS = {8000: "http", 8001: "admin", 8080: "health", 9090: "metrics", 9999: "other"}
+PORTS = {8000: "http", 8001: "admin", 8002: "blocks", 8080: "health", 9090: "metrics", 9999: "other"}
 PROBE = """
 import json, socket, sys
 def reach(host, port):
@@ -91,15 +91,25 @@ POD_LABELS = {
     "system/operator": OPERATOR_LABELS,
     "system/neighbour": {"app": "shell"},
     "team/worker": dict(selector("llama")),
+    "team/prefill": {**selector("llama"), ROLE_LABEL: Role.prefill.value},
     "team/router": dict(router_labels("llama")),
     "team/client": {"app": "shell"},
     "other/router": dict(router_labels("llama")),
     "other/impostor": OPERATOR_LABELS,
 }
-TARGETS = ["system/operator", "team/worker", "team/router"]
-EVERYONE = {"system/operator": {8080, 9090}, "team/worker": {8000}, "team/router": {8000}}
-EXPECTED = dict.fromkeys(POD_LABELS, EVERYONE) | {
-    source: {**EVERYONE, "team/worker": {8000, 8001}} for source in ("system/operator", "team/router")
+OPERATOR, OWN = "system/operator", ("team/worker", "team/prefill", "team/router")
+TARGETS = [OPERATOR, *OWN]
+
+
+def open_ports(*ports: int) -> dict[str, set[int]]:
+    """Return the ports that are open to a pod: those of the operator, and these of a deployment, in one policy."""
+    return {OPERATOR: {8080, 9090}, **dict.fromkeys(OWN, set(ports))}
+
+
+EXPECTED = {
+    **dict.fromkeys(POD_LABELS, open_ports(8000)),
+    **dict.fromkeys((OPERATOR, "team/router"), open_ports(8000, 8001)),
+    **dict.fromkeys(("team/worker", "team/prefill"), open_ports(8000, 8002)),
 }
 
 
