@@ -103,7 +103,7 @@ TARGETS = [OPERATOR, *OWN]
 
 def open_ports(*ports: int) -> dict[str, set[int]]:
     """Return the ports that are open to a pod: those of the operator, and these of a deployment, in one policy."""
-    return {OPERATOR: {8080, 9090}, **dict.fromkeys(OWN, set(ports))}
+    return {OPERATOR: {8080, 9090}, **{name: set(ports) for name in OWN}}
 
 
 EXPECTED = {
