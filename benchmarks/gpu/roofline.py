@@ -126,7 +126,7 @@ def _tree_ratio(gpu: Gpu, nodes: int) -> float:
 
 RANKS = 8
 ALL_REDUCE_MICROSECONDS = 12.0
-"""Of some rows on eight H100 by NCCL. Taken from public material, not measured; a one-shot kernel takes about 5."""
+"""Of some rows on eight H100 by NCCL: an assumption, not measured; a one-shot kernel may take about 5."""
 REFERENCE_MILLISECONDS = 4.0
 """Per token at batch 1 on eight H100, with EAGLE: arXiv 2508.08192."""
 MOE_LAYERS, DENSE_LAYERS, NO_ROPE_LAYERS, EXPERTS = 24, 24, 12, 128
