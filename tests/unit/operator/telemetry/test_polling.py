@@ -179,15 +179,15 @@ async def test_an_unchanged_report_is_not_fetched_again() -> None:
 
 async def test_every_kind_of_failure_is_named_and_counted() -> None:
     before = {reason: counted("reports_failed", reason) for reason in ("timeout", "unauthorized", "bad_report")}
-    async with bench_of(deadline=0.3) as bench:
+    async with bench_of(deadline=0.8) as bench:
         stranger = GoodWorker(tokens={"another"})
         await bench.add(GoodWorker(), hanging, dripping, garbage, stranger, GoodWorker(fields={"drafts": 1}))
         assert bench.problems() == [None] * 6, "before the first round"
         await bench.read()
         good, silent, drip, noise, refused, invalid = bench.problems()
         assert good is None
-        assert str(silent).endswith("no complete answer within 0.3 s")
-        assert str(drip).endswith("no complete answer within 0.3 s")
+        assert str(silent).endswith("no complete answer within 0.8 s")
+        assert str(drip).endswith("no complete answer within 0.8 s")
         assert "Bad status line" in str(noise) or "Expected HTTP" in str(noise)
         assert "answered 401 to each of 1 admin tokens" in str(refused)
         assert "delete it" in str(refused), "the condition says what to do"
