@@ -178,7 +178,7 @@ BUGS: dict[str, tuple[ModuleType, str, str]] = {
     "the mean of the padded row": (rms_norm, "/ size + eps", "/ 8 + eps"),
     "eps outside": (rms_norm, "/ size + eps)", "/ size) + eps"),
     "the last column is not read": (rms_norm, "inside = e < size", "inside = e < size - 1"),
-    "keys are not rotated": (rope_cache, "tl.store(cache_at, first", "tl.store(cache_at, a"),
+    "keys are not rotated": (rope_cache, "_stored(first.to", "_stored(a.to"),
     "turned the other way": (rope_cache, "a * cos - b * sin", "a * cos + b * sin"),
     "neighbours are pairs": (rope_cache, "q_at + D // 2", "q_at + 1"),
     "values go to the keys": (rope_cache, "cache_at = v_NPKD", "cache_at = k_NPKD"),

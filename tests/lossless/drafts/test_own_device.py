@@ -179,7 +179,7 @@ def test_a_killed_process_fails_no_request_and_comes_back(
 
 def marked_blocks(engine: Any) -> int:
     """Return the number of cached blocks that are taken to have keys of the draft."""
-    index = engine._scheduler._reuse._index
+    index = engine._scheduler.reuse._index
     return sum(index.is_marked(block, "d") for block in range(200))
 
 
