@@ -15,6 +15,7 @@ could overwrite it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from array import array
@@ -62,6 +63,8 @@ PATIENCE = 3.0
 PATIENCE_SECONDS = 2.0
 MOST_RETRY_SECONDS = 30.0
 """Longest time for which a peer is left alone that has failed. It begins at one second and doubles."""
+FORGET_SECONDS = 30.0
+"""Time after which the times of a peer that was not asked are forgotten, so that one bad measurement does not last."""
 STEP_IMPORT_BYTES = 2 * MAX_FRAME_BYTES
 """Bytes that are stored between two steps."""
 _DRAFT_PART = "draft "
@@ -158,6 +161,7 @@ class _Peer:
     bandwidth: float = FIRST_BANDWIDTH
     failures: int = 0
     retry_at: float = 0.0
+    forget_at: float = math.inf
 
     def seconds(self, tokens: int, nbytes: int, token_seconds: float) -> float:
         """Return the expected time until all blocks are here. Blocks travel while later ones are computed."""
@@ -266,6 +270,9 @@ class BlockExchange:
         peer = _Peer(source) if source else self._peer(request, now)
         if not local or peer is None:
             return False
+        is_forgotten = now >= peer.forget_at
+        if is_forgotten:
+            peer.token_seconds = peer.latency = 0.0
         sizes = self._parts.sizes(request, draft=draft)
         tokens, nbytes = 0 if source else end * BLOCK_SIZE, count * sum(sizes.values())
         gain = local * (1 + len(scheduler.running) + len(scheduler.waiting))
@@ -273,7 +280,9 @@ class BlockExchange:
             return False
 
         def consider(load: Welcome, latency: float) -> float:
-            peer.token_seconds, peer.latency = load.token_seconds or peer.token_seconds, latency
+            peer.latency = latency
+            if not is_forgotten:  # else what it measured last may be as old
+                peer.token_seconds = load.token_seconds or peer.token_seconds
             queued = 0 if source else load.queued_tokens
             expected = peer.seconds(tokens + queued, nbytes, scheduler.token_seconds)
             return PATIENCE * expected + PATIENCE_SECONDS if gain > expected else 0.0
@@ -297,6 +306,7 @@ class BlockExchange:
             consider=consider,
             notify=self._wake,
         )
+        peer.forget_at = now + FORGET_SECONDS
         self._parked[request.id] = _Parked(request, peer, fetch, sizes, end)
         return True
 

@@ -452,9 +452,9 @@ class PrefillLimit:
         """
         self.tokens = least if timed else most
         self.token_seconds = 0.0
-        """Time for one prompt token, as measured last; 0 without a measurement."""
+        """Time for one prompt token, in the faster one of the last two steps; 0 without a measurement."""
         self._most, self._least = most, least
-        self._recent: deque[int] = deque(maxlen=2)
+        self._recent: deque[float] = deque(maxlen=2)
 
     def record_step(self, prompt_tokens: int, seconds: float) -> None:
         """Update the limit from the duration of a step with ``prompt_tokens`` tokens of prompts.
@@ -464,9 +464,9 @@ class PrefillLimit:
         """
         if prompt_tokens < self._least or seconds <= 0:
             return
-        self.token_seconds = seconds / prompt_tokens
-        self._recent.append(int(prompt_tokens * STEP_SECONDS / seconds))
-        self.tokens = min(max(*self._recent, self._least), self._most)
+        self._recent.append(seconds / prompt_tokens)
+        self.token_seconds = min(self._recent)
+        self.tokens = min(max(int(STEP_SECONDS / self.token_seconds), self._least), self._most)
 
 
 # Deadlines of requests, ordered by time, so that a step checks only the earliest one.

@@ -200,6 +200,24 @@ def test_peer_that_is_gone_costs_no_request(two: Two) -> None:
     assert two.counters[0] == asked, "a peer that failed is left alone for a while"
 
 
+def test_peer_that_was_slow_once_is_asked_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop amid a step makes a peer look hopeless to itself and to others, who would never learn that it is not."""
+    assert two.prefill._exchange is not None
+    assert two.prefill._exchange.server is not None
+    two.prefill._scheduler._prefill_limit.token_seconds = 1e6
+    two.prefill._exchange.server.load = 0, 1e6
+    two.run([submit("a", PROMPTS[0])])
+    two.run([submit("b", PROMPTS[1])])
+    assert two.counters == (0, 0, 0), "by what it says of itself"
+    monkeypatch.setattr(time, "monotonic", lambda clock=time.monotonic: clock() + remote_prefill.FORGET_SECONDS)
+    two.worker._scheduler._prefill_limit.token_seconds = 1.0
+    two.worker.add(submit("running", PROMPTS[2][:5], max_tokens=60))
+    two.worker.step()
+    two.run([submit("c", PROMPTS[2][::-1])])
+    assert two.counters[0] == 1
+    assert two.counters[2] > 0
+
+
 def test_silent_peer_is_given_up(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "SILENCE_SECONDS", 0.1)
     submits = requests()[:1]

@@ -90,6 +90,7 @@ def test_limit_ignores_one_interrupted_step_and_small_chunks() -> None:
     limit.record_step(512, STEP_SECONDS / 2)
     limit.record_step(512, 20 * STEP_SECONDS)
     assert limit.tokens == 512
+    assert limit.token_seconds == STEP_SECONDS / 2 / 512
     for _ in range(3):
         limit.record_step(63, 10 * STEP_SECONDS)
     assert limit.tokens == 512
