@@ -8,8 +8,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.decision.decide import decide
+from specdecode_operator.rollout.draft_objects import draft_writes
 from specdecode_operator.state.learned import DriftState, LearnedState, TaskDrift, parse_state, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Deployment, Observation, Worker
@@ -136,6 +138,8 @@ class Drifting:
     now: float = 1_000_000.0
     pods: list[Pod] = field(default_factory=lambda: [Pod("p")])
     session: Session = field(default_factory=Session)
+    drafts: tuple[SpecDecodeDraft, ...] = ()
+    """At most one: that of a promotion."""
     records: list[DecisionRecord] = field(default_factory=list)
     """All drifts that began or ended, and all requests of runs."""
 
@@ -193,7 +197,10 @@ class Drifting:
             Worker(name=pod.name, uid=pod.name, address=f"10.0.0.{index}", ready=True, report=pod.report(self.now))
             for index, pod in enumerate(self.pods)
         )
-        observed = Observation(workload=workload_with(len(workers)), workers=workers, session=self.session)
+        workload = workload_with(len(workers))
+        writes = draft_writes(self.deployment, self.session.drafts, self.drafts, now=self.now)
+        self.drafts = tuple(write.after for write in writes) or self.drafts
+        observed = Observation(workload=workload, workers=workers, session=self.session, drafts=self.drafts)
         decision, self.session = decide(self.deployment, observed, DEFAULTS, now=self.now)
         self.records += [record for record in decision.changes if record.kind in ("Drift", "Draft")]
 

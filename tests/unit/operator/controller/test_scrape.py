@@ -36,6 +36,7 @@ pytestmark = pytest.mark.slow
 DASHBOARD = ROOT / "helm" / "specdecode" / "files" / "dashboard.json"
 QUIET = {
     "specdecode_wanted_replicas",
+    "specdecode_ready_prefill_replicas",
     "specdecode_capacity_requests_per_second",
     "specdecode_spec_decode_num_accepted_tokens_per_pos_total",
     "specdecode_task_",
