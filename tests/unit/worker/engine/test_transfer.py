@@ -168,7 +168,7 @@ def certificate(folder: Path, name: str) -> TransferAccess:
     return replace(ACCESS, cert_file=str(cert), key_file=str(key))
 
 
-def test_tls_hides_blocks_and_binds_the_proof(tmp_path: Path) -> None:
+def test_tls_hides_blocks_and_binds_the_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     access, between = certificate(tmp_path, "worker"), certificate(tmp_path, "between")
     server = BlockServer(("127.0.0.1", 0), access, 100, lambda: None)
     made = fetch(server.port, access)
@@ -192,6 +192,7 @@ def test_tls_hides_blocks_and_binds_the_proof(tmp_path: Path) -> None:
 
     with peer(relay) as port:
         assert "not the token" in ended(fetch(port, access))
+    monkeypatch.setattr(transfer, "HANDSHAKE_SECONDS", 0.5)
     assert ended(fetch(server.port, ACCESS)) != "", "without TLS nothing is understood"
     assert not server.has_wants
     server.close()
