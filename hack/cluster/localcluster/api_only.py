@@ -9,13 +9,13 @@ import shutil
 import ssl
 import subprocess
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from localcluster import binaries, packages
+from localcluster.console import wait_for
 from localcluster.errors import ClusterError
 from localcluster.settings import Layout
 from localcluster.shell import run
@@ -32,9 +32,9 @@ def run_beside(layout: Layout, version: str, command: list[str]) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="api-server-")))
         kubeconfig = _write_files(folder)
         for words in _daemons(programs, folder, kubeconfig):
-            stack.enter_context(_running(folder, words))
+            process = stack.enter_context(_running(folder, words))
             if Path(words[0]).name == "kube-apiserver":
-                _wait_until_ready(folder)
+                _wait_until_ready(folder, process)
         environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "CLUSTER": "current"}
         return subprocess.run(command, env=environment).returncode
 
@@ -100,11 +100,11 @@ def _daemons(programs: Path, folder: Path, kubeconfig: Path) -> Iterator[list[st
 
 
 @contextmanager
-def _running(folder: Path, words: list[str]) -> Iterator[None]:
+def _running(folder: Path, words: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     with (folder / f"{Path(words[0]).name}.log").open("wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        yield
+        yield process
     finally:
         process.terminate()
         try:
@@ -114,13 +114,21 @@ def _running(folder: Path, words: list[str]) -> Iterator[None]:
             process.wait()
 
 
-def _wait_until_ready(folder: Path) -> None:
+def _wait_until_ready(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    def check() -> None:
+        if process.poll() is not None:
+            raise ClusterError("the API server has ended")
+
+    try:
+        wait_for("the API server", _is_ready, timeout_s=_SECONDS, check=check)
+    except ClusterError as error:
+        raise ClusterError(f"{error}: {(folder / 'kube-apiserver.log').read_text()[-2000:]}") from None
+
+
+def _is_ready() -> bool:
     context = ssl._create_unverified_context()
-    ends = time.monotonic() + _SECONDS
-    while time.monotonic() < ends:
-        try:
-            with urllib.request.urlopen(f"https://127.0.0.1:{_API_PORT}/readyz", timeout=5, context=context):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise ClusterError(f"no API server after {_SECONDS} s: {(folder / 'kube-apiserver.log').read_text()[-2000:]}")
+    try:
+        with urllib.request.urlopen(f"https://127.0.0.1:{_API_PORT}/readyz", timeout=5, context=context):
+            return True
+    except OSError:
+        return False
