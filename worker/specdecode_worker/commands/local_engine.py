@@ -27,8 +27,6 @@ from specdecode_worker.core.messages import Sampling, Submit, Tokens
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-from specdecode_worker.models.optimize import rounded_form
-from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.server.tokenizer import Tokenizer
 
 DEFAULT_SHAPE = TreeShape.chain(3)
@@ -90,9 +88,7 @@ class LocalEngine:
         self.engine: Engine = load_engine(config, lambda uri: resolve(uri, cache_dir))
         self.folder = resolve(config.model.target, cache_dir)
         self.tokenizer = Tokenizer.from_folder(self.folder)
-        model = config.model
-        form = rounded_form(model.quantization) or prepare_causal_lm(self.folder).network.form
-        self.target_format = form or model.dtype
+        self.target_format = self.engine.target_form or config.model.dtype
         self._plans = self._runs = 0
 
     def close(self) -> None:

@@ -192,6 +192,10 @@ class PagedCache:
         """Return a copy of N whole blocks, [N, layers, 2, 16, heads, dim], as `bits` has them."""
         return self.bits.index_select(2, self._indices(blocks)).movedim(2, 0).contiguous()
 
+    def blank_blocks(self, count: int) -> Tensor:
+        """Return memory for ``count`` blocks, shaped as `read_blocks` returns them on this device."""
+        return self.bits.new_empty(count, *self.bits.select(2, 0).shape)
+
     def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
         """Write N whole blocks, as `read_blocks` returns them; any shape with N first."""
         whole = kv.reshape(len(blocks), *self.data.select(2, 0).shape)

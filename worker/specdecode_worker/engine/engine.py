@@ -127,6 +127,11 @@ class Engine:
         return self._drafts.state()
 
     @property
+    def target_form(self) -> str:
+        """Format of the target's matrices; empty for that of activations."""
+        return self._target.form
+
+    @property
     def preemptions(self) -> int:
         """Number of preemptions since the last reset of the traffic counters."""
         return self._scheduler.counters.preemptions

@@ -86,7 +86,7 @@ class _StoredStates:
 
 
 class BlockParts:
-    """What cache blocks consist of, as bytes: keys and values of target and draft, and the target's stored states."""
+    """Parts of cache blocks as bytes: keys and values of target and draft, and the target's stored states."""
 
     def __init__(self, target: Target, drafts: DraftRegistry, state: DeviceState) -> None:
         self._target, self._drafts, self._state = target, drafts, state

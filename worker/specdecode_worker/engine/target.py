@@ -55,6 +55,11 @@ class Target:
         """Size of the target's vocabulary."""
         return self._model.config.vocab_size
 
+    @property
+    def form(self) -> str:
+        """Format of the target's matrices; empty for that of activations."""
+        return self._model.form
+
     def within_chunk(self, depth_limit_B: Tensor, roots_B: Tensor) -> Tensor:
         """Return the accepted depths of trees [B], cut where a chunk of attention ends.
 

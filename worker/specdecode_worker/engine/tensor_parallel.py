@@ -453,7 +453,7 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
             case ReadBlocks(blocks):
                 dist.gather(cache.read_blocks(blocks), dst=0)
             case WriteBlocks(blocks):
-                own = torch.empty_like(cache.read_blocks(blocks))
+                own = cache.blank_blocks(len(blocks))
                 dist.scatter(own, src=0)
                 cache.write_blocks(blocks, own)
             case OpenTable(slots, columns):
@@ -703,7 +703,7 @@ class LeaderCache(PagedCache):
     def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
         """Scatter the keys and values of N whole blocks to all ranks."""
         self._ranks.send(WriteBlocks(tuple(blocks)))
-        own = torch.empty_like(super().read_blocks(blocks))
+        own = self.blank_blocks(len(blocks))
         by_rank = kv.reshape(len(blocks), dist.get_world_size(), -1).unbind(1)
         parts = [part.contiguous().view_as(own) for part in by_rank]
         with self._ranks.collective():

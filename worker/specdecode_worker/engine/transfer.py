@@ -123,7 +123,7 @@ class Want(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     salt: str
     task: str
     parts: dict[str, int]
-    """What a block consists of, and the bytes of each part. The server must have the same, or it refuses."""
+    """Bytes of each part of a block, by name. The server must have the same, or it refuses."""
     first: int
     compute: bool
     """False asks for blocks that the server has already, and for no computation."""
@@ -157,7 +157,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True)
 class TransferAccess:
-    """What two workers of a deployment have in common."""
+    """Compatibility key, tokens and certificate, which all workers of a deployment share."""
 
     compatibility: str
     """Digest of everything that the bytes of a block depend on."""
@@ -409,7 +409,7 @@ class BlockServer:
         proof = self._access.proof(token, b"server", challenge, hello.nonce, certificate)
         channel.send(Welcome(proof, *self.load))
         want: Want = channel.receive(Want, self._most_bytes, deadline)
-        if len(want.tokens) % 4 or want.first < 0:
+        if len(want.tokens) % 4:
             raise TransferFailed("a peer wants blocks of no text")
         return want
 
