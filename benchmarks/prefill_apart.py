@@ -1,4 +1,4 @@
-"""Measure running streams while long prompts arrive: with a prefill worker beside the worker, and with two workers.
+"""Compare the token gaps of running streams while long prompts arrive, with and without a prefill worker.
 
     python benchmarks/prefill_apart.py --out out/prefill_apart.json        # both arms in turn, about 10 minutes
 

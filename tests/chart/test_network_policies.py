@@ -170,7 +170,7 @@ def selects(policy: dict[str, Any], pod: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("role", ["worker", "router"])
 def test_policies_open_the_ports_of_the_operators_pods_and_no_others(chart: Any, role: str) -> None:
-    """Each port of a pod is reached by whom it is for, that of blocks by workers alone; all others are closed."""
+    """Only the HTTP and admin ports are open to others, and the block port only to workers of the deployment."""
     pod, policy = pods_of_the_operator()[role], deployment_policy(chart.template())
     assert selects(policy, pod)
     ports = {port["containerPort"] for container in pod["spec"]["containers"] for port in container["ports"]}

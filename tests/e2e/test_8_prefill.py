@@ -1,4 +1,4 @@
-"""A prefill worker beside a worker on the cluster: same text and acceptance, and faults that clients do not notice.
+"""Tests of a prefill worker on the cluster: text and acceptance do not change, and its faults fail no request.
 
 Proof: ``make proofs P=prefill``. While answers are compared the deployment is paused and the test pushes the plans, so
 that every step has the same shape with and without the prefill worker.

@@ -233,7 +233,7 @@ def _rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What kernels need to know of a quantised matrix: its tensors, the groups of a row, and constants."""
+    """Arguments of the kernels that describe a quantised matrix: tensors, number of groups in a row, and constants."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
     groups: int
@@ -241,7 +241,7 @@ class Operands:
 
     @classmethod
     def of(cls, weight: Quantised) -> Operands:
-        """Return what kernels need to know of ``weight``."""
+        """Return the arguments for ``weight``."""
         assert weight.packed_NB.is_contiguous(), "weights are packed"
         assert weight.scale_NG.is_contiguous(), "scales are packed"
         int4, grouped = weight.kind == "int4", is_grouped(weight)

@@ -26,7 +26,7 @@ DraftPhase = Literal["Waiting", "Canary", "Promoting", "Serving", "RollingBack",
 
 
 class DraftBase(Api):
-    """What a draft was compared with. It serves as long as the deployment has this model and this draft."""
+    """Model and draft that a draft was compared with. It is retired once the deployment has another of either."""
 
     target: Text = Field(description="Model, with its adapter: spec.model of the deployment.")
     draft: Text = Field(description="URI of the deployment's own draft: its spec.speculation.draft.uri.")
@@ -35,7 +35,7 @@ class DraftBase(Api):
 
 
 class DraftResourceSpec(Api):
-    """What should become of a draft."""
+    """Source and intended role of a draft."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -111,7 +111,7 @@ class TrialRecord(Api):
 
 
 class DraftResourceStatus(Api):
-    """What became of a draft, and the evidence for it."""
+    """Phase and outcome of a draft, with the measurements behind them."""
 
     phase: DraftPhase | None = Field(
         default=None,
@@ -165,7 +165,7 @@ class SpecDecodeDraft(Api):
 
     @property
     def is_offered(self) -> bool:
-        """True if it is to be tried or to serve, and neither was begun, or was begun anew after its end."""
+        """True if the draft waits for a trial or a promotion that has not begun."""
         return self.spec.role != "Retired" and self.status.phase in (None, "Waiting", "RollingBack", "Retired")
 
 

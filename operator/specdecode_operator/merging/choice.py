@@ -52,7 +52,7 @@ class Step:
     choice: MergeChoice
     because: Because | None = None
     reason: str = ""
-    """What the change brings, by the option behind it; empty without one."""
+    """Expected gain of the change in words; empty if the drafts stay."""
 
 
 def all_declared(task: str, declared: Names, hashes: tuple[str, ...]) -> MergeChoice:

@@ -86,7 +86,7 @@ class TaskLoad:
     extension: Callable[[int, float], tuple[float, float]] | None = None
     """Tokens and nodes that drafts without passes add to a main path of this depth, by its survival."""
     differing: Mapping[Position, float] | None = None
-    """Where other drafts are merged than run: variances of what changes in the acceptance rates."""
+    """Variances of the changes in acceptance, where the merged drafts are not those that run."""
 
     def extended(self, shape: TreeShape) -> tuple[float, float]:
         """Return the tokens and the nodes of a step that are beyond its shape."""

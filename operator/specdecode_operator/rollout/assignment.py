@@ -13,7 +13,7 @@ from specdecode_worker.contract import Artifact, DraftAssignment, DraftTrial
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is true when a rollout goes one step."""
+    """Inputs of one step of a rollout."""
 
     deployment: Deployment
     observed: Observation

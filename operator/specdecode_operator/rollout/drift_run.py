@@ -66,7 +66,7 @@ class TrainingReason:
 
 
 def reason_to_train(facts: Facts) -> TrainingReason | None:
-    """Return the reason for a run that nobody asked for, from the drift that was stored with the decision before.
+    """Return the reason for a training run that no user requested, from the drift stored by the previous decision.
 
     Raises:
         SpecError: The schedule is not valid.

@@ -53,7 +53,7 @@ class RunRecord(Stored):
 
 
 class TrainingRecord(Stored):
-    """What the ConfigMap has: training runs, and what a rollout began from."""
+    """Part of a rollout that is stored in the ConfigMap: training runs, and the settings at its start."""
 
     phase: Phase = Phase.SERVING
     since: float = 0

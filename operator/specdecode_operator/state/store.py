@@ -133,7 +133,7 @@ class StateStore:
     async def save_drafts(
         self, deployment: Deployment, writes: Iterable[DraftWrite], ended: Iterable[SpecDecodeDraft]
     ) -> ChildProblem | None:
-        """Write drafts, and delete those that nobody needs any more.
+        """Write drafts to the API server, and delete old ones.
 
         Args:
             deployment: The resource.

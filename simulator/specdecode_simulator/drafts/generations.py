@@ -31,7 +31,7 @@ KEPT = 3
 """Drafts that files are kept of: in use, before it, and candidate."""
 
 Outcome = Literal["NotBetter", "Promoted", "RolledBack", "Undecided"]
-"""What became of a candidate: the first by the evaluation, the others by the canary test."""
+"""Outcomes of a candidate: the first is the evaluation's, the others are of the canary test."""
 _VERDICTS: Mapping[Verdict, Outcome] = {Verdict.PROMOTE: "Promoted", Verdict.ROLL_BACK: "RolledBack"}
 
 
@@ -50,7 +50,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Generation:
-    """What one month came to."""
+    """Results of one month."""
 
     topic: int
     outcome: Outcome
@@ -59,7 +59,7 @@ class Generation:
     loop: float
     """Log speed of the draft in use at the end of the month, on the traffic of the month."""
     static: float
-    """That of the first draft."""
+    """Log speed of the first draft on the same traffic."""
     golden: float
     stored: int
     """Drafts that files are kept of."""

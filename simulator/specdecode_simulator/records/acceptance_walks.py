@@ -164,7 +164,7 @@ class Records:
         return known[path]
 
     def tail_ranks(self, domain: str, quality: float) -> Array:
-        """Return shares of ranks other than 0, [2, DEPTH, MAX_RANKS + 1], by depth, on the main path and beside it."""
+        """Return the share of each rank but 0 by depth, on and beside the main path: [2, DEPTH, MAX_RANKS + 1]."""
         key = (domain, rounded(quality))
         if key not in self._tails:
             ranks, visits = self._of_quality(key[1]), self._visited(*key)

@@ -1,4 +1,4 @@
-"""Prefill workers: their pods, who may reach them, their addresses in the plan, and how many there are."""
+"""Tests of prefill workers in the operator: pods, network policy, addresses in the plan, and their number."""
 
 from __future__ import annotations
 
