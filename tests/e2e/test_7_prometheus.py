@@ -34,6 +34,7 @@ MAY_BE_EMPTY = {
     "specdecode_expected_gain_ratio",
     "specdecode_realised_gain_ratio",  # the gain may not have been measured yet
     "specdecode_objective_seconds",  # this deployment has no objective
+    "specdecode_ready_prefill_replicas",  # this deployment has no prefill workers
     "specdecode_draft_",  # no baseline of a week, no rollout of a draft
     "specdecode_router_resume",  # no worker fails meanwhile
     "specdecode_router_hedges",

@@ -41,8 +41,9 @@ def whole(folder: Path) -> CausalLM:
     return load_causal_lm(folder, dtype=torch.float32, device=CPU)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def split(folder: Path) -> Iterator[CausalLM]:
+    """Return the target in two parts; a process can be in one process group only, so no test shares it."""
     with placed_target(TargetPlacement(folder=folder, dtype="float32", device=CPU, size=2, threads=1)) as target:
         yield target
 

@@ -51,8 +51,9 @@ def model_hash(folder: Path, *, with_tokenizer: bool = False) -> str:
 
 def _sha256(path: Path) -> bytes:
     """Return the sha256 of a file: that of the download's manifest, if the file is older than it, else its hash."""
+    status = path.stat()  # an error names the file as the user knows it, not the target of a link
     real = path.resolve()
-    status, manifest = real.stat(), real.with_name(MANIFEST)
+    manifest = real.with_name(MANIFEST)
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         if status.st_mtime_ns <= manifest.stat().st_mtime_ns:
             files = json.loads(manifest.read_bytes())["files"]
