@@ -22,14 +22,6 @@ def blocks(root: Path) -> list[dict[str, Any]]:
     return [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.S | re.M)]
 
 
-def test_fields_of_the_page_are_valid(blocks: list[dict[str, Any]], root: Path) -> None:
-    example = yaml.safe_load((root / "examples" / "llama-3.1-8b.yaml").read_text())["spec"]
-    specs = [block["spec"] for block in blocks if block.keys() == {"spec"}]
-    assert len(specs) >= 2
-    for spec in specs:
-        Spec.model_validate({**example, **spec}, extra="forbid")
-
-
 def test_the_autoscaler_of_the_page_follows_an_exported_gauge(blocks: list[dict[str, Any]]) -> None:
     (scaler,) = [block for block in blocks if block.get("kind") == "HorizontalPodAutoscaler"]
     assert scaler["apiVersion"] == "autoscaling/v2"
