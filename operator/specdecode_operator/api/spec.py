@@ -353,12 +353,6 @@ class RouterSpec(Api):
         "scaling.minReplicas of at least 1.",
         examples=[[{"deployment": "llama-next", "percent": 10}]],
     )
-    tracing_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=512)] | None = Field(
-        default=None,
-        description="Base URL of a collector that receives spans of requests as OTLP over HTTP; /v1/traces is added to "
-        "it. Absent: no spans.",
-        examples=["http://otel-collector.observability.svc:4318"],
-    )
     template: Anything = Field(
         default_factory=dict,
         description="Pod template that is merged over the operator's, as workers.template. The container is 'router', "
