@@ -10,7 +10,7 @@ import pytest
 from support.kube import Manifest, wait_for
 from support.operator_faults.figures import Figures
 from support.operator_faults.installation import Installation
-from support.operator_faults.tenant import ServedDeployment, Tenant, is_refused, stand_in_template
+from support.operator_faults.tenant import ServedDeployment, Tenant, stand_in_template
 
 NAME = "foreign"
 SELECTOR = {"matchLabels": {"app": "another"}}
@@ -150,19 +150,3 @@ def test_deleted_children_return(tenant: Tenant, figures: Figures) -> None:
             figures.record(16, f"seconds until a deleted {kind} returns", seconds.get((kind, suffix), "never"))
         assert len(seconds) == len(CHILDREN), f"after {PATIENCE_SECONDS} s only {seconds}"
         assert max(seconds.values()) < LIMIT_SECONDS, seconds
-
-
-# Row 14: names that cannot become the name of a Service are refused at admission.
-
-
-@pytest.mark.own_operator
-@pytest.mark.parametrize("name", ["with.dots", "1-leading-digit"])
-def test_name_that_no_service_can_have_is_refused(tenant: Tenant, figures: Figures, name: str) -> None:
-    message = is_refused(tenant.api, tenant.namespace, tenant.manifest(name))
-    figures.record(14, f"{name} refused", str(bool(message)))
-    assert "name" in message, "the API server admitted it"
-
-
-@pytest.mark.own_operator
-def test_usual_name_is_admitted(tenant: Tenant) -> None:
-    assert not is_refused(tenant.api, tenant.namespace, tenant.manifest("chat-7b"))
