@@ -47,7 +47,7 @@ GOOD: list[dict[str, Any]] = [
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "quantization": "int8"}}},
     {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "coupled"}},
     {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "prefill": {"replicas": 0}},
-    {"prefill": {"scaling": {"minReplicas": 0, "maxReplicas": 2}}},
+    {"prefill": {"replicas": 0, "maxReplicas": 2}},
     {"speculation": {"method": "draft-model", "draft": {"uri": "hf://a/b@main", "placement": "Own"}}},
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "placement": "Shared"}}},
     {"speculation": {"drafts": [{"name": "a", "method": "peagle", "uri": "file:///m", "quantization": "fp8"}]}},
@@ -150,7 +150,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "prefill": {"replicas": 1}},
         "placement Own keeps the draft's keys in another process",
     ),
-    ({"prefill": {"scaling": {"minReplicas": 3, "maxReplicas": 2}}}, "minReplicas must not exceed maxReplicas"),
+    ({"prefill": {"replicas": 3, "maxReplicas": 2}}, "prefill.replicas must not exceed"),
     (
         {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "mss"}},
         "placement Own needs engine.sampler coupled",
