@@ -12,10 +12,10 @@ import pytest
 from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
 from specdecode_worker.contract import CaptureConfig, CaptureRules, Plan, TaskMatch
 from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.server.admission import Model
 from specdecode_worker.server.lifecycle import Lifecycle
 from specdecode_worker.server.request_capture import open_recorder
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.tokenizer import Tokenizer
 from support.worker import fake_engine
