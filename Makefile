@@ -48,7 +48,7 @@ test-all: venv ## every test but the proofs, in forty minutes; AFTER=test leaves
 proofs: venv ## the slow proofs P=name,name; without P the list of them, with when each last passed
 	@hack/test proofs $(P)
 
-crds: venv ## write crds/, the chart's copy and docs/reference/resource.md from the pydantic models
+crds: venv ## write crds/ and the chart's copy from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd
 
 docs: crds ## write the generated parts of docs/, and report words and broken links

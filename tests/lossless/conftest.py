@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -355,11 +354,3 @@ def _take(tokens_by_request: dict[str, list[int]], new: Tokens) -> None:
 def lossless() -> tuple[Callable[..., Plan], Callable[..., Submit], Callable[..., dict[str, list[int]]]]:
     """Return the functions (plan_of, submit, texts)."""
     return plan_of, submit, texts
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder as slow; those that are core too are part of `make test`."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("slow")
