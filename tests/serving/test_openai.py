@@ -15,7 +15,6 @@ from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 from support import small_model
-from support.worker import fake_engine
 from support.worker.fake_engine import logprob
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.core]
@@ -73,18 +72,6 @@ async def test_choices_stream_concurrently(client: openai.AsyncOpenAI) -> None:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
         reasons[chunk.choices[0].index] = chunk.choices[0].finish_reason
     assert (texts, reasons) == ({0: "hello", 1: "hello"}, {0: "stop", 1: "stop"})
-
-
-async def test_best_of_returns_the_most_likely_choices(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:
-    answer = await client.completions.create(
-        model="small", prompt="a", best_of=4, n=2, seed=5, max_tokens=4, logprobs=0
-    )
-    # The fake engine's log-probabilities fall with the seed, modulo a constant.
-    expected = sorted(logprob(0, sampling.seed) for sampling in submitted)[::-1][:2]
-    first_logprobs = [choice.logprobs.token_logprobs[0] for choice in answer.choices if choice.logprobs]  # type: ignore[index]
-    first = IDS.encode(fake_engine.TEXT).ids[0]
-    assert first_logprobs == pytest.approx([value - first / 1024 for value in expected])
-    assert answer.usage.completion_tokens == 16, "what was thrown away was generated too"
 
 
 async def test_sampling_fields_reach_the_engine(client: openai.AsyncOpenAI, submitted: list[Sampling]) -> None:

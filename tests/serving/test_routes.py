@@ -303,8 +303,6 @@ BAD_BODIES = [
     (b'{"model": "small", "prompt": ""}', 400, "invalid_value"),
     (b'{"model": "small", "prompt": "\\ud800"}', 400, "invalid_json"),
     (b'{"model": "small", "prompt": "x", "logprobs": 21}', 400, "invalid_value"),
-    (b'{"model": "small", "prompt": "x", "best_of": 2, "n": 3}', 400, "invalid_value"),
-    (b'{"model": "small", "prompt": "x", "best_of": 2, "stream": true}', 400, "invalid_value"),
     (b'{"model": "small", "prompt": "x", "max_tokens": 0}', 400, "invalid_value"),
     (b'{"model": "small", "prompt": "x", "suffix": "y"}', 400, "unsupported_parameter"),
 ]

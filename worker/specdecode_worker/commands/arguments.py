@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -258,7 +257,6 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``bench``."""
-    parser.add_argument("--against", choices=("plain",), default="plain", help="baseline: decoding without speculation")
     parser.add_argument(
         "--concurrency",
         type=_counts,
@@ -274,18 +272,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="shape to compare; repeat it for more: chain:3, tree:4,2,1, ngram/chain:4, or merged with prompt lookup: "
         "+ngram/tree:4,2,1, +ngram:8/chain:3 (default: --depth or --tree)",
     )
-    parser.add_argument("--out", metavar="STEM", help="also write STEM.json, STEM.md and the plot STEM.png")
     parser.add_argument(
         "--rounds",
         type=int,
         default=1,
         help="repetitions of plain, speculative, speculative, plain (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--transformers",
-        action=argparse.BooleanOptionalAction,
-        default=importlib.util.find_spec("transformers") is not None,
-        help="also run transformers' generate, one prompt at a time (default: where it is installed)",
     )
     add_model_flags(parser)
     add_placement_flag(parser)
@@ -334,7 +325,6 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add_shape_flags(parser)
     add_output_flags(parser)
     parser.add_argument("--max-tokens", type=int, default=256, help="length of an answer (default: %(default)s)")
-    parser.add_argument("--sampler", type=_samplers, metavar="S,S", help="coupled,mss: compare samplers, not domains")
     parser.add_argument(
         "--against",
         metavar="URI",
@@ -344,19 +334,11 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
         "--temperature",
         type=_temperatures,
         metavar="T,T",
-        help="of the answers (default: greedy; with --sampler 0.3 to 1.2)",
+        default=(0.0,),
+        help="of the answers (default: greedy)",
     )
     parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="batch size (default: %(default)s)")
     add_tensor_parallel_flag(parser)
-
-
-def _samplers(text: str) -> tuple[Sampler, ...]:
-    """Parse sampler names such as ``coupled,mss``. Raise ArgumentTypeError for other names."""
-    names: dict[str, Sampler] = {"coupled": "coupled", "mss": "mss"}
-    unknown = [name for name in text.split(",") if name not in names]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no sampler; write coupled, mss or coupled,mss")
-    return tuple(names[name] for name in text.split(","))
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -380,14 +362,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         help="dense layers; one that --draft lacks is put behind its own (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--copiers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="groups of attention heads to add to an EAGLE-3 layer that begin by finding where the last 1 to N tokens "
-        "stood before (default: none)",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder of all files; the draft is in DIR/head"

@@ -204,7 +204,7 @@ def token_limits(request: GenerationRequest, prompts: Sequence[Sequence[int]], l
     if count is None:
         return wanted
     echoes = isinstance(request, CompletionRequest) and request.echo
-    per_token = request.generated_choices * (count + 1)
+    per_token = request.n * (count + 1)
     of_prompts = per_token * sum(map(len, prompts)) if echoes else 0
     total = of_prompts + per_token * sum(wanted)
     if total <= MAX_LOGPROBS_PER_REQUEST:
@@ -256,21 +256,11 @@ def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Model
             *((token, _ALLOWED_BIAS) for token in sorted(set(request.allowed_token_ids or ()))),
         ),
         stop_token_ids=tuple(request.stop_token_ids),
-        logprobs=logprobs_of(request),
+        logprobs=request.top_logprobs_count,
         prompt_logprobs=request.top_logprobs_count if isinstance(request, CompletionRequest) and request.echo else None,
         grammar=grammar,
         **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )
-
-
-def logprobs_of(request: GenerationRequest) -> int | None:
-    """Return the number of top log-probabilities to request from the engine; None for none at all.
-
-    With best_of the engine always returns those of the sampled tokens, because they rank the choices.
-    """
-    if request.top_logprobs_count is None and request.generated_choices > request.n:
-        return 0
-    return request.top_logprobs_count
 
 
 def _bad(message: str, field: str) -> BadRequest:

@@ -249,7 +249,7 @@ def error_frame(error: ApiError) -> contract.Error:
 
 
 def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> contract.Open:
-    made = started.body.generated_choices
+    made = started.body.n
     return contract.Open(
         compatibility_key=key,
         prompts=tuple(tuple(prompt.ids) for prompt in started.prompts),

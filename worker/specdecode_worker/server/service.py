@@ -292,7 +292,7 @@ class Service:
         """
         self.lifecycle.check_accepting()
         check_ids(request, self.model.limits)
-        places = prompts * request.generated_choices
+        places = prompts * request.n
         self._check_queue(self.engine.in_flight + self._preparing, places, prompts, client)
         self._preparing += places
         try:
@@ -318,7 +318,7 @@ class Service:
         capture: bool | None = None,
         terms: RequestTerms = RequestTerms(),  # noqa: B008  # frozen
     ) -> list[Generation]:
-        """Start ``request.generated_choices`` generations for each prompt. Either all of them start or none.
+        """Start ``request.n`` generations for each prompt. Either all of them start or none.
 
         Args:
             request: The validated request body.

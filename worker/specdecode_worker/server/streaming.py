@@ -19,6 +19,7 @@ from specdecode_worker.contract.internal_stream import Resume
 from specdecode_worker.server.admission import RequestTerms
 from specdecode_worker.server.errors import ApiError, ModelNotFound
 from specdecode_worker.server.generation import Generation, continued_choices, earlier_choices
+from specdecode_worker.server.grammars import guided_format
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.request_capture import capture_permitted
 from specdecode_worker.server.requests import (
@@ -108,17 +109,9 @@ class StartedRequest:
     async def encode_whole(self, choices: Sequence[FinishedChoice]) -> bytes:
         """Return the body of a response that does not stream."""
         if self.body.top_logprobs_count is None:
-            return self._encode_whole(choices)
+            return msgspec.json.encode(self.writer.whole(choices))
         # Log-probabilities can take a second to write.
-        return await asyncio.to_thread(self._encode_whole, choices)
-
-    def _encode_whole(self, choices: Sequence[FinishedChoice]) -> bytes:
-        """Return the complete response with all choices, or with the ``n`` best of each prompt for best_of."""
-        made, n = self.body.generated_choices, self.body.n
-        by_prompt = [choices[first : first + made] for first in range(0, len(choices), made)]
-        best = [one for some in by_prompt for one in sorted(some, key=lambda c: -c.mean_logprob)[:n]]
-        shown = choices if made == n else best
-        return msgspec.json.encode(self.writer.whole(shown, [choice.statistics for choice in choices]))
+        return await asyncio.to_thread(lambda: msgspec.json.encode(self.writer.whole(choices)))
 
 
 _BODIES: Mapping[str, type[CompletionRequest | ChatRequest]] = MappingProxyType(
@@ -208,7 +201,7 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
         raise unsupported(f"this model's chat template {what}; leave tools out, or start the worker with "
                           "--tool-call-parser for another format that the model knows", "tools")  # fmt: skip
     functions = [tool.function.name for tool in body.tools]
-    parser = partial(parser_for, name, functions, streams=body.stream and body.guides_calls)
+    parser = partial(parser_for, guided_format(name) if body.guides_calls else name, functions)
     named = isinstance(body.tool_choice, NamedToolChoice)
     return ToolCallOptions(parser, parallel=body.parallel_tool_calls, named=named)
 
