@@ -48,7 +48,7 @@ test-all: venv ## every test but the proofs, in forty minutes; AFTER=test leaves
 proofs: venv ## the slow proofs P=name,name; without P the list of them, with when each last passed
 	@hack/test proofs $(P)
 
-crds: venv ## write crds/, the chart's copy and docs/reference/resource.md from the pydantic models
+crds: venv ## write crds/ and the chart's copy from the pydantic models
 	$(BIN)/python -m specdecode_operator.api.crd
 
 docs: crds ## write the generated parts of docs/, and report words and broken links
@@ -61,7 +61,7 @@ images: ## build both images into the local cluster's store
 	@hack/cluster/images
 
 bench: venv ## speculation against plain decoding on the embedded model, in one run
-	$(BIN)/specdecode-worker bench --against plain --model embedded://smollm2-135m-instruct \
+	$(BIN)/specdecode-worker bench --model embedded://smollm2-135m-instruct \
 	    --draft embedded://smollm2-135m-instruct-eagle3 --concurrency 1,2,4
 
 gpu: ## the gpu tests and benchmarks on this machine's GPU, in ten minutes, into a JSON and a page (out/); PART=1 to 3, STAGE=...

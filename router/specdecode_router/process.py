@@ -35,8 +35,6 @@ from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.settings import LiveSettings, RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
-from specdecode_router.telemetry.otlp import open_tracer
-from specdecode_router.telemetry.tracing import NoTracer, Tracer
 from specdecode_router.workers.backend_tokens import BackendTokens
 from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.load_poller import LoadPoller
@@ -66,8 +64,7 @@ async def serve(settings: RouterSettings) -> int:
     gc.freeze()
     async with (
         open_sources(settings) as (discovery, demand),
-        open_tracer() as tracer,
-        running_router(settings, token, discovery, listener, demand, tracer=tracer) as state,
+        running_router(settings, token, discovery, listener, demand) as state,
     ):
         await stop.wait()
         log.info("leaving: %d requests are running", state.lifecycle.running)
@@ -82,7 +79,6 @@ async def running_router(
     listener: socket.socket,
     demand: DemandWriter | None = None,
     policy: Policy = place,
-    tracer: Tracer | None = None,
 ) -> AsyncIterator[RouterState]:
     """Run a router on a bound socket during the block.
 
@@ -93,7 +89,6 @@ async def running_router(
         listener: Socket of the port.
         demand: Writer of held requests; None without an operator.
         policy: Way of choosing among the workers.
-        tracer: Maker of spans; None for no spans.
 
     Raises:
         CannotStart: A file of certificates is unusable.
@@ -108,7 +103,7 @@ async def running_router(
     certificate = read_certificate(settings)
     live = LiveSettings(settings)
     settings = live.current
-    relay = _relay(settings, registry, client, tracer or NoTracer())
+    relay = _relay(settings, registry, client)
     state = _state(settings, relay, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     registry.on_leave = state.placement.prefixes.remove_worker
@@ -146,9 +141,9 @@ async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
     return 1 if state.lifecycle.running else 0
 
 
-def _relay(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient, tracer: Tracer) -> RelayContext:
+def _relay(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient) -> RelayContext:
     monitor, limits = SilenceMonitor(time.monotonic), _relay_limits(settings)
-    return RelayContext(registry, client, monitor, limits, RouterMetrics(), time.monotonic, tracer)
+    return RelayContext(registry, client, monitor, limits, RouterMetrics(), time.monotonic)
 
 
 def _relay_limits(settings: RouterSettings) -> RelayLimits:

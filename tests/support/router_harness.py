@@ -15,7 +15,6 @@ from specdecode_router.discovery.static import StaticDiscovery
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.process import running_router
 from specdecode_router.settings import RouterSettings
-from specdecode_router.telemetry.tracing import Tracer
 from support.stand_in_worker import TOKEN, Script, StandInWorker, running
 
 
@@ -46,28 +45,26 @@ class RouterUnderTest:
 
 
 @contextlib.asynccontextmanager
-async def router_over(
-    *scripts: Script, demand: Any = None, tracer: Tracer | None = None, **settings: Any
-) -> AsyncIterator[RouterUnderTest]:
+async def router_over(*scripts: Script, demand: Any = None, **settings: Any) -> AsyncIterator[RouterUnderTest]:
     """Yield a router over one stand-in for each script."""
-    async with routers_over(1, *scripts, demand=demand, tracer=tracer, **settings) as (router,):
+    async with routers_over(1, *scripts, demand=demand, **settings) as (router,):
         yield router
 
 
 @contextlib.asynccontextmanager
 async def routers_over(
-    count: int, *scripts: Script, demand: Any = None, tracer: Tracer | None = None, **settings: Any
+    count: int, *scripts: Script, demand: Any = None, **settings: Any
 ) -> AsyncIterator[list[RouterUnderTest]]:
     """Yield routers over the same stand-ins, one for each script."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
-        routers = [await stack.enter_async_context(_router(workers, demand, tracer, settings)) for _ in range(count)]
+        routers = [await stack.enter_async_context(_router(workers, demand, settings)) for _ in range(count)]
         yield routers
 
 
 @contextlib.asynccontextmanager
 async def _router(
-    workers: list[StandInWorker], demand: Any, tracer: Tracer | None, settings: Mapping[str, Any]
+    workers: list[StandInWorker], demand: Any, settings: Mapping[str, Any]
 ) -> AsyncIterator[RouterUnderTest]:
     async with contextlib.AsyncExitStack() as stack:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -75,7 +72,7 @@ async def _router(
         values = {"max_silence_seconds": 2, "no_worker_seconds": 1, "load_seconds": 0.5, **settings}
         discovery = StaticDiscovery([worker.url for worker in workers])
         checked = RouterSettings.model_validate(values)
-        made = running_router(checked, lambda: TOKEN, discovery, listener, demand, tracer=tracer)
+        made = running_router(checked, lambda: TOKEN, discovery, listener, demand)
         state = await stack.enter_async_context(made)
         client = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
         router = RouterUnderTest(state, workers, client, port)

@@ -52,8 +52,7 @@ class DraftRolloutSpec(Api):
 
 # Distillation of new drafts from traffic: ``spec.distillation``.
 
-TRIGGER_MESSAGE = "distillation.trigger.mode Drift and Schedule need distillation.capture"
-SCHEDULE_MESSAGE = "distillation.trigger.schedule is needed with mode Schedule, and only there"
+TRIGGER_MESSAGE = "distillation.trigger.mode Drift needs distillation.capture"
 BASELINE_MESSAGE = "distillation.trigger.baseline is at least 5m"
 STORAGE_MESSAGE = "distillation needs distillation.storage: workers read the new draft from there"
 BUCKET_MESSAGE = "distillation.storage.secretRef is needed with an s3:// uri; all but the uri is only for one"
@@ -95,15 +94,14 @@ class DistillationTriggerSpec(Api):
 
     model_config = ConfigDict(
         json_schema_extra=rules(
-            rule("has(self.schedule) == (has(self.mode) && self.mode == 'Schedule')", SCHEDULE_MESSAGE),
             rule("!has(self.baseline) || duration(self.baseline) >= duration('5m')", BASELINE_MESSAGE),
         )
     )
 
-    mode: Literal["Manual", "Drift", "Schedule"] = Field(
+    mode: Literal["Manual", "Drift"] = Field(
         default="Manual",
         description="Manual: only a new value of request starts a run. Drift: also a draft that became slower, if "
-        "a run is worth its device time. Schedule: also at the times of schedule.",
+        "a run is worth its device time.",
     )
     request: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
         default=None,
@@ -115,12 +113,6 @@ class DistillationTriggerSpec(Api):
         default=None,
         description="Id of a training run that is to end, as status.draft.run has it. Absent: none is.",
         examples=["6928f3a1"],
-    )
-    schedule: Annotated[str, Field(max_length=64, pattern=r"^(\S+ ){4}\S+$")] | None = Field(
-        default=None,
-        description="Times of runs with mode Schedule, as a cron expression of five fields in UTC. Absent: no run has "
-        "a fixed time.",
-        examples=["0 3 * * 0"],
     )
     min_loss_percent: int = Field(
         default=5, ge=0, le=90, description="Loss of speed against the baseline that counts as drift, in percent."

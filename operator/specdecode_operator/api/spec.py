@@ -68,6 +68,10 @@ OPERATOR_FLAGS = (
     "max-num-seqs",
     "max-num-batched-tokens",
     "kv-cache-tokens",
+    "kv-cache-dtype",
+    "role",
+    "block-port",
+    "prefill",
     "gpu-memory-utilization",
     "tensor-parallel-size",
     "sampler",
@@ -349,12 +353,6 @@ class RouterSpec(Api):
         "scaling.minReplicas of at least 1.",
         examples=[[{"deployment": "llama-next", "percent": 10}]],
     )
-    tracing_endpoint: Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$", max_length=512)] | None = Field(
-        default=None,
-        description="Base URL of a collector that receives spans of requests as OTLP over HTTP; /v1/traces is added to "
-        "it. Absent: no spans.",
-        examples=["http://otel-collector.observability.svc:4318"],
-    )
     template: Anything = Field(
         default_factory=dict,
         description="Pod template that is merged over the operator's, as workers.template. The container is 'router', "
@@ -371,37 +369,38 @@ class RouterSpec(Api):
 # Desired state that users write: ``spec``. Its larger parts have files of their own.
 
 
-class PrefillScalingSpec(Api):
-    """Bounds of the number of prefill workers, which follows the prompt tokens that no cache has."""
-
-    model_config = ConfigDict(
-        json_schema_extra=rules(rule("self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas"))
-    )
-
-    min_replicas: int = Field(default=1, ge=0, le=256, description="Least number of prefill workers.")
-    max_replicas: int = Field(default=4, ge=1, le=256, description="Largest number of prefill workers.")
-
-
 class PrefillSpec(Api):
     """Prefill workers: they compute long prompts, for which the running streams of a worker would otherwise wait."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            rule(
+                "!has(self.maxReplicas) || !has(self.replicas) || self.replicas <= self.maxReplicas",
+                "prefill.replicas must not exceed prefill.maxReplicas",
+            )
+        )
+    )
 
     replicas: int = Field(
         default=0,
         ge=0,
         le=256,
-        description="Number of prefill workers. They have the pods of the workers and are in no Service. Tasks that "
-        "merge drafts with weights do not use them.",
+        description="Number of prefill workers, or the least one with maxReplicas. They have the pods of the workers "
+        "and are in no Service. Tasks that merge drafts with weights do not use them.",
     )
-    scaling: PrefillScalingSpec | None = Field(
+    max_replicas: int | None = Field(
         default=None,
-        description="Bounds between which the number of prefill workers follows demand. Absent: it is replicas.",
-        examples=[{"minReplicas": 1, "maxReplicas": 4}],
+        ge=1,
+        le=256,
+        description="Largest number of prefill workers, which then follows the prompt tokens that no cache has. "
+        "Absent: it is replicas.",
+        examples=[4],
     )
 
     @property
     def is_used(self) -> bool:
         """True if the deployment can have prefill workers."""
-        return self.replicas > 0 or self.scaling is not None
+        return self.replicas > 0 or self.max_replicas is not None
 
 
 class PrefetchSpec(Api):
@@ -414,7 +413,8 @@ class PrefetchSpec(Api):
 
 _PREFILL_IS_SHARED = "speculation.draft.placement Own keeps the draft's keys in another process; prefill needs Shared"
 _PREFILL_DRAFT_RULE = (
-    "!has(self.prefill) || (!has(self.prefill.scaling) && (!has(self.prefill.replicas) || self.prefill.replicas == 0))"
+    "!has(self.prefill)"
+    " || (!has(self.prefill.maxReplicas) && (!has(self.prefill.replicas) || self.prefill.replicas == 0))"
     " || !has(self.speculation) || !has(self.speculation.draft) || !has(self.speculation.draft.placement)"
     " || self.speculation.draft.placement == 'Shared'"
 )
@@ -445,15 +445,6 @@ _RANKS_RULE = (
 _NONE = (0, "0%")
 
 
-class AdapterSpec(Api):
-    """LoRA adapter of the target, in PEFT's format. It is merged into the weights when they are loaded."""
-
-    uri: ModelUri = Field(
-        description=f"Where the adapter comes from: {URI_FORMS}. It is read with the token or key of the model.",
-        examples=["pvc://adapters/support"],
-    )
-
-
 class ModelSpec(Api):
     """Target model: the one whose text is served."""
 
@@ -461,10 +452,11 @@ class ModelSpec(Api):
         description=f"Where the model comes from: {URI_FORMS}.",
         examples=["hf://meta-llama/Llama-3.1-8B-Instruct@0e9e39f249a16976918f6564b8830bc894c89659"],
     )
-    adapter: AdapterSpec | None = Field(
+    adapter: ModelUri | None = Field(
         default=None,
-        description="LoRA adapter of the target, in PEFT's format. It is merged into the weights when they are loaded.",
-        examples=[{"uri": "pvc://adapters/support"}],
+        description="Where a LoRA adapter of the target comes from, in PEFT's format, as uri. It is read with the "
+        "model's token and merged into the weights when they are loaded. Absent: none.",
+        examples=["pvc://adapters/support"],
     )
     served_name: Annotated[str, Field(max_length=128, min_length=1)] | None = Field(
         default=None,
@@ -486,7 +478,7 @@ class ModelSpec(Api):
     @property
     def target(self) -> str:
         """URI of what is served: the model, with its adapter."""
-        return adapted_uri(self.uri, self.adapter.uri if self.adapter else None)
+        return adapted_uri(self.uri, self.adapter)
 
 
 class ScalingSpec(Api):

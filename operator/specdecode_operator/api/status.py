@@ -182,12 +182,11 @@ Cause = Literal[
     "drift",
     "mix",
     "over",
-    "schedule",
 ]
 """Cause of a decision: bounds of the spec; speculation that loses; a measured gain; a trial of an unmeasured shape; a
 probe after speculation was stopped; rising or falling demand; a changed mode; a changed pin; the canary of a draft; a
 user's change or command about drafts; a draft that could not be loaded, a lost pod or the end of its time; a training
-run; a draft that became slower; a changed mix of tasks; the end of either; a time of the schedule."""
+run; a draft that became slower; a changed mix of tasks; the end of either."""
 
 
 class Decision(Api):

@@ -47,7 +47,6 @@ from specdecode_operator.api.spec import (
     DrainSpec,
     EngineSpec,
     ModelSpec,
-    PrefillScalingSpec,
     PrefillSpec,
     ResourcesSpec,
     RouterSpec,

@@ -20,7 +20,6 @@ from specdecode_operator.drafts.drift import (
     excess_loss,
 )
 from specdecode_operator.drafts.lifecycle import Phase
-from specdecode_operator.rollout.runs import RUN_PHASES
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, LearnedState, TaskDrift
 from specdecode_operator.telemetry.counters import NO_HITS, Hits
@@ -161,7 +160,7 @@ def watch_drift(
         return DriftStep(learned.model_copy(update={"drift": DriftState()}) if is_watched else learned)
     if not learned.draft or record.phase in _MOVING:
         return DriftStep(learned)
-    before = _with_settings(learned.drift, deployment, record, now)
+    before = _with_last_run(learned.drift, record)
     state = _with_identity(before, deployment, learned, now)
     changes = [] if state.tasks else [_ended(task, state.renewed, now) for task in before.stale]
     if delta is not None and not delta.idle:
@@ -178,26 +177,17 @@ def watched_tasks(speculation: SpeculationSpec) -> tuple[str, ...]:
     return (*(task.name for task in speculation.tasks if task.draft is None), OTHER_TASK)
 
 
-# --- settings and identity ----------------------------------------------------------------------------------------
+# --- last run and identity --------------------------------------------------------------------------------------
 
 
-def _with_settings(state: DriftState, deployment: Deployment, record: DraftRecord, now: float) -> DriftState:
-    """Return the state with the time from which the schedule counts, and with the figures of the last run."""
-    schedule, since = deployment.spec.distillation.trigger.schedule or "", state.scheduled_from
-    if schedule != state.schedule:
-        since = now if schedule else 0.0
-    if schedule and record.phase in RUN_PHASES:
-        # Times before the present phase of a run are served by it.
-        since = max(since, record.since)
-    update = {
-        "schedule": schedule,
-        "scheduled_from": since,
-        "run_seconds": record.run_device_seconds,
-        "recovery": record.recovery,
-    }
-    if all(getattr(state, name) == value for name, value in update.items()):
-        return state
-    return state.model_copy(update=update)
+def _with_last_run(state: DriftState, record: DraftRecord) -> DriftState:
+    """Return the state with the figures of the last training run."""
+    update = {"run_seconds": record.run_device_seconds, "recovery": record.recovery}
+    return (
+        state
+        if all(getattr(state, name) == value for name, value in update.items())
+        else state.model_copy(update=update)
+    )
 
 
 def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedState, now: float) -> DriftState:

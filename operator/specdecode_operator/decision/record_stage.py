@@ -57,7 +57,6 @@ def is_urgent(before: LearnedState, after: LearnedState) -> bool:
         or _ownership(before) != _ownership(after)
         or before.steering != after.steering
         or before.history != after.history
-        or before.drift.schedule != after.drift.schedule
         or before.uid != after.uid
         or (before.recycled_at, before.recycling) != (after.recycled_at, after.recycling)
         or pod_health.suspected(before) != pod_health.suspected(after)

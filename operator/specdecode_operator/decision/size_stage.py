@@ -92,7 +92,7 @@ def size_inputs(
     now: float,
 ) -> SizeInputs:
     """Select what the size stage depends on."""
-    scales = deployment.spec.scaling is not None or deployment.spec.prefill.scaling is not None
+    scales = deployment.spec.scaling is not None or deployment.spec.prefill.max_replicas is not None
     is_scaling_known = scales and delta is not None
     return SizeInputs(
         now=now,
@@ -142,7 +142,7 @@ def _prefill_replicas(inputs: SizeInputs) -> int:
     One is taken away only if the others would be busy for less than PREFILL_IDLE.
     """
     spec, running = inputs.prefill, inputs.prefill_workload.wanted if inputs.prefill_workload else 0
-    if spec.scaling is None:
+    if spec.max_replicas is None:
         return spec.replicas
     wanted = running
     if inputs.capacity is not None and not inputs.is_paused:
@@ -150,7 +150,7 @@ def _prefill_replicas(inputs: SizeInputs) -> int:
         rate = scaling.arrival_rate(inputs.window, now=inputs.now, within=WINDOW_SECONDS)
         busy = rate * mix.prompt_busy_seconds
         wanted = max(math.ceil(busy / PREFILL_BUSY), min(running, math.ceil(busy / PREFILL_IDLE)))
-    return max(spec.scaling.min_replicas, min(spec.scaling.max_replicas, wanted))
+    return max(spec.replicas, min(spec.max_replicas, wanted))
 
 
 def max_num_seqs(deployment: Deployment, observed: Observation) -> int:

@@ -49,7 +49,7 @@ def worker_config(spec: Spec, uid: str) -> WorkerConfig:
         deployment_uid=uid,
         model=ModelConfig(
             uri=spec.model.uri,
-            adapter=spec.model.adapter.uri if spec.model.adapter else None,
+            adapter=spec.model.adapter,
             served_name=spec.model.served_name or default_served_name(spec.model.uri),
             dtype=spec.engine.dtype,
             quantization=spec.engine.quantization,
@@ -110,8 +110,8 @@ def device(spec: Spec) -> Literal["auto", "cpu", "cuda"]:
 def model_uris(spec: Spec) -> list[str]:
     """Return the URIs of the target, its adapter and all drafts, each once."""
     speculation = spec.speculation
-    sources = [spec.model, spec.model.adapter, speculation.draft, *speculation.drafts]
-    return list(dict.fromkeys(source.uri for source in sources if source and source.uri))
+    drafts = [draft.uri for draft in (speculation.draft, *speculation.drafts) if draft]
+    return list(dict.fromkeys(uri for uri in (spec.model.uri, spec.model.adapter, *drafts) if uri))
 
 
 def unpinned_uris(spec: Spec) -> list[str]:

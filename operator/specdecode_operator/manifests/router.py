@@ -146,7 +146,6 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "env": [
             {"name": "HOME", "value": "/tmp"},
             {"name": Env.pod_name, "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-            *_tracing(deployment),
         ],
         "ports": [{"name": public_port_name(deployment), "containerPort": Port.http, "protocol": "TCP"}],
         "resources": RESOURCES,
@@ -201,25 +200,6 @@ def _backend(share: TrafficShareSpec) -> str:
     name = share.deployment
     token = f"{OTHER_TOKENS_DIR}/{name}/{TokenScope.router.value}"
     return f"--backend=name={name},service={headless_name(name)},token-file={token}"
-
-
-def _tracing(deployment: Deployment) -> list[dict[str, Any]]:
-    """Return the variables of the OpenTelemetry SDK. Without an endpoint there are none, and it is not loaded."""
-    endpoint = deployment.spec.router.tracing_endpoint
-    if endpoint is None:
-        return []
-    resource = {
-        "k8s.namespace.name": deployment.namespace,
-        "k8s.deployment.name": router_name(deployment.name),
-        "k8s.pod.name": f"$({Env.pod_name})",
-    }
-    values = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-        "OTEL_TRACES_SAMPLER_ARG": "1",
-        "OTEL_RESOURCE_ATTRIBUTES": ",".join(f"{name}={value}" for name, value in resource.items()),
-    }
-    return [{"name": name, "value": value} for name, value in values.items()]
 
 
 def _secrets(deployment: Deployment) -> list[dict[str, Any]]:

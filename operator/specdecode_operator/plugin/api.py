@@ -37,16 +37,6 @@ class Api:
         self._ours = client.CustomObjectsApi(connection)
         self._core = client.CoreV1Api(connection)
 
-    def list(self, namespace: str | None) -> list[Resource]:
-        """Return the deployments of a namespace, or of the whole cluster if it is None."""
-        if namespace is None:
-            listed = self._call(lambda: self._ours.list_cluster_custom_object(GROUP, VERSION, PLURAL, **_limits()))
-        else:
-            listed = self._call(
-                lambda: self._ours.list_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, **_limits())
-            )
-        return list(listed["items"])
-
     def get(self, namespace: str, name: str) -> Resource:
         """Return one deployment."""
         resource: Resource = self._call(

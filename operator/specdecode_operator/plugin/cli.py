@@ -16,7 +16,7 @@ from specdecode_operator.api.pins import Pin, pin_operations, read_pin
 from specdecode_operator.errors import OperatorError, PluginError
 from specdecode_operator.plugin.drafts import change_for, drafts, offer
 from specdecode_operator.plugin.explain import explain, past
-from specdecode_operator.plugin.overview import detail, overview, spec_of
+from specdecode_operator.plugin.overview import spec_of
 
 if TYPE_CHECKING:
     from specdecode_operator.plugin.api import Api
@@ -58,16 +58,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, command: Callable[..., object], text: str, *, optional: bool = False) -> argparse.ArgumentParser:
+    def add(name: str, command: Callable[..., object], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, parents=[_common(is_main=False)], help=text, description=text)
-        added.add_argument(
-            "name", metavar="NAME", nargs="?" if optional else None, help="name of a SpecDecodeDeployment"
-        )
+        added.add_argument("name", metavar="NAME", help="name of a SpecDecodeDeployment")
         added.set_defaults(command=command)
         return added
 
-    status = add("status", _status, "show one line per deployment; with NAME its tasks and conditions", optional=True)
-    status.add_argument("-A", "--all-namespaces", action="store_true", help="show the deployments of all namespaces")
     add("explain", _explain, "show the reasons for depth and number of workers, with the measurements")
     add("history", _history, "show the latest decisions with measurements, expected gain and realised gain")
     pin = add("pin", _pin, "fix the shape at every load, in any mode (spec.speculation.pin); the guard stays active")
@@ -103,16 +99,6 @@ def _where(args: argparse.Namespace, api: Api) -> str:
 
 def _print(lines: Sequence[str]) -> None:
     print("\n".join(lines), flush=True)
-
-
-def _status(args: argparse.Namespace, api: Api) -> None:
-    if args.name and args.all_namespaces:
-        raise PluginError("NAME and --all-namespaces exclude each other")
-    if args.name:
-        _print(detail(api.get(_where(args, api), args.name), time.time()))
-        return
-    resources = api.list(None if args.all_namespaces else _where(args, api))
-    _print(overview(resources, time.time(), namespaces=args.all_namespaces))
 
 
 def _explain(args: argparse.Namespace, api: Api) -> None:

@@ -1,4 +1,4 @@
-"""Text of ``status``, and tables and figures of all commands. Pure."""
+"""Tables and figures of all commands, and what they read of a resource. Pure."""
 
 from __future__ import annotations
 
@@ -183,40 +183,11 @@ class _Steps:
         return 100 * (near.per_token / self.per_token - 1) if is_comparable else None
 
 
-# Text of ``status``: one line per deployment, and for a single one its tasks and conditions. Pure.
+# What a resource says. Pure.
 
-HEAD = ("NAME", "READY", "MODE", "DEPTH", "ACCEPT", "TOK/STEP", "SPEEDUP", "TOK/S", "RUN", "WAIT", "WANT", "DECIDED")
 _GOOD_WHEN_FALSE = {"ScalingLimited", "Progressing", "Stalled", "Reconciling"}
 _NEVER_A_PROBLEM = {"Progressing", "Reconciling", "DraftRollout"}
 """Conditions that say whether a change is under way."""
-
-
-def overview(resources: Sequence[dict[str, Any]], now: float, *, namespaces: bool = False) -> list[str]:
-    """Return a table; below it the reason of each deployment that has a problem."""
-    if not resources:
-        return ["no SpecDecodeDeployments found"]
-    head = ("NAMESPACE", *HEAD) if namespaces else HEAD
-    rows = [
-        ((resource["metadata"]["namespace"],) if namespaces else ()) + _row(resource, now)
-        for resource in sorted(resources, key=lambda one: (one["metadata"]["namespace"], one["metadata"]["name"]))
-    ]
-    trouble = [line for resource in resources for line in _reason(resource)]
-    return [*table(head, rows), *(["", *trouble] if trouble else [])]
-
-
-def detail(resource: dict[str, Any], now: float) -> list[str]:
-    """Return the line, the tasks and the conditions of one deployment."""
-    status = status_of(resource)
-    lines = overview([resource], now)
-    if status.tasks:
-        rows = [
-            (task.name, word(task.mode), word(task.depth), figure(task.acceptance_rate), figure(task.accepted_length))
-            for task in status.tasks
-        ]
-        lines += ["", *table(("TASK", "MODE", "DEPTH", "ACCEPT", "TOK/STEP"), rows)]
-    lines += ["", f"seconds of a worker's start: {status.start}"] if status.start else []
-    conditions = [(one.type, one.status, one.reason, age(one.last_transition_time, now)) for one in status.conditions]
-    return [*lines, "", *table(("CONDITION", "STATUS", "REASON", "SINCE"), conditions)] if conditions else lines
 
 
 def spec_of(resource: dict[str, Any]) -> Spec:
@@ -253,28 +224,3 @@ def unmet(conditions: Iterable[Condition]) -> list[Condition]:
 def measuring(conditions: Iterable[Condition]) -> str | None:
     """Return what the estimates lack, while the operator measures before its first decision."""
     return next((condition.message for condition in conditions if condition.reason == "Measuring"), None)
-
-
-def _row(resource: dict[str, Any], now: float) -> tuple[str, ...]:
-    status = status_of(resource)
-    speculation, traffic = status.speculation, status.traffic
-    newest = speculation.history[0] if speculation and speculation.history else None
-    return (
-        resource["metadata"]["name"],
-        word(status.ready),
-        mode_of(resource),
-        word(speculation.depth if speculation else None),
-        figure(speculation.acceptance_rate if speculation else None),
-        figure(speculation.accepted_length if speculation else None),
-        figure(speculation.speedup if speculation else None),
-        figure(traffic.tokens_per_second if traffic else None, 0),
-        figure(traffic.running if traffic else None, 1),
-        figure(traffic.waiting if traffic else None, 1),
-        word(status.capacity.wanted_replicas if status.capacity else None),
-        age(newest.time if newest else None, now),
-    )
-
-
-def _reason(resource: dict[str, Any]) -> list[str]:
-    reason = (resource.get("status") or {}).get("reason")
-    return [f"{resource['metadata']['name']}: {reason}"] if reason else []

@@ -1,17 +1,13 @@
-"""Training runs that a drift or a schedule asks for. Pure."""
+"""Training runs that a drift asks for, and what they are worth. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from specdecode_operator.api.v1alpha1 import Cause, Spec
-from specdecode_operator.drafts.drift import FIRST_RECOVERY, TaskLoss, Worth, next_time, worth_of_run
-from specdecode_operator.errors import SpecError
+from specdecode_operator.drafts.drift import FIRST_RECOVERY, TaskLoss, Worth, worth_of_run
 from specdecode_operator.rollout.assignment import Facts
 from specdecode_operator.state.learned import DriftState
-from specdecode_operator.times import in_words
-
-# Worth of a training run, from the stored drift of a deployment's draft. Pure.
 
 PAYBACK_DAYS = 7.0
 """Days within which a run must save twice the device time that it takes."""
@@ -50,9 +46,6 @@ def _losses(drift: DriftState) -> list[TaskLoss]:
     return [TaskLoss(task.task, task.steps / steps if steps else 0.0, max(0.0, task.loss)) for task in drift.stale]
 
 
-# Requests of training runs: a stale draft whose repair is worth its device time, and times of the schedule.
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingReason:
     """Reason for a training run."""
@@ -66,44 +59,13 @@ class TrainingReason:
 
 
 def reason_to_train(facts: Facts) -> TrainingReason | None:
-    """Return the reason for a training run that no user requested, from the drift stored by the previous decision.
-
-    Raises:
-        SpecError: The schedule is not valid.
-    """
+    """Return the reason for a run that no user requested: a stale draft whose repair is worth its device time."""
     spec, drift = facts.deployment.spec, facts.observed.session.learned.drift
-    planned = _next_planned(spec, drift, facts.now)
-    if spec.distillation.trigger.mode == "Manual" or spec.speculation.mode == "Off" or not drift.draft:
+    if spec.distillation.trigger.mode == "Manual" or spec.speculation.mode == "Off" or not drift.stale:
         return None
-    reason = _reason(spec, drift, planned, facts.now)
-    if reason is None:
+    worth = worth_of_drift(spec, drift)
+    if not worth.is_worth_it:
         return None
-    cause, text = reason
-    since = min((task.since for task in drift.stale), default=0.0) if cause == "drift" else 0.0
-    return TrainingReason(cause, text, lost_share(drift), since)
-
-
-def _reason(spec: Spec, drift: DriftState, planned: float | None, now: float) -> tuple[Cause, str] | None:
-    """Return the cause and the words of a reason to train now."""
-    if drift.stale:
-        worth = worth_of_drift(spec, drift)
-        if worth.is_worth_it:
-            tasks = ", ".join(f"task {task.task} lost {100 * task.loss:.0f} %" for task in drift.stale)
-            return "drift", f"{tasks}: {worth.sentence()}"
-    if planned is not None and planned <= now:
-        return "schedule", f"the schedule {drift.schedule!r} has the time {in_words(planned)}"
-    return None
-
-
-def _next_planned(spec: Spec, drift: DriftState, now: float) -> float | None:
-    """Return the first time of the schedule that no run has served. None without a schedule.
-
-    A time that was missed, because the operator was gone or a run was under way, is served once, as soon as possible.
-    """
-    schedule = spec.distillation.trigger.schedule
-    if not schedule:
-        return None
-    try:
-        return next_time(schedule, drift.scheduled_from if drift.schedule == schedule else now)
-    except ValueError as error:
-        raise SpecError(f"distillation.trigger.schedule: {error}") from error
+    tasks = ", ".join(f"task {task.task} lost {100 * task.loss:.0f} %" for task in drift.stale)
+    since = min(task.since for task in drift.stale)
+    return TrainingReason("drift", f"{tasks}: {worth.sentence()}", lost_share(drift), since)

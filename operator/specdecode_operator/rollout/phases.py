@@ -80,7 +80,7 @@ class RolloutStep:
 def step_rollout(deployment: Deployment, observed: Observation, *, now: float) -> RolloutStep:
     """Return the record after what was observed. A paused deployment keeps its record."""
     facts = Facts(deployment, observed, now)
-    walk = _Walk(facts, observed.session.drafts, reason_to_train(facts))
+    walk = _Walk(facts, observed.session.drafts)
     if deployment.spec.paused:
         return RolloutStep(walk.record)
     if walk.record.is_used:
@@ -103,8 +103,6 @@ class _Walk:
 
     facts: Facts
     record: DraftRecord
-    worth: TrainingReason | None
-    """Reason for a training run, if one is worth its device time."""
     changes: list[DecisionRecord] = field(default_factory=list)
 
     def note(self, **update: Any) -> None:
@@ -221,8 +219,12 @@ def _serving(walk: _Walk) -> None:
     if record.phase is Phase.COOLDOWN and facts.now - record.since >= cooldown:
         walk.move(Phase.SERVING, f"{record.phase} lasted {cooldown:.0f} s")
     _take_offer(walk)
-    if walk.record.phase is Phase.SERVING and walk.worth is not None:
-        _begin_run(walk, walk.worth)
+    if (
+        walk.record.phase is Phase.SERVING
+        and (why := reason_to_train(facts))
+        and not obstacle_of_run(facts, walk.record)
+    ):
+        _begin_run(walk, why)
 
 
 def _take_offer(walk: _Walk) -> None:
@@ -263,15 +265,15 @@ def _take_request(walk: _Walk) -> None:
     """Take a request to train up that was not carried out yet, or note why it is not."""
     request = walk.facts.deployment.spec.distillation.trigger.request
     if request is not None and request != walk.record.request:
-        walk.note(request=request, run_refusal=obstacle_of_run(walk.facts, walk.record))
-        _begin_run(walk, TrainingReason("user", f"a user requested {request!r}"))
+        obstacle = obstacle_of_run(walk.facts, walk.record)
+        walk.note(request=request, run_refusal=obstacle)
+        if not obstacle:
+            _begin_run(walk, TrainingReason("user", f"a user requested {request!r}"))
 
 
 def _begin_run(walk: _Walk, why: TrainingReason) -> None:
-    """Begin a training run, if one can begin."""
-    if not obstacle_of_run(walk.facts, walk.record):
-        update = begun_run(walk.facts, walk.record, why)
-        walk.move(Phase.COLLECTING, why.text, cause=why.cause, **update)
+    """Begin a training run, which nothing prevents."""
+    walk.move(Phase.COLLECTING, why.text, cause=why.cause, **begun_run(walk.facts, walk.record, why))
 
 
 def _collecting(walk: _Walk) -> None:

@@ -440,10 +440,6 @@ class DriftState(Stored):
     """Device seconds of the last training run; 0 before the first. It is a copy of the rollout's, for the worth."""
     recovery: float | None = None
     """Share of the loss that the last run recovered, likewise."""
-    schedule: str = ""
-    """Schedule of the spec that ``scheduled_from`` belongs to."""
-    scheduled_from: float = 0.0
-    """Time after which the next time of the schedule counts."""
 
     def task(self, name: str) -> TaskDrift:
         """Return the record of a task; a new one if there is none."""

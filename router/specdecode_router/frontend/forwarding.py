@@ -7,9 +7,9 @@ from aiohttp import web
 
 from specdecode_router.errors import ApiError
 from specdecode_router.frontend.bodies import read_body
+from specdecode_router.frontend.request_headers import trace_headers
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.relay.worker_choice import WorkerChoice
-from specdecode_router.telemetry.tracing import trace_headers
 
 _OPEN_PATHS = frozenset({"/version", "/openapi.json"})
 """Paths that need no API key, as at a worker."""

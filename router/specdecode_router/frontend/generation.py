@@ -16,6 +16,7 @@ from specdecode_router.frontend.request_headers import (
     TASK_HEADER,
     request_id,
     timeout_seconds,
+    trace_headers,
 )
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.frontend.stream_resumption import NumberedRequest, numbered_request
@@ -28,8 +29,6 @@ from specdecode_router.telemetry.metrics import Stage
 from specdecode_worker.contract.internal_stream import OpenStream
 
 GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
-SPAN_NAME = "specdecode.request"
-"""Name of the span of a request, from its place to the end of its answer."""
 _BYTES_PER_TOKEN = 4
 """Bytes of a body for one token of its prompt, for what a request is expected to cost."""
 CLIENT_CLOSED_REQUEST = 499
@@ -67,11 +66,9 @@ async def _generate(request: web.Request, state: RouterState) -> web.StreamRespo
         prompt_tokens = len(body) // _BYTES_PER_TOKEN
         with await state.admission.acquire(tenant, stream.priority, deadline - now, prompt_tokens) as place:
             metrics.observe_queue_time(place.waited_seconds)
-            with metrics.running_request(), state.relay.tracer.span(SPAN_NAME, request.headers) as span:
-                span.set_attribute("specdecode.request_id", stream.request_id)
-                span.set_attribute("url.path", request.path)
+            with metrics.running_request():
                 client = response if numbered is None else numbered.client_stream(response)
-                relay = Relay(state.relay, stream, client, choice, deadline, span.headers)
+                relay = Relay(state.relay, stream, client, choice, deadline, trace_headers(request.headers))
                 try:
                     await relay.run()
                 finally:

@@ -1,24 +1,34 @@
-"""Headers of a client's request, read as a worker reads them."""
+"""Headers of a client's request, read as a worker reads them.
+
+The trace context goes to workers as it came: https://www.w3.org/TR/trace-context/
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import uuid
 from collections.abc import Mapping
 
 from specdecode_router.errors import ApiError
-from specdecode_router.relay.request_ids import valid_request_id
+from specdecode_router.relay.event_ids import is_valid_request_id
 
 TASK_HEADER = "X-Specdecode-Task"
 CAPTURE_HEADER = "X-Specdecode-Capture"
 TIMEOUT_HEADER = "X-Request-Timeout"
 REQUEST_ID_HEADER = "X-Request-Id"
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
+_LENGTH_OF_VERSION_00 = 55
+"""Only later versions may append fields."""
+_MAX_TRACESTATE = 512
+"""Characters of ``tracestate`` that the specification requires to be passed on."""
+_PRINTABLE = re.compile(r"[ -~\t]*")
 
 
 def request_id(headers: Mapping[str, str]) -> str:
     """Return the client's id of the request if it is valid in a header, else a new one."""
     sent = headers.get(REQUEST_ID_HEADER, "")
-    return sent if valid_request_id(sent) else uuid.uuid4().hex
+    return sent if is_valid_request_id(sent) else uuid.uuid4().hex
 
 
 def timeout_seconds(headers: Mapping[str, str], limit_seconds: float) -> float:
@@ -43,3 +53,17 @@ def timeout_seconds(headers: Mapping[str, str], limit_seconds: float) -> float:
             param=TIMEOUT_HEADER,
         )
     return min(seconds, limit_seconds)
+
+
+def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the trace context of the client's headers; empty if it has none or an invalid one.
+
+    Args:
+        headers: Headers with names in lower case, or a mapping that ignores case.
+    """
+    parent = headers.get("traceparent", "").strip()
+    if not _TRACEPARENT.fullmatch(parent) or (parent.startswith("00") and len(parent) != _LENGTH_OF_VERSION_00):
+        return {}
+    state = headers.get("tracestate", "").strip()
+    usable = state and len(state) <= _MAX_TRACESTATE and _PRINTABLE.fullmatch(state)
+    return {"traceparent": parent, **({"tracestate": state} if usable else {})}

@@ -11,7 +11,6 @@ from specdecode_router.errors import WorkerFailed
 from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.suspicion import WorkerSigns
 from specdecode_router.telemetry.metrics import Stage
-from specdecode_router.telemetry.tracing import Span
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import (
     Alive,
@@ -25,9 +24,6 @@ from specdecode_worker.contract.internal_stream import (
     Step,
     encode_request,
 )
-
-SPAN_NAME = "specdecode.attempt"
-"""Name of the span of an attempt."""
 
 
 class KeyDiffers(WorkerFailed):
@@ -54,7 +50,7 @@ Taker = Callable[["Attempt", Open | Step], Awaitable[None]]
 class Attempt:
     """Internal stream of one worker for one request."""
 
-    __slots__ = ("_body", "_clock", "_context", "_headers", "_resume_index", "_take", "answered", "delivered",
+    __slots__ = ("_body", "_clock", "_context", "_headers", "_take", "answered", "delivered",
                  "endpoint", "is_paused", "is_suspected", "resumed", "signs", "started")  # fmt: skip
 
     def __init__(
@@ -75,7 +71,6 @@ class Attempt:
         """True while frames are not read, because the client of the request reads too slowly."""
         self.is_suspected = False
         self._body, self._headers = encode_request(request), headers
-        self._resume_index = sum(len(one.ids) for one in request.resume.choices) if request.resume is not None else 0
         self._context, self._take, self._clock = context, take, context.clock
         self.started = context.clock()
         self.signs = WorkerSigns(last_frame=self.started)
@@ -85,23 +80,9 @@ class Attempt:
 
         Errors of the client of the request pass through.
         """
-        with self._context.tracer.span(SPAN_NAME, self._headers) as span:
-            span.set_attribute("specdecode.worker", self.endpoint.name)
-            span.set_attribute("specdecode.resume_index", self._resume_index)
-            outcome = await self._run(span)
-            span.set_attribute("specdecode.outcome", type(outcome).__name__.lower())
-            if isinstance(outcome, Failed):
-                span.fail(outcome.reason)
-            elif isinstance(outcome, Error):
-                span.fail(f"status {outcome.status}")
-            return outcome
-
-    async def _run(self, span: Span) -> Outcome:
-        # It stays if the attempt is cancelled, because another one was faster or the client left.
-        span.set_attribute("specdecode.outcome", "cancelled")
         try:
             client = self._context.client
-            response = await client.open_stream(self.endpoint.admin_url, self._body, span.headers, self._observe_sent)
+            response = await client.open_stream(self.endpoint.admin_url, self._body, self._headers, self._observe_sent)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return Failed(_text(error), answered=False)
         self._body = b""

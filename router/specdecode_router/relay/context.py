@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.telemetry.metrics import RouterMetrics
-from specdecode_router.telemetry.tracing import NoTracer, Tracer
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import WorkerView
@@ -40,7 +39,6 @@ class RelayContext:
     metrics: RouterMetrics
     clock: Callable[[], float]
     """Monotonic clock in seconds."""
-    tracer: Tracer = field(default_factory=NoTracer)
 
 
 class Chooser(Protocol):

@@ -16,14 +16,19 @@ from dataclasses import dataclass
 
 import msgspec
 
-from specdecode_router.relay.request_ids import valid_request_id
 from specdecode_worker.contract.internal_stream import Open
 
 MAX_ID_LENGTH = 4096
 _VERSION = 1
 _DIGEST_BYTES = 8
 _MAX_CREATED = 2**53
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _POSITION = re.compile(r"o(\d{1,5})|(\d{1,8}(?:\+\d{1,4})?(?:,\d{1,8}(?:\+\d{1,4})?)*)(?:e(\d{1,4}))?")
+
+
+def is_valid_request_id(text: str) -> bool:
+    """Return whether an id that a client sent can be used in responses, logs and ids of events."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 class StreamIdentity(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -80,7 +85,7 @@ def parse_event_id(text: str) -> tuple[StreamIdentity, EventPosition]:
         made = msgspec.msgpack.decode(packed, type=StreamIdentity)
     except (binascii.Error, ValueError, msgspec.MsgspecError):
         raise ValueError("it is no id of an event") from None
-    if not valid_request_id(made.request_id) or not 0 <= made.created < _MAX_CREATED:
+    if not is_valid_request_id(made.request_id) or not 0 <= made.created < _MAX_CREATED:
         raise ValueError("it is no id of an event")
     if made.version != _VERSION:
         raise ValueError("it is an id of another version of the router")

@@ -26,7 +26,6 @@ GOOD: list[dict[str, Any]] = [
     {"router": {"replicas": 1, "autoscaled": True, "holdTimeout": "1h30m"}},
     {"router": {"template": {"spec": {"tolerations": [{"operator": "Exists"}]}}}},
     {"router": {"replicas": 2, "trafficSplit": []}},
-    {"router": {"replicas": 2, "tracingEndpoint": "http://collector:4318"}},
     {
         "router": {
             "replicas": 2,
@@ -49,7 +48,7 @@ GOOD: list[dict[str, Any]] = [
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "quantization": "int8"}}},
     {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "coupled"}},
     {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "prefill": {"replicas": 0}},
-    {"prefill": {"scaling": {"minReplicas": 0, "maxReplicas": 2}}},
+    {"prefill": {"replicas": 0, "maxReplicas": 2}},
     {"speculation": {"method": "draft-model", "draft": {"uri": "hf://a/b@main", "placement": "Own"}}},
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "placement": "Shared"}}},
     {"speculation": {"drafts": [{"name": "a", "method": "peagle", "uri": "file:///m", "quantization": "fp8"}]}},
@@ -92,7 +91,7 @@ GOOD: list[dict[str, Any]] = [
     {
         "distillation": {
             "capture": {"percent": 100, "percentByTask": {"code": 0}, "maxAge": "2h"},
-            "trigger": {"mode": "Schedule", "schedule": "0 3 * * 0", "baseline": "5m", "request": "now"},
+            "trigger": {"mode": "Drift", "baseline": "5m", "request": "now"},
             "storage": {"uri": "pvc://drafts"},
         }
     },
@@ -124,7 +123,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"drain": {"endpointDelay": "6m"}}, "write a duration from 0s to 5m"),
     ({"router": {"replicas": -1}}, "replicas"),
     ({"router": {"holdTimeout": "0s"}}, "write a duration from 1s to 24h"),
-    ({"router": {"replicas": 2, "tracingEndpoint": "collector:4318"}}, "tracingEndpoint"),
     ({"router": {"replicas": 0, "trafficSplit": [{"deployment": "a", "percent": 1}]}}, "needs router.replicas above 0"),
     (
         {"router": {"replicas": 2, "trafficSplit": [{"deployment": name, "percent": 51} for name in "ab"]}},
@@ -153,7 +151,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "prefill": {"replicas": 1}},
         "placement Own keeps the draft's keys in another process",
     ),
-    ({"prefill": {"scaling": {"minReplicas": 3, "maxReplicas": 2}}}, "minReplicas must not exceed maxReplicas"),
+    ({"prefill": {"replicas": 3, "maxReplicas": 2}}, "prefill.replicas must not exceed"),
     (
         {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "mss"}},
         "placement Own needs engine.sampler coupled",
@@ -247,13 +245,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"draftRollout": {"minGainPercent": 0.5}}, "minGainPercent"),
     ({"distillation": {"capture": {"percent": 101}}}, "percent"),
     ({"distillation": {"capture": {}}, "speculation": {"method": "medusa"}}, "capture needs speculation.method eagle3"),
-    ({"distillation": {"trigger": {"mode": "Drift"}, "storage": S3}}, "need distillation.capture"),
+    ({"distillation": {"trigger": {"mode": "Drift"}, "storage": S3}}, "needs distillation.capture"),
     ({"distillation": {"trigger": {"mode": "Drift"}, "capture": {}}}, "needs distillation.storage"),
-    ({"distillation": {"trigger": {"schedule": "0 3 * * 0"}}}, "schedule is needed with mode Schedule"),
-    (
-        {"distillation": {"capture": {}, "trigger": {"mode": "Schedule"}, "storage": S3}},
-        "schedule is needed with mode Schedule",
-    ),
     ({"distillation": {"trigger": {"baseline": "4m"}}}, "baseline is at least 5m"),
     ({"distillation": {"timeLimit": "1d"}}, "timeLimit"),
     ({"distillation": {"storage": {"uri": "s3://models"}}}, "secretRef is needed with an s3"),

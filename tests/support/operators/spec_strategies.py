@@ -202,7 +202,6 @@ RULE_BREAKS: tuple[Json, ...] = (
     {"scaling": {"owner": "External", "minReplicas": 3, "maxReplicas": 2}},
     {"engine": {"extraArgs": ["--port=1"]}},
     {"distillation": {"storage": {"uri": "s3://models", "secretRef": None}}},
-    {"distillation": {"trigger": {"mode": "Schedule", "schedule": None}}},
     {"workers": {"accelerator": {"resource": "node.kubernetes.io/gpu"}}},
     {"workers": {"strategy": {"maxSurge": 0, "maxUnavailable": "0%"}}},
     {"scaling": {"owner": "External", "idleAfter": "1s"}},
@@ -247,7 +246,7 @@ def repaired(spec: Json) -> Json:
 
 def _repair_distillation(distillation: Json) -> None:
     """Make trigger and storage agree, in place."""
-    for name in ("mode", "schedule", "baseline"):
+    for name in ("mode", "baseline"):
         distillation.get("trigger", {}).pop(name, None)
     storage = distillation.get("storage")
     if storage is not None and storage["uri"].startswith("s3://"):

@@ -12,7 +12,6 @@ from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.status import rounded, status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.plugin.explain import explain
-from specdecode_operator.plugin.overview import detail
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import (
     Decision,
@@ -73,8 +72,6 @@ def test_seconds_of_the_start_are_those_of_the_newest_ready_worker() -> None:
     seconds = "pull 41.0, read 3.2, place 0.0, fuse 0.0, compile 0.0, capture 0.0, calibrate 0.0"
     assert status.start == seconds
     assert status_with(workload_with(), (), before=status).start == seconds
-    lines = detail({"metadata": {"namespace": "n", "name": "d"}, "spec": {}, "status": status.model_dump()}, now=1000)
-    assert f"seconds of a worker's start: {seconds}" in lines
 
 
 def test_a_slow_draft_does_not_change_ready() -> None:

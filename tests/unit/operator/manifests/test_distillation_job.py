@@ -68,7 +68,7 @@ def test_no_service_selects_the_pods_and_the_deployment_owns_the_job() -> None:
 
 
 def test_drafts_are_trained_for_the_target_with_its_adapter() -> None:
-    model = {"uri": "hf://org/target", "adapter": {"uri": "hf://org/adapter"}}
+    model = {"uri": "hf://org/target", "adapter": "hf://org/adapter"}
     (pull,) = pod(model=model)["initContainers"]
     assert flags(model=model)["model"] == pull["command"][-2] == "hf://org/target+hf://org/adapter"
 

@@ -68,7 +68,7 @@ def test_every_draft_is_pulled_and_configured_and_rolls_the_pods() -> None:
 
 
 def test_an_adapter_is_pulled_and_merged_and_rolls_the_pods() -> None:
-    adapted: dict[str, Any] = {"model": {"uri": "embedded://t", "adapter": {"uri": "pvc://adapters/support"}}}
+    adapted: dict[str, Any] = {"model": {"uri": "embedded://t", "adapter": "pvc://adapters/support"}}
     rendered, spec = template(**adapted), deployment_with(**adapted).spec
     config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
     assert config.model.target == spec.model.target == "embedded://t+pvc://adapters/support"

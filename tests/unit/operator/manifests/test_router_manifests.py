@@ -262,16 +262,3 @@ def test_a_share_for_the_deployment_itself_is_left_out() -> None:
     itself = [{"deployment": "demo", "percent": 5}]
     command = pod(router={"replicas": 2, "trafficSplit": itself})["containers"][0]["command"]
     assert not [word for word in command if "--backend" in word]
-
-
-def test_tracing_is_configured_by_the_variables_of_the_sdk() -> None:
-    endpoint = "http://collector.ns.svc:4318"
-    fewer = {"name": "router", "env": [{"name": "OTEL_TRACES_SAMPLER_ARG", "value": "0.05"}]}
-    router = {"replicas": 2, "tracingEndpoint": endpoint, "template": {"spec": {"containers": [fewer]}}}
-    made = pod(router=router)["containers"][0]["env"]
-    env = {one["name"]: one.get("value") for one in made}
-    assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
-    assert (env["OTEL_TRACES_SAMPLER"], env["OTEL_TRACES_SAMPLER_ARG"]) == ("parentbased_traceidratio", "0.05")
-    assert "k8s.pod.name=$(POD_NAME)" in str(env["OTEL_RESOURCE_ATTRIBUTES"]), "Kubernetes fills it in"
-    assert list(env).index("POD_NAME") < list(env).index("OTEL_RESOURCE_ATTRIBUTES"), "it refers to an earlier variable"
-    assert not [one for one in pod()["containers"][0]["env"] if one["name"].startswith("OTEL_")]

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from specdecode_operator.plugin.explain import explain, past
-from specdecode_operator.plugin.overview import HEAD, age, detail, figure, mode_of, overview, percent, table
+from specdecode_operator.plugin.overview import age, figure, mode_of, percent, table
 from specdecode_operator.state.learned import AcceptanceCell, DraftEstimates
 from specdecode_operator.telemetry.counters import CellKey, Moments
-from support.operators.fleet import Loop, Truth, loop_over, with_pause, with_pin
+from support.operators.fleet import Loop, Truth, loop_over, with_pause
 from support.operators.resources import polled, remembered, resource_of
 
 
@@ -27,30 +27,6 @@ def columns(line: str) -> list[str]:
     return re.split(r" {3,}", line.rstrip())
 
 
-def cells(lines: list[str], head: tuple[str, ...]) -> list[dict[str, str]]:
-    """Rows of a printed table, by column."""
-    (first,) = [index for index, line in enumerate(lines) if columns(line) == list(head)]
-    return [dict(zip(head, columns(line), strict=True)) for line in lines[first + 1 :]]
-
-
-def test_status_is_one_line_a_deployment(deepened: Loop) -> None:
-    (row,) = cells(overview([resource_of(deepened)], deepened.now), HEAD)
-    assert (row["NAME"], row["READY"], row["MODE"], row["DEPTH"], row["WANT"]) == ("demo", "1/1", "Auto", "5", "1")
-    assert float(row["ACCEPT"]) == pytest.approx(0.95, abs=0.06)
-    assert float(row["SPEEDUP"]) > 2
-    assert float(row["RUN"]) == pytest.approx(3, abs=0.2)
-
-
-def test_status_of_all_namespaces_names_them(deepened: Loop) -> None:
-    lines = overview([resource_of(deepened)], deepened.now, namespaces=True)
-    (row,) = cells(lines, ("NAMESPACE", *HEAD))
-    assert row["NAMESPACE"] == "ns"
-
-
-def test_nothing_there_is_said() -> None:
-    assert overview([], 0) == ["no SpecDecodeDeployments found"]
-
-
 @pytest.mark.parametrize(
     ("spec", "mode"),
     [
@@ -59,11 +35,10 @@ def test_nothing_there_is_said() -> None:
         ({"speculation": {"method": "none", "draft": None}}, "none"),
     ],
 )
-def test_status_says_who_decides(spec: dict[str, Any], mode: str) -> None:
+def test_what_decides(spec: dict[str, Any], mode: str) -> None:
     loop = loop_over(**spec)
     polled(loop, 2)
-    (row,) = cells(overview([resource_of(loop)], loop.now), HEAD)
-    assert row["MODE"] == mode
+    assert mode_of(resource_of(loop)) == mode
 
 
 def test_a_pause_decides_before_pin_and_mode() -> None:
@@ -71,23 +46,6 @@ def test_a_pause_decides_before_pin_and_mode() -> None:
     polled(loop, 2)
     loop.deployment = with_pause(loop.deployment)
     assert mode_of(resource_of(loop)) == "Paused"
-
-
-def test_problems_are_listed_below_the_table() -> None:
-    loop = loop_over()
-    loop.deployment = with_pin(loop.deployment, "chain:17")
-    polled(loop, 1)
-    lines = overview([resource_of(loop)], loop.now)
-    assert any(line.startswith("demo: ") and "chain:17" in line for line in lines)
-
-
-def test_detail_shows_tasks_and_conditions() -> None:
-    tasks = [{"name": "code", "mode": "Static"}, {"name": "chat"}]
-    loop = loop_over(speculation={"tasks": tasks})
-    polled(loop, 2)
-    text = "\n".join(detail(resource_of(loop), loop.now))
-    assert "code   Static   3" in text
-    assert "ReportsFresh" in text
 
 
 def test_history_shows_what_was_promised_and_what_came_true(deepened: Loop) -> None:
@@ -292,7 +250,6 @@ def test_a_status_of_a_newer_operator_is_read_all_the_same(deepened: Loop) -> No
     resource["status"]["speculation"]["history"][0]["novelty"] = 1
     resource["status"]["conditions"][0]["novelty"] = 1
     resource["spec"]["speculation"]["novelty"] = 1
-    assert overview([resource], deepened.now) == overview([resource_of(deepened)], deepened.now)
     assert explain(resource, None, deepened.now) == explain(resource_of(deepened), None, deepened.now)
 
 

@@ -98,47 +98,44 @@ def demo(server: Server) -> str:
     loop = loop_over(speculation={"tasks": [{"name": "code"}]})
     polled(loop, 6)
     resource = resource_of(loop)
-    path = f"{ROOT}/namespaces/ns/specdecodedeployments"
-    server.answers[path] = server.answers[f"{ROOT}/specdecodedeployments"] = (200, {"items": [resource]})
-    server.answers[f"{path}/demo"] = 200, resource
+    path = f"{ROOT}/namespaces/ns/specdecodedeployments/demo"
+    server.answers[path] = 200, resource
     server.answers[STATE] = 200, {"data": render_state(loop.memory.learned)}
-    return f"{path}/demo"
+    return path
 
 
-@pytest.mark.slow
-def test_status_goes_by_the_namespace_of_the_context(
+def test_a_command_goes_by_the_namespace_of_the_context(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert server.run("status") == 0
-    assert server.run("status", "--all-namespaces") == 0
-    assert server.run("status", "demo") == 0
-    out = capsys.readouterr().out
-    assert out.count("demo   ") >= 3
-    assert "NAMESPACE" in out
-    assert "TASK" in out
+    assert server.run("history", "demo") == 0
+    assert "demo" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "words", [("-n", "other", "status"), ("status", "-n", "other"), ("--namespace=other", "status")]
+    "words",
+    [
+        ("-n", "other", "history", "demo"),
+        ("history", "demo", "-n", "other"),
+        ("--namespace=other", "history", "demo"),
+    ],
 )
 def test_options_stand_before_or_after_the_command(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
-    path = f"{ROOT}/namespaces/other/specdecodedeployments"
-    server.answers[path] = 200, {"items": []}
+    server.answers[f"{ROOT}/namespaces/other/specdecodedeployments/demo"] = server.answers.pop(demo)
     assert main(["--kubeconfig", str(server.kubeconfig), *words]) == 0
-    assert "no SpecDecodeDeployments found" in capsys.readouterr().out
+    assert "no decisions for demo" in capsys.readouterr().out
     assert main([*words, "--kubeconfig", str(server.kubeconfig)]) == 0
 
 
 @pytest.mark.slow
 def test_the_option_after_the_command_wins(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--kubeconfig", str(server.kubeconfig), "-n", "other", "status", "-n", "ns"]) == 0
+    assert main(["--kubeconfig", str(server.kubeconfig), "-n", "other", "history", "demo", "-n", "ns"]) == 0
     assert "demo" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", [(), ("status",), ("explain",), ("pin",)])
+@pytest.mark.parametrize("command", [(), ("history",), ("explain",), ("pin",)])
 def test_every_option_has_a_help_text(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*command, "--help"])
@@ -229,7 +226,7 @@ def test_no_such_object(server: Server, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_no_crd(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert server.run("status") == 1
+    assert server.run("history", "demo") == 1
     assert "does not know specdecodedeployments.specdecode.io: install the chart" in said(capsys)
 
 
@@ -237,25 +234,25 @@ def test_no_crd(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     ("code", "words"), [(403, "you do not have the rights"), (401, "the credentials are not valid")]
 )
 def test_not_allowed(server: Server, capsys: pytest.CaptureFixture[str], code: int, words: str) -> None:
-    server.answers[f"{ROOT}/namespaces/ns/specdecodedeployments"] = refusal(code, "cannot list")
-    assert server.run("status") == 1
+    server.answers[f"{ROOT}/namespaces/ns/specdecodedeployments/demo"] = refusal(code, "cannot get")
+    assert server.run("history", "demo") == 1
     assert words in said(capsys)
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kubeconfig = tmp_path / "kubeconfig"
     kubeconfig.write_text(yaml.safe_dump(config("http://127.0.0.1:9")))
-    assert main(["status", "--kubeconfig", str(kubeconfig)]) == 1
+    assert main(["history", "demo", "--kubeconfig", str(kubeconfig)]) == 1
     assert "http://127.0.0.1:9 does not answer" in said(capsys)
 
 
 def test_no_kubeconfig(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", "--kubeconfig", str(tmp_path / "absent")]) == 1
+    assert main(["history", "demo", "--kubeconfig", str(tmp_path / "absent")]) == 1
     assert "set KUBECONFIG" in said(capsys)
 
 
 def test_no_such_context(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert server.run("status", "--context", "other") == 1
+    assert server.run("history", "demo", "--context", "other") == 1
     assert "other" in said(capsys)
 
 

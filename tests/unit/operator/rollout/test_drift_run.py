@@ -1,19 +1,16 @@
-"""Requests of training runs, by drift and by schedule, through the whole decision."""
+"""Requests of training runs by drift, through the whole decision."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 
-from specdecode_operator.decision.record_stage import is_urgent
 from specdecode_operator.drafts.lifecycle import Phase
-from specdecode_operator.errors import SpecError
 from specdecode_operator.rollout.drift_run import first_run_seconds, worth_of_drift
-from specdecode_operator.state.draft_record import UNUSED, DraftRecord, RunRecord, parse_training, render_training
+from specdecode_operator.state.draft_record import UNUSED, DraftRecord, parse_training, render_training
 from support.operators.drifting import SLOWER, Drifting, drifting
 
 
@@ -65,12 +62,6 @@ def test_a_drift_that_is_worth_it_requests_one_run_with_the_sum(stale: Drifting)
     assert "task other lost 2" in run.reason
     assert "more than twice the last run's device time" in run.reason
     assert parse_training(render_training(record)) == record.model_copy(update={"uris": {}})
-    stale.wait(60)
-    assert runs(stale) == ["drift"]
-
-
-def test_mode_schedule_trains_for_drift_too(stale: Drifting) -> None:
-    stale.change(distillation=distillation("Schedule", schedule="0 3 1 1 *"))
     stale.wait(60)
     assert runs(stale) == ["drift"]
 
@@ -139,75 +130,3 @@ def test_the_worth_is_the_sum_of_share_loss_recovery_and_decode_time(stale: Drif
     stale.change(workers={"accelerator": {"count": 2}}, distillation={"jobTemplate": template})
     assert worth_of_drift(stale.deployment.spec, stale.drift).saved_seconds == pytest.approx(2 * worth.saved_seconds)
     assert first_run_seconds(stale.deployment.spec) == 4 * 4 * 3600
-
-
-# --- schedule -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def scheduled() -> Drifting:
-    """A deployment without drift, whose schedule is every day at 3 o'clock. It is half past 13."""
-    served = drifting(distillation=distillation("Schedule", schedule="0 3 * * *"))
-    assert datetime.fromtimestamp(served.now, UTC).strftime("%H:%M") == "13:46"
-    return served
-
-
-def test_a_time_of_the_schedule_requests_a_run(scheduled: Drifting) -> None:
-    scheduled.wait(13 * 3600)
-    assert runs(scheduled) == []
-    scheduled.wait(900)
-    assert runs(scheduled) == ["schedule"]
-    assert "the time 1970-01-13 03:00 UTC" in scheduled.records[-1].reason
-    assert scheduled.session.drafts.phase is Phase.COLLECTING
-
-
-def test_missed_times_run_once(scheduled: Drifting) -> None:
-    scheduled.restart_operator()
-    scheduled.wait(3 * 86_400)
-    assert runs(scheduled) == ["schedule"]
-    with_record(scheduled, since=scheduled.now - 2 * 86_400)
-    scheduled.wait(60)
-    assert runs(scheduled) == ["schedule"]
-    scheduled.wait(86_400)
-    assert runs(scheduled) == ["schedule", "schedule"]
-
-
-def test_a_time_within_the_cooldown_runs_after_it(scheduled: Drifting) -> None:
-    with_record(scheduled, phase=Phase.COOLDOWN, since=scheduled.now + 6 * 3600)
-    scheduled.wait(20 * 3600)
-    assert "schedule" not in runs(scheduled)
-    scheduled.wait(11 * 3600)
-    scheduled.wait(60)
-    assert "schedule" in runs(scheduled)
-
-
-def test_a_run_whose_beginning_was_not_noted_serves_the_times_before_it(scheduled: Drifting) -> None:
-    """The operator was killed before it wrote the time from which the schedule counts."""
-    began = scheduled.now + 14 * 3600
-    run = RunRecord(id="1", started=began, claim="drafts")
-    with_record(scheduled, phase=Phase.DISTILLING, since=began, run=run)
-    scheduled.wait(15 * 3600)
-    with_record(scheduled, since=scheduled.now - 2 * 86_400)
-    scheduled.wait(60)
-    assert runs(scheduled) == []
-
-
-def test_another_schedule_counts_from_now(scheduled: Drifting) -> None:
-    scheduled.wait(13 * 3600)
-    scheduled.change(distillation=distillation("Schedule", schedule="0 2 * * *"))
-    scheduled.wait(1800)
-    assert runs(scheduled) == []
-    assert scheduled.drift.scheduled_from == scheduled.now
-
-
-def test_a_new_schedule_is_stored_at_once(scheduled: Drifting) -> None:
-    before = scheduled.session.learned
-    other = before.model_copy(update={"drift": before.drift.model_copy(update={"schedule": "0 4 * * *"})})
-    assert is_urgent(before, other)
-    assert not is_urgent(before, before)
-
-
-@pytest.mark.parametrize("schedule", ["0 25 * * *", "0 0 31 2 *"])
-def test_a_schedule_that_is_not_valid_is_a_spec_error_that_names_the_field(schedule: str) -> None:
-    with pytest.raises(SpecError, match=r"^distillation\.trigger\.schedule: "):
-        drifting(distillation=distillation("Schedule", schedule=schedule))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator import manifests, scaling
-from specdecode_operator.api.v1alpha1 import PrefillScalingSpec, PrefillSpec
+from specdecode_operator.api.v1alpha1 import PrefillSpec
 from specdecode_operator.controller.status.build import prefill_section
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.decision.size_stage import CapacityInputs, SizeInputs, size
@@ -136,7 +136,7 @@ def inputs(rate: float, running: int, spec: PrefillSpec, *, prompt_seconds: floa
     return SizeInputs(now=1000.0, scaling=None, prefill=spec, prefill_workload=workload_with(running), **known)
 
 
-BOUNDS = PrefillSpec(scaling=PrefillScalingSpec(min_replicas=1, max_replicas=4))
+BOUNDS = PrefillSpec(replicas=1, max_replicas=4)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,6 @@ def test_blocks_arrive_in_order_with_the_load_of_the_server(server: BlockServer)
     outgoing.finish(AllSent())
     assert ended(made) == ""
     first, second = made.take(), made.take()
-    assert first is not None
-    assert second is not None
     assert bytes(first.payload) == b"x" * (SIZE + 5)
     assert (bytes(second.payload), second.blocks.parts) == (b"y" * SIZE, (TARGET_PART,))
     assert [(one.queued_tokens, one.token_seconds) for one in loads] == [(7, 0.5)]

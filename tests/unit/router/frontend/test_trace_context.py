@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_router.telemetry.tracing import NoTracer, Tracer, trace_headers
+from specdecode_router.frontend.request_headers import trace_headers
+from support.router_harness import router_over
+from support.stand_in_worker import Script
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -39,9 +41,7 @@ def test_an_invalid_state_is_dropped_alone(state: str) -> None:
     assert trace_headers({"traceparent": PARENT, "tracestate": state}) == {"traceparent": PARENT}
 
 
-def test_without_a_tracer_the_context_of_the_client_reaches_the_worker() -> None:
-    tracer: Tracer = NoTracer()
-    with tracer.span("attempt", {"traceparent": PARENT}) as span:
-        span.set_attribute("worker", "a")
-        span.fail("it ended")
-        assert span.headers == {"traceparent": PARENT}
+async def test_the_context_of_the_client_reaches_the_worker() -> None:
+    async with router_over(Script()) as router:
+        await router.post("/v1/completions", json={"prompt": "a"}, headers={"traceparent": PARENT})
+        assert router.workers[0].traceparents == [PARENT]
