@@ -18,6 +18,8 @@ import argparse
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +28,6 @@ import torch
 from machine import described
 
 from specdecode_worker.commands.bench import QUESTIONS
-from specdecode_worker.commands.comparison import transformers_tokens_per_second
 from specdecode_worker.commands.flags import add_model_flags
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import TreeShape
@@ -73,6 +74,37 @@ def _round(engine: LocalEngine, prompts: list[TokenizedPrompt], args: argparse.N
     found["ours"] = (before + _ours(engine, prompts, args.max_tokens)) / 2
     print(json.dumps({name: round(pace, 1) for name, pace in found.items()}), file=sys.stderr)
     return found
+
+
+def transformers_tokens_per_second(
+    folder: Path, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> float:
+    """Return the tokens per second after the first token of each prompt.
+
+    Raises:
+        ValueError: transformers is not installed.
+    """
+    try:
+        from transformers import AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("--transformers needs the package transformers; pip install transformers") from None
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    _seconds(model, prompts[0], 4)
+    seconds = tokens = 0.0
+    for prompt in prompts:
+        first, _ = _seconds(model, prompt, 1)
+        all_of_them, count = _seconds(model, prompt, max_tokens)
+        seconds, tokens = seconds + all_of_them - first, tokens + count - 1
+    return tokens / seconds
+
+
+def _seconds(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[float, int]:
+    """Return the duration in seconds and the number of generated tokens."""
+    ids = torch.tensor([list(prompt)])
+    began = time.monotonic()
+    with torch.inference_mode():
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
+    return time.monotonic() - began, out.shape[1] - len(prompt)
 
 
 def _ours(engine: LocalEngine, prompts: list[TokenizedPrompt], max_tokens: int) -> float:

@@ -27,9 +27,9 @@ from typing import Any
 
 from machine import described
 
+from specdecode_worker.commands.comparison import Walks
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
-from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import (
     DraftConfig,
     Dtype,

@@ -24,9 +24,9 @@ from typing import Any
 
 from machine import described
 
+from specdecode_worker.commands.comparison import Walks
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
-from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import DraftConfig, Dtype, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling
 from specdecode_worker.models.arch import causal_lm_config

@@ -160,7 +160,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     loads = document["loads"]
     figure, (upper, lower) = pyplot.subplots(2, 1, figsize=(8, 5), sharex=True, height_ratios=(3, 1))
     at = range(len(loads))
-    styles = {"none": ("#888888", "--"), "Auto": ("#c0392b", "-")}
+    styles = {"none": ("#888888", "--"), "Auto": ("#111111", "-")}
     for way, stages in document["ways"].items():
         color, line = styles.get(way, (None, ":"))
         label = {"none": "no speculation", "Auto": "Auto (specdecode)"}.get(way, f"fixed {way}")
@@ -170,7 +170,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     upper.legend(fontsize=8)
     upper.set_title(f"{document['machine']}, {document['threads']} threads, {document['date']}", fontsize=9)
     shapes = [one["shape"] for one in document["ways"]["Auto"]]
-    lower.bar(at, [TreeShape.parse(shape).depth for shape in shapes], color="#c0392b")
+    lower.bar(at, [TreeShape.parse(shape).depth for shape in shapes], color="#b8c4d0")
     for index, shape in enumerate(shapes):
         lower.text(index, 0.1, shape, ha="center", va="bottom", fontsize=7)
     lower.set_ylabel("depth of Auto")

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from specdecode_worker.commands.comparison import Walks
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
-from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling, Submit
 from specdecode_worker.models.fetch import default_cache_dir

@@ -15,14 +15,6 @@ if TYPE_CHECKING:
     from support.operators.tcp_proxy import TcpProxy
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder as one that needs a cluster."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("cluster")
-
-
 @pytest.fixture
 def kubeconfig(cluster: Cluster) -> dict[str, Any]:
     """Return the connection of the cluster with its certificates, parsed."""

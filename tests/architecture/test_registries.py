@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+from collections import defaultdict
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from specdecode_operator.api.speculation import NamedDraftSpec
+from specdecode_operator.planning.tuning import Tuning
 from specdecode_worker.commands.arguments import TRAINED_METHODS
 from specdecode_worker.contract import DRAFT_FREE
 from specdecode_worker.contract import config as contract
@@ -67,3 +72,44 @@ def test_every_proof_is_in_the_ledger_and_runs_every_night() -> None:
     nightly = re.findall(r"- proofs P=(\S+)", (root / ".github/workflows/nightly.yaml").read_text())
     listed = set(runpy.run_path(str(root / "hack/ledger"))["PROOFS"])
     assert marked | sized == listed == set(nightly), "those of sized are larger by --effort"
+
+
+# Public class names are unique in the worker: a name in a trace, a review or a search means one thing.
+
+
+def test_public_class_names_are_unique() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(str(path.relative_to(PACKAGE)))
+    assert len(places) > 400
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+# Constants of the planner: all are in tuning.py, and each says what it is.
+
+
+PLANNING = Path(__file__).parents[2] / "operator" / "specdecode_operator" / "planning"
+MODULES = sorted(PLANNING.glob("*.py"))
+PLAIN = {0, 1, 2, 0.5, 100, 1000}
+"""Numbers that are no tuning: identities, squares, halves, percent and milliseconds."""
+
+
+@pytest.mark.parametrize(
+    "module", [module for module in MODULES if module.stem != "tuning"], ids=lambda path: path.stem
+)
+def test_numbers_are_in_tuning(module: Path) -> None:
+    constants = (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Constant))
+    numbers = {(node.lineno, node.value) for node in constants if isinstance(node.value, (int, float))}
+    assert {(line, value) for line, value in numbers if value not in PLAIN} == set()
+
+
+def test_every_constant_says_what_it_is() -> None:
+    """The text below each constant has its unit or purpose."""
+    (tuning,) = (
+        node for node in ast.parse((PLANNING / "tuning.py").read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    body = [node for node in tuning.body[1:] if isinstance(node, (ast.AnnAssign, ast.Expr))]
+    kinds = ["constant" if isinstance(node, ast.AnnAssign) else "text" for node in body]
+    assert kinds == ["constant", "text"] * len(fields(Tuning))

@@ -95,17 +95,6 @@ def test_training_jobs_of_the_deployment_reach_the_admin_port_of_workers(chart: 
     assert not allows(policy, ("team-b", JOB), Port.admin)
 
 
-def test_clients_reach_routers_as_they_reach_workers(chart: Any) -> None:
-    policy = deployment_policy(chart.template())
-    assert policy["metadata"]["namespace"] == "team-a"
-    assert allows(policy, STRANGER, Port.http)
-    assert not allows(policy, STRANGER, Port.admin)
-    values = {"networkPolicy": {"workers": {"clientsFrom": FROM_MONITORING}}}
-    policy = deployment_policy(chart.template(values))
-    assert allows(policy, PROMETHEUS, Port.http)
-    assert not allows(policy, STRANGER, Port.http)
-
-
 def test_the_policy_admits_the_pods_of_the_charts_own_deployment(chart: Any) -> None:
     rendered = chart.template()
     policy = deployment_policy(rendered)
@@ -117,6 +106,7 @@ def test_the_policy_admits_the_pods_of_the_charts_own_deployment(chart: Any) -> 
 def test_anyone_reaches_the_public_port_unless_clients_are_listed(chart: Any) -> None:
     policy = deployment_policy(chart.template())
     assert allows(policy, STRANGER, Port.http)
+    assert not allows(policy, STRANGER, Port.admin)
     values = {"networkPolicy": {"workers": {"clientsFrom": FROM_MONITORING}}}
     policy = deployment_policy(chart.template(values))
     assert allows(policy, PROMETHEUS, Port.http)

@@ -8,23 +8,28 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
+from lupa import lua51
+from prometheus_client.metrics import MetricWrapperBase
 
-from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_operator import metrics as operator_metrics
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, Spec
+from specdecode_operator.manifests import router_name
+from specdecode_operator.metrics import DeploymentGauge
 from specdecode_operator.plugin.cli import _parser as plugin_parser
+from specdecode_router.queueing.refusals import RefusalReason
+from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, RouterMetrics, Stage
+from specdecode_worker.capture import Dropped
 from specdecode_worker.commands.arguments import COMMANDS, new_parser
+from specdecode_worker.contract import Metric
+from specdecode_worker.metrics import VLLM_CACHE_CONFIG, VLLM_METRICS, vllm_name
 from support.kube import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CODE = ("operator", "router", "worker", "helm", "hack", "simulator", "benchmarks")
-
-
-def test_generated_parts_are_fresh_and_links_hold() -> None:
-    done = subprocess.run([sys.executable, "hack/docs", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_stale_part_and_a_broken_link_are_found(tmp_path: Path) -> None:
@@ -145,3 +150,219 @@ def test_every_command_of_a_page_parses(page: str, words: list[str], capsys: pyt
     except SystemExit:
         error = capsys.readouterr().err.splitlines()[-1]
         assert "required" in error, f"{page}: {' '.join(words)}: {error}"  # a line that shows a part of a command
+
+
+# Check docs/how-to/integrate.md: YAML and Lua agree with chart and models, and flags of all pages with the chart.
+
+
+HEALTH_KEY = f"resource.customizations.health.{GROUP}_{KIND}"
+INTEGRATION_PAGE_FOREIGN = {
+    ("v1", "ConfigMap"),
+    ("argoproj.io/v1alpha1", "Application"),
+    ("keda.sh/v1alpha1", "ScaledObject"),
+    ("cert-manager.io/v1", "ClusterIssuer"),
+    ("cert-manager.io/v1", "Certificate"),
+}
+"""Kinds of the page that are not ours. Their fields are compared with the projects' CRDs by hand."""
+
+
+@pytest.fixture(scope="module")
+def page(root: Any) -> str:
+    return (root / "docs" / "how-to" / "integrate.md").read_text()  # type: ignore[no-any-return]
+
+
+def documents(page: str) -> Iterator[dict[str, Any]]:
+    """Yield every YAML document of the page."""
+    for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        yield from yaml.safe_load_all(block)
+
+
+def of_kind(page: str, kind: str) -> list[dict[str, Any]]:
+    return [document for document in documents(page) if document.get("kind") == kind]
+
+
+def test_every_document_is_of_a_known_kind(page: str) -> None:
+    known = INTEGRATION_PAGE_FOREIGN | {(f"{GROUP}/{VERSION}", KIND)}
+    manifests = [document for document in documents(page) if "kind" in document]
+    assert {(manifest["apiVersion"], manifest["kind"]) for manifest in manifests} == known
+    assert all(manifest["metadata"]["name"] for manifest in manifests)
+
+
+def test_values_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> None:
+    (policies,) = [one for one in documents((root / "docs/how-to/secure.md").read_text()) if "kind" not in one]
+    (policy,) = chart.template(policies).of("NetworkPolicy")
+    assert policy["spec"]["ingress"][1]["from"] == policies["networkPolicy"]["metricsFrom"]
+    (fleet,) = [one for one in documents((root / "docs/how-to/install-upgrade.md").read_text()) if "worker" in one]
+    assert chart.template(fleet).of("Deployment")
+
+
+def test_flags_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> None:
+    texts = [path.read_text() for path in (root / "README.md", *(root / "docs").rglob("*.md"))]
+    flags = {flag.strip("'") for text in texts for flag in re.findall(r"--set ('[^']+'|[^'\s`)]+)", text)}
+    assert len(flags) >= 9
+    for flag in sorted(flags):
+        done = chart.try_template({}, "--set", flag)
+        assert done.returncode == 0, f"{flag}: {done.stderr}"
+
+
+def test_keda_scales_our_kind_and_queries_a_series_that_exists(page: str, root: Any) -> None:
+    (scaled,) = of_kind(page, "ScaledObject")
+    target = scaled["spec"]["scaleTargetRef"]
+    (resource,) = [one for one in of_kind(page, KIND) if "scaling" in one["spec"]]
+    assert resource["spec"]["scaling"]["owner"] == "External"
+    assert target == {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": resource["metadata"]["name"]}
+    (crd,) = (yaml.safe_load(path.read_text()) for path in (root / "crds").glob(f"{PLURAL}.*"))
+    assert crd["spec"]["versions"][0]["subresources"]["scale"]["labelSelectorPath"]
+    (trigger,) = scaled["spec"]["triggers"]
+    (series,) = re.findall(r"specdecode_\w+", trigger["metadata"]["query"])
+    assert f"`{series}`" in (root / "docs" / "reference" / "metrics.md").read_text()
+
+
+def test_the_certificate_is_the_one_that_workers_serve(page: str) -> None:
+    issuers = {issuer["metadata"]["name"]: issuer for issuer in of_kind(page, "ClusterIssuer")}
+    authority, leaf = of_kind(page, "Certificate")
+    (resource,) = [one for one in of_kind(page, KIND) if "tlsSecretRef" in one["spec"]]
+    assert resource["spec"]["tlsSecretRef"]["name"] == leaf["spec"]["secretName"]
+    assert f"{resource['metadata']['name']}.{resource['metadata']['namespace']}.svc" in leaf["spec"]["dnsNames"]
+    assert issuers[leaf["spec"]["issuerRef"]["name"]]["spec"]["ca"]["secretName"] == authority["spec"]["secretName"]
+    assert authority["spec"]["isCA"] is True
+    assert "selfSigned" in issuers[authority["spec"]["issuerRef"]["name"]]["spec"]
+
+
+def condition(kind: str, status: str, reason: str = "Reason", message: str = "message") -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": reason, "message": message}
+
+
+READY, NOT_READY = condition("Ready", "True"), condition("Ready", "False", "RollingOut")
+CASES: dict[str, tuple[dict[str, Any] | None, str]] = {
+    "no status yet": (None, "Progressing"),
+    "an older generation": ({"observedGeneration": 1, "conditions": [READY]}, "Progressing"),
+    "no conditions": ({"observedGeneration": 2}, "Progressing"),
+    "ready": ({"observedGeneration": 2, "conditions": [READY]}, "Healthy"),
+    "ready while something scales": (
+        {"observedGeneration": 2, "conditions": [condition("Available", "True"), READY]},
+        "Healthy",
+    ),
+    "rolling out": (
+        {"observedGeneration": 2, "conditions": [NOT_READY, condition("Reconciling", "True")]},
+        "Progressing",
+    ),
+    "stalled": (
+        {"observedGeneration": 2, "conditions": [NOT_READY, condition("Stalled", "True", "ChildRefused")]},
+        "Degraded",
+    ),
+    "stalled and paused": (
+        {
+            "observedGeneration": 2,
+            "conditions": [condition("Progressing", "Unknown", "Paused"), condition("Stalled", "True")],
+        },
+        "Degraded",
+    ),
+    "paused": (
+        {"observedGeneration": 2, "conditions": [NOT_READY, condition("Progressing", "Unknown", "Paused")]},
+        "Suspended",
+    ),
+    "a message is absent": (
+        {"observedGeneration": 2, "conditions": [{"type": "Ready", "status": "False", "reason": "Scaling"}]},
+        "Progressing",
+    ),
+}
+
+
+@pytest.mark.parametrize(("status", "health"), CASES.values(), ids=CASES)
+def test_argo_cd_health(page: str, status: dict[str, Any] | None, health: str) -> None:
+    """Argo CD runs Lua 5.1, with the resource in `obj`."""
+    runtime = lua51.LuaRuntime()
+    (config,) = of_kind(page, "ConfigMap")
+    resource = {"metadata": {"generation": 2}, **({"status": status} if status else {})}
+    runtime.globals().obj = runtime.table_from(resource, recursive=True)
+    answer = runtime.execute(config["data"][HEALTH_KEY])
+    assert answer.status == health
+    assert answer.message
+    if health == "Degraded":
+        assert answer.message.startswith(status["conditions"][-1]["reason"])  # type: ignore[index]
+
+
+# Check docs/reference/metrics.md: its generated tables have every metric, and its lists by hand what they name.
+
+
+@pytest.fixture
+def sections(root: Path) -> dict[str, str]:
+    """Return the text of each section by the first word of its heading."""
+    page = (root / "docs" / "reference" / "metrics.md").read_text()
+    return {part.split()[0].strip(":"): part for part in page.split("\n## ")[1:]}
+
+
+def listed(section: str) -> set[str]:
+    return {name.removesuffix("_total") for name in re.findall(r"^\| `(specdecode_\w+)`", section, re.MULTILINE)}
+
+
+def test_page_lists_every_worker_metric(sections: dict[str, str]) -> None:
+    assert listed(sections["Worker"]) == set(Metric)
+    for reason in Dropped:
+        assert reason.value in sections["Worker"]
+
+
+def test_page_lists_every_metric_under_vllms_names(sections: dict[str, str]) -> None:
+    named, absent = sections["vLLM's"].split("What vLLM 0.33 has and a worker does not:")
+    exported = {vllm_name(name) for name in VLLM_METRICS} | {VLLM_CACHE_CONFIG}
+    assert {name.removesuffix("_total") for name in re.findall(r"`(vllm:\w+)`", named)} == exported
+    assert not exported & {name.removesuffix("_total") for name in re.findall(r"`(vllm:\w+)`", absent)}
+
+
+def test_page_lists_every_operator_metric(sections: dict[str, str]) -> None:
+    found = vars(operator_metrics).values()
+    names = {one._name for one in found if isinstance(one, MetricWrapperBase)}
+    names |= {one.name for one in found if isinstance(one, DeploymentGauge)}
+    assert listed(sections["Operator"]) == names
+    for reason in get_args(operator_metrics.CallFailure):
+        assert f"| {reason} | " in sections["Operator"]
+
+
+def test_page_lists_every_router_metric_and_label_value(sections: dict[str, str]) -> None:
+    families = {family.name for family in RouterMetrics().registry.collect()}
+    assert listed(sections["Router"]) == {name for name in families if name.startswith("specdecode_")}
+    for values in (RefusalReason, Stage, ResumeReason, ResumeOutcome):
+        for value in values:
+            assert f" | {value} | " in sections["Router"]
+
+
+def test_a_counter_is_listed_as_it_is_exposed(sections: dict[str, str]) -> None:
+    rows = [
+        row for section in sections.values() for row in re.findall(r"^\| `(specdecode_\w+)` \| (\w+) ", section, re.M)
+    ]
+    assert len(rows) > 90
+    for name, kind in rows:
+        assert name.endswith("_total") == (kind == "counter"), name
+
+
+# Check the manifests in route-traffic.md and scale.md: they are valid and name what operator and routers make.
+
+
+@pytest.fixture
+def blocks(root: Path) -> list[dict[str, Any]]:
+    """Return the YAML blocks of the page."""
+    text = "".join((root / "docs" / "how-to" / name).read_text() for name in ("route-traffic.md", "scale.md"))
+    return [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.S | re.M)]
+
+
+def test_the_autoscaler_of_the_page_follows_an_exported_gauge(blocks: list[dict[str, Any]]) -> None:
+    (scaler,) = [block for block in blocks if block.get("kind") == "HorizontalPodAutoscaler"]
+    assert scaler["apiVersion"] == "autoscaling/v2"
+    target = scaler["spec"]["scaleTargetRef"]
+    assert (target["apiVersion"], target["kind"], target["name"]) == ("apps/v1", "Deployment", router_name("llama"))
+    (metric,) = scaler["spec"]["metrics"]
+    gauges = {one._name for one in vars(RouterMetrics()).values()
+              if isinstance(one, MetricWrapperBase) and one._type == "gauge"}  # fmt: skip
+    assert metric["pods"]["metric"]["name"] in gauges
+    assert metric["pods"]["target"]["type"] == "AverageValue"
+
+
+def test_patches_of_the_page_are_valid(root: Path) -> None:
+    example = yaml.safe_load((root / "examples" / "router.yaml").read_text())["spec"]
+    text = (root / "docs" / "how-to" / "route-traffic.md").read_text()
+    patches = [yaml.safe_load(patch) for patch in re.findall(r"-p (?:\\\n\s*)?'(\{.*?\})'", text)]
+    assert len(patches) >= 2
+    for patch in patches:
+        router = {**example["router"], **patch["spec"]["router"]}
+        Spec.model_validate({**example, "router": router, "scaling": {"minReplicas": 1}}, extra="forbid")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,3 +117,14 @@ def test_bounds_equal_those_of_the_operator() -> None:
     for value, field in {"pollSeconds": "poll_seconds", "concurrency": "concurrency"}.items():
         assert schema[value]["minimum"] == own[field]["minimum"]
         assert schema[value]["maximum"] == own[field]["maximum"]
+
+
+def test_reused_values_of_another_chart_are_refused_with_the_flag_to_use(chart: Any, tmp_path: Path) -> None:
+    """`helm upgrade --reuse-values` hides the defaults of the new chart from its templates."""
+    chart.folder = shutil.copytree(VALUES, tmp_path / "reused")
+    values = yaml.safe_load((VALUES / "values.yaml").read_text())
+    del values["leaderElection"]
+    (chart.folder / "values.yaml").write_text(yaml.safe_dump(values))
+    done = chart.try_template({})
+    assert done.returncode != 0
+    assert "--reset-then-reuse-values" in done.stderr

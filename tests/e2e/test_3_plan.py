@@ -26,20 +26,16 @@ It exceeds every real step, even on a busy machine, so that the measured duratio
 """
 
 
-def step_times(*seconds: float) -> tuple[StepTime, ...]:
-    """Return step times where a step of n nodes takes ``seconds[n]``; the last entry is for all larger steps."""
+def rising(node_seconds: float) -> tuple[StepTime, ...]:
+    """Return step times where each node adds ``node_seconds``; the last entry is for all larger steps."""
+    seconds = [PLAIN_SECONDS + node_seconds * nodes for nodes in range(MAX_DEPTH + 1)]
     return (
         *(StepTime(max_nodes=n, seconds=value) for n, value in enumerate(seconds[:-1])),
         StepTime(seconds=seconds[-1]),
     )
 
 
-def rising(node_seconds: float) -> tuple[StepTime, ...]:
-    return step_times(*(PLAIN_SECONDS + node_seconds * nodes for nodes in range(MAX_DEPTH + 1)))
-
-
 CHEAP = SyntheticKnobs(step_time=rising(0.002))
-COSTLY = SyntheticKnobs(step_time=step_times(PLAIN_SECONDS, PLAIN_SECONDS + 0.002, 0.6))
 FAIR = SyntheticKnobs(step_time=rising(0.05))
 UNLUCKY = SyntheticKnobs(step_time=rising(0.05), acceptance=(0.02,))
 
@@ -82,22 +78,6 @@ def test_new_depth_bound_reaches_workers_without_a_restart(endpoint: Endpoint) -
         assert endpoint.identities() == before
     finally:
         endpoint.patch({"speculation": {"depth": {"max": MAX_DEPTH, "initial": 3}}})
-
-
-@pytest.mark.timeout(900)
-def test_depth_falls_when_deep_trees_cost_more_and_rises_again(endpoint: Endpoint, url: str, model: str) -> None:
-    endpoint.set_knobs(CHEAP)
-    with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
-        wait_for_row(endpoint, "deep while deep is cheap", 2, 3, 4)
-        endpoint.set_knobs(COSTLY)
-        fallen = wait_for_row(endpoint, "shallow while deep is dear", 0, 1)
-        why = decision(endpoint, CONCURRENCY, fallen)
-        wait_for("DEPTH shows it", lambda: endpoint.depth() <= fallen, timeout_s=60)
-        endpoint.set_knobs(CHEAP)
-        wait_for_row(endpoint, "deep again", 2, 3, 4)
-        wait_for("DEPTH shows it", lambda: endpoint.depth() >= 2, timeout_s=60)
-    assert not traffic.failures
-    assert_explained(endpoint, why)
 
 
 @pytest.mark.timeout(900)

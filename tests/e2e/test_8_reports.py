@@ -1,21 +1,24 @@
 """Invalid reports are refused and named in a condition, and the plan stays unchanged.
 
 A restarted worker and a report of a neighbouring contract version are accepted. Stand-ins answer on the pods' ports
-(harness/standin.py); operator and API server are real.
+(support/operator_faults/stand_in_worker.py); operator and API server are real.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from specdecode_worker.contract import CONTRACT_VERSION
 from support.e2e.endpoint import Endpoint, resource
 from support.e2e.kube import Namespace
 from support.e2e.release import Release
 from support.kube import wait_for
+from support.operator_faults.tenant import SCRIPT, SMALL, stand_in_template
 
 NAME = "standins"
 INVALID_REPORTS = {
@@ -25,41 +28,31 @@ INVALID_REPORTS = {
     "garbage": "the report has more than 65536 bytes",
 }
 STALE_SECONDS = 30
+CONTROL_PORT = 8002
 
 
 @pytest.fixture(scope="module")
 def standins(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     """Yield a deployment of four Ready pods with reports that the test controls."""
     release.start()
-    script = (Path(__file__).parents[1] / "support" / "e2e" / "standin.py").read_text()
-    scripts = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": NAME}, "data": {"standin.py": script}}
-    watched.apply(scripts)
-    worker = {
-        "name": "worker",
-        "command": ["python3", "/standin/standin.py"],
-        "volumeMounts": [{"name": "standin", "mountPath": "/standin"}],
-    }
-    template = {
-        "spec": {
-            "volumes": [{"name": "standin", "configMap": {"name": NAME}}],
-            "initContainers": [{"name": "pull", "command": ["true"]}],
-            "containers": [worker],
-        }
-    }
-    small = {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"cpu": "200m", "memory": "128Mi"}}
-    made = resource(NAME, {"draft": {"uri": "embedded://none"}}, {"template": template, "resources": small})
+    script = (Path(__file__).parents[1] / "support" / "operator_faults" / "stand_in_worker.py").read_text()
+    watched.apply(
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": SCRIPT}, "data": {"worker.py": script}}
+    )
+    workers = {"template": stand_in_template({"running": 1}), "resources": SMALL}
+    made = resource(NAME, {"draft": {"uri": "embedded://none"}}, workers)
     made["spec"]["replicas"] = len(INVALID_REPORTS)
     watched.apply(made)
     endpoint = Endpoint(watched, NAME)
     wait_for("all stand", lambda: len(endpoint.ready_pods()) == len(INVALID_REPORTS), timeout_s=90)
     yield endpoint
     watched.kubectl("delete", "sdd", NAME, "--timeout=30s")
-    watched.kubectl("delete", "configmap", NAME)
+    watched.kubectl("delete", "configmap", SCRIPT)
 
 
-def set_behaviour(endpoint: Endpoint, pod: str, behaviour: str) -> None:
-    with endpoint.admin(pod) as client:
-        client.put("/behaviour", content=behaviour.encode()).raise_for_status()
+def behave(endpoint: Endpoint, pod: str, **behaviour: Any) -> None:
+    with endpoint.namespace.reach("pod", pod, CONTROL_PORT) as url:
+        httpx.put(f"{url}/behaviour", json=behaviour, timeout=10, trust_env=False).raise_for_status()
 
 
 def wait_until_fresh(endpoint: Endpoint) -> None:
@@ -100,7 +93,7 @@ def test_invalid_reports_are_named_and_the_plan_is_unchanged(standins: Endpoint)
     version, rows = settled_version(standins), standins.state()["rows"]
     behaviour_by_pod = dict(zip(sorted(standins.ready_pods()), INVALID_REPORTS, strict=True))
     for pod, behaviour in behaviour_by_pod.items():
-        set_behaviour(standins, pod, behaviour)
+        behave(standins, pod, report=behaviour)
     wait_for("each is named", lambda: is_named(standins, behaviour_by_pod), timeout_s=STALE_SECONDS + 30)
     assert versions(standins) == {version}
     state = standins.state()
@@ -108,7 +101,7 @@ def test_invalid_reports_are_named_and_the_plan_is_unchanged(standins: Endpoint)
     assert all(cell["hits"] > 0.4 * cell["total"] for cell in state["acceptance"]), "nothing was learnt of lies"
     assert standins.condition("Ready")["status"] == "True", "nobody stops serving for what he says"
     for pod in behaviour_by_pod:
-        set_behaviour(standins, pod, "honest")
+        behave(standins, pod, report="honest")
     wait_until_fresh(standins)
 
 
@@ -120,9 +113,9 @@ def test_restart_and_neighbouring_contract_version_are_accepted(standins: Endpoi
     """
     first, second, *_ = sorted(standins.ready_pods())
     before = settled_version(standins)
-    set_behaviour(standins, first, "newer")
-    with standins.admin(second) as client, pytest.raises(httpx.TransportError, match=r"disconnected|reset|closed"):
-        client.put("/behaviour", content=b"exit")
+    behave(standins, first, contract_version=CONTRACT_VERSION + 1)
+    with pytest.raises(httpx.TransportError, match=r"disconnected|reset|closed"):
+        behave(standins, second, exit=True)
 
     def restarts() -> int:
         (pod,) = (pod for pod in standins.pods() if pod["metadata"]["name"] == second)

@@ -21,7 +21,7 @@ from support.e2e.loop import deployed
 from support.e2e.release import Release
 from support.e2e.routed import NAME, TWO_WORKERS, WORKERS, Routed, routed_deployment
 from support.e2e.streams import PROMPTS, connect, failures, stream_answer
-from support.e2e.worker_faults import evict, kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
+from support.e2e.worker_faults import evict, restarts, signal_engine, swap_draft, wait_for_ready_pods
 from support.kube import Manifest, wait_for
 
 OTHER = "routed-next"
@@ -35,21 +35,6 @@ def routed(release: Release, watched: Namespace) -> Iterator[Routed]:
     release.start()
     with routed_deployment(watched) as routed:
         yield routed
-
-
-@PROOF
-def test_killed_engine_is_not_noticed(routed: Routed) -> None:
-    with routed.unnoticed("SIGKILL of an engine", clients=4) as pod:
-        before = restarts(routed.endpoint, pod)
-        signal_engine(routed.endpoint, pod, signal.SIGKILL)
-        wait_for("the worker restarted", lambda: restarts(routed.endpoint, pod) > before, timeout_s=120)
-
-
-@PROOF
-def test_killed_pod_is_not_noticed(routed: Routed) -> None:
-    with routed.unnoticed("SIGKILL of a pod") as pod:
-        kill_pod(routed.endpoint, pod)
-        wait_for("the pod is gone", lambda: pod not in routed.endpoint.all_pods(), timeout_s=60)
 
 
 @PROOF

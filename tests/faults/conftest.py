@@ -91,11 +91,3 @@ def _starter(folder: Path, base_flags: tuple[str, ...]) -> Iterator[StartWorker]
             return worker
 
         yield start
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder as slow: each has a worker that really runs."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("slow")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -19,10 +18,9 @@ from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.batch import ShapeSelector
-from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BlockPool
 from specdecode_worker.core.messages import Sampling, Submit, Tokens
-from specdecode_worker.core.paged_attention import PagedCache
 from specdecode_worker.drafts.base import Drafter, LoadedDraft
 from specdecode_worker.drafts.draft_model import ModelDrafter
 from specdecode_worker.drafts.eagle import EagleDrafter
@@ -356,11 +354,3 @@ def _take(tokens_by_request: dict[str, list[int]], new: Tokens) -> None:
 def lossless() -> tuple[Callable[..., Plan], Callable[..., Submit], Callable[..., dict[str, list[int]]]]:
     """Return the functions (plan_of, submit, texts)."""
     return plan_of, submit, texts
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder as slow; those that are core too are part of `make test`."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("slow")

@@ -22,8 +22,8 @@ from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_causal_lm
 from support.small_llama import Networks, NoisedCopy, engine_of, plan_of, texts
-from support.small_llama4 import SHAPE, dense_chunks, save_llama4
-from support.worker.quantized_folders import Draw, int4, pack_quantized, scaled, write_quantized
+from support.small_llama4 import dense_chunks, save_llama4, write_quantized_llama4
+from support.worker.quantized_folders import Rounding, int4, pack_quantized, scaled
 
 TOKENS = 30
 SHAPES = ("none", "chain:5", "0,0,0,1,1,2,4,7")
@@ -51,7 +51,7 @@ def made_request(index: int, length: int) -> Submit:
     return Submit(request_id=str(index), prompt=tuple(prompt), sampling=sampling)
 
 
-COPIES: dict[str, Draw] = {"fp8": scaled("rows"), "int4": int4(partial(pack_quantized, symmetric=False), group=32)}
+COPIES: dict[str, Rounding] = {"fp8": scaled("rows"), "int4": int4(partial(pack_quantized, symmetric=False), group=32)}
 
 
 @pytest.fixture(scope="module", params=COPIES)
@@ -59,16 +59,7 @@ def copied(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Netw
     """Return a target with experts as compressed-tensors stores them, and the texts of its dequantized weights."""
     torch.set_num_threads(1)
     folder: Path = tmp_path_factory.mktemp("copy")
-    shape = SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 4, "vocab_size": 61}
-    shape |= {"intermediate_size": 64, "intermediate_size_mlp": 96}
-    write_quantized(
-        folder,
-        COPIES[request.param],
-        {"quant_method": "compressed-tensors"},
-        plain=("router",),
-        rename=lambda name: name.replace(".mlp.", ".feed_forward."),
-        **shape,
-    )
+    write_quantized_llama4(folder, COPIES[request.param], num_hidden_layers=4, vocab_size=61)
     plain, stored = (
         load_causal_lm(folder, dtype=torch.float64, device=torch.device("cpu"), stored=stored)
         for stored in (False, True)

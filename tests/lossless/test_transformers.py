@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling
 from specdecode_worker.models.fetch import default_cache_dir, resolve
+from support.worker.quantized_folders import Rounding, awq, gptq, int4, nvfp4, pack_quantized, scaled, write_quantized
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]
 
@@ -98,9 +100,9 @@ DRAFTS: dict[str, Callable[[Path, Path], str | None]] = {
 }
 
 
-def engine_of(method: str, draft: str | None) -> LocalEngine:
+def engine_of(method: str, draft: str | None, target: str = EMBEDDED_TARGET) -> LocalEngine:
     config = WorkerConfig(
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="float32", max_model_len=512),
+        model=ModelConfig(uri=target, served_name="embedded", dtype="float32", max_model_len=512),
         draft=DraftConfig.model_validate({"method": method, "uri": draft, "required": draft is not None}),
         engine=EngineConfig(
             max_num_seqs=COUNT, device="cpu", threads=torch.get_num_threads(), kv_cache_tokens=COUNT * 256
@@ -153,3 +155,41 @@ def test_text_equals_transformers(
             assert diverges_at_near_tie(transformers_model, prompt, wanted, answer.tokens), (wanted, answer.tokens)
             near_ties += 1
     assert near_ties <= 1, "near ties are rarer than that"
+
+
+PACKED = {"quant_method": "compressed-tensors"}
+FORMATS: dict[str, tuple[Rounding, dict[str, Any]]] = {
+    "GPTQ": (int4(gptq, group=64), {"quant_method": "gptq", "bits": 4, "sym": True}),
+    "GPTQ v2, act-order": (
+        int4(partial(gptq, version=2), group=32, symmetric=False, ordered=True),
+        {"quant_method": "gptq", "bits": 4, "sym": False, "desc_act": True, "checkpoint_format": "gptq_v2"},
+    ),
+    "AWQ": (int4(awq, group=32, symmetric=False), {"quant_method": "awq", "bits": 4}),
+    "pack-quantized": (int4(partial(pack_quantized, symmetric=False), group=64, symmetric=False), PACKED),
+    "fp8 of rows": (scaled("rows", dtype=torch.bfloat16), PACKED),
+    "fp8 of a matrix": (scaled("scalar"), {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "fp8 of blocks": (scaled("blocks", name="weight_scale_inv"), {"quant_method": "fp8"}),
+    "int8": (scaled("rows", dtype=torch.bfloat16, integers=True), PACKED),
+    "NVFP4": (nvfp4(), PACKED),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_text_of_a_quantized_copy_is_that_of_its_dequantized_twin(
+    name: str, folder: Path, transformers_model: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    rounding, quantization = FORMATS[name]
+    plain = load_file(folder / "model.safetensors")
+    request.addfinalizer(lambda: transformers_model.load_state_dict(plain, strict=False))
+    twin = transformers_model
+    found = twin.load_state_dict(write_quantized(tmp_path, rounding, quantization, source=folder), strict=False)
+    assert found.missing_keys == ["lm_head.weight"], "which is tied"
+    engine = engine_of("none", None, f"file://{tmp_path}")
+    assert name.partition(" ")[0].lower() in engine.target_format.lower()
+    engine.run_shape(TreeShape(()))
+    lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
+    prompts = [engine.prompt(lines[29 * i % len(lines)]) for i in range(3)]
+    answers, _ = engine.answer(prompts, [Sampling(max_tokens=TOKENS, temperature=0.0, seed=0)] * 3)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        wanted = generated(twin, prompt.tokens)
+        assert answer.tokens == wanted or diverges_at_near_tie(twin, prompt.tokens, wanted, answer.tokens)

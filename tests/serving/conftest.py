@@ -63,11 +63,3 @@ async def admin(service: Service, shutdown: GracefulShutdown) -> AsyncIterator[h
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001", headers=headers) as made:
         yield made
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder as slow; those that are core too are part of `make test`."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("slow")

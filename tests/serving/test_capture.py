@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
-from specdecode_worker.contract import CaptureConfig, CaptureRules, Plan, TaskMatch
+from specdecode_worker.contract import CaptureRules, Plan, TaskMatch
 from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.weights import load_causal_lm
+from specdecode_worker.server.admission import Model
 from specdecode_worker.server.lifecycle import Lifecycle
-from specdecode_worker.server.request_capture import open_recorder
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.training.conversations import read_shard, shard_paths
+from specdecode_worker.training.distillation.records import CaptureSelection, prepare_shards, read_samples
+from support import small_model
 from support.worker import fake_engine
-from support.worker_process import worker_config
+from support.worker_process import real, worker_config
 
 
 @pytest.fixture
@@ -114,14 +120,6 @@ async def test_client_can_permit_capture(
     assert len(records(recorder, tmp_path)) == 1
 
 
-async def test_task_with_share_zero_is_not_captured(
-    client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
-) -> None:
-    await chat(client, headers={"X-Specdecode-Task": "never"})
-    await chat(client, headers={"X-Specdecode-Task": "code"})
-    assert [one.task for one in records(recorder, tmp_path)] == ["code"]
-
-
 async def test_echoes_and_failures_are_not_captured(
     client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
 ) -> None:
@@ -132,31 +130,49 @@ async def test_echoes_and_failures_are_not_captured(
     assert records(recorder, tmp_path) == []
 
 
-async def test_metrics_count_captured_requests(client: httpx.AsyncClient, recorder: Recorder) -> None:
-    await chat(client)
-    await chat(client, metadata={"capture": False})
-    recorder.close()
-    page = (await client.get("/metrics")).text
-    assert 'specdecode_capture_records_total{model_name="fake",task="other"} 1.0' in page
-    assert 'specdecode_capture_dropped_total{model_name="fake",reason="opted_out"} 1.0' in page
+# Captured traffic end to end: a real server on a small random Llama, its shards, and ``distill``'s preparation.
 
 
-async def test_a_plan_changes_no_rules_of_the_configuration(model_folder: Path, tmp_path: Path) -> None:
-    config = worker_config(model_folder).model_copy(update={"capture": CaptureConfig(dir=str(tmp_path / "fixed"))})
-    plan = Plan(uid="uid-1", version=1)
-    recorder = open_recorder(config, plan)
-    assert recorder is not None
-    engine = EngineClient(config, plan, build=fake_engine.build)
-    service = Service(config, engine, Lifecycle(), plan, recorder)
-    try:
-        service.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
-        for version, rules in ((2, None), (3, CaptureRules(share=0.0)), (4, None)):
-            await service.set_plan(Plan(uid="uid-1", version=version, capture=rules))
-            assert recorder.share_of("other") == 1.0
-        report = (await service.report()).capture
-        assert report is not None
-        assert report.problem is None
-    finally:
-        service.close()
-        recorder.close()
-        await engine.close()
+SAMPLING_PARAMS = (
+    {"temperature": 0},
+    {"temperature": 0.9},
+    {"temperature": 0.7, "top_p": 0.8, "frequency_penalty": 0.4, "n": 2},
+    {"temperature": 0, "stop": ["e"], "min_tokens": 3},
+)
+
+
+def test_captured_traffic_equals_served_traffic(tmp_path: Path) -> None:
+    target, draft, capture = (tmp_path / name for name in ("target", "draft", "capture"))
+    target.mkdir()
+    draft.mkdir()
+    small_model.write_target(target)
+    small_model.write_draft(draft)
+    flags = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
+    flags += ["--dtype", "float32", "--threads", "1", "--capture", str(capture)]
+    with real(flags, tmp_path / "log") as worker:
+        worker.wait_ready()
+        for number in range(20):
+            said = [{"role": "user", "content": f"{number} things about {number * 17}"}]
+            body = {
+                "model": "small",
+                "messages": said,
+                "max_tokens": 20,
+                "ignore_eos": True,
+                **SAMPLING_PARAMS[number % 4],
+            }
+            assert httpx.post(f"{worker.public}/v1/chat/completions", json=body, timeout=60).status_code == 200
+        worker.terminate()
+        assert worker.exit_code() == 0
+    stats = ReadStats()
+    records = list(read_records([capture], stats))
+    assert (len(records), stats.segments, stats.torn) == (25, 1, 0)
+    model = load_causal_lm(target, dtype=torch.float32, device=torch.device("cpu"))
+    source = CaptureSelection(folders=(capture,), target=model_hash(target), positions=256)
+    summary = prepare_shards(model, source, tmp_path / "data", lambda line: None, lambda: False)
+    assert set(summary.dropped) <= {"overlaps", "too_short"}, "whatever the law, the target says it again"
+    assert sum(summary.used.values()) + sum(summary.dropped.values()) == 25
+    samples = [sample for split in summary.used for sample in read_samples(tmp_path / "data" / split)]
+    assert {sample.record for sample in samples} <= set(records)
+    shards = [c for split in summary.used for path in shard_paths(tmp_path / "data" / split) for c in read_shard(path)]
+    assert [c.tokens_N.tolist() for c in shards] == [list(sample.record.tokens[:-1]) for sample in samples]
+    assert json.loads((tmp_path / "data" / "summary.json").read_text())["used"] == summary.used

@@ -6,10 +6,8 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -69,32 +67,6 @@ def test_sigterm_refuses_new_requests_and_finishes_running_ones(start: Start) ->
     assert worker.exit_code() == 0, worker.log
 
 
-def test_shutdown_under_load_loses_no_request(start: Start) -> None:
-    worker = start(endpoint_delay_seconds=0.5, grace_period_seconds=20)
-    answers: list[httpx.Response] = []
-    stop = threading.Event()
-
-    def load() -> None:
-        while not stop.is_set():
-            try:
-                answers.append(httpx.post(worker.public + "/v1/completions", json=PROMPT, timeout=30))
-            except httpx.ConnectError:
-                return  # the port is closed because the process has ended
-
-    threads = [threading.Thread(target=load) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    worker.wait_until(lambda: len(answers) > 20)
-    worker.terminate()
-    assert worker.exit_code() == 0, worker.log
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert {answer.status_code for answer in answers} <= {200, 503}
-    whole = [a.json()["choices"][0]["text"] for a in answers if a.status_code == 200]
-    assert set(whole) == {fake_engine.TEXT}
-
-
 @pytest.mark.parametrize("how", ["second signal", "grace over"])
 def test_unfinished_requests_end_with_an_error(start: Start, how: str) -> None:
     worker = start(endpoint_delay_seconds=0, grace_period_seconds=30 if how == "second signal" else 1)
@@ -136,22 +108,6 @@ def test_engine_exits_with_its_server(start: Start) -> None:
     while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text():
         assert time.monotonic() < deadline, "the engine outlives its server"
         time.sleep(0.05)
-
-
-def test_disconnect_frees_the_slot(start: Start) -> None:
-    worker = start()
-
-    def running() -> int:
-        return int(worker.call_admin("/v1/report").json()["running"])
-
-    for stream, choices in ((True, 1), (False, 1), (True, 3), (False, 3)):
-        sent = {**SILENT, "stream": stream, "n": choices}
-        body = httpx.Request("POST", worker.public + "/v1/completions", json=sent)
-        with socket.create_connection((body.url.host, body.url.port or 80)) as connection:
-            head = f"POST {body.url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body.content)}\r\n\r\n"
-            connection.sendall(head.encode() + body.content)
-            worker.wait_until(lambda choices=choices: running() == choices)
-        worker.wait_until(lambda: running() == 0)
 
 
 def test_idle_engine_uses_no_cpu(start: Start) -> None:
@@ -249,28 +205,3 @@ def test_public_port_requires_a_configured_api_key(model_folder: Path, tmp_path:
                 worker.public + "/v1/completions", json=PROMPT, headers={"Authorization": f"Bearer {key}"}
             )
             assert served.status_code == 200
-
-
-RUDE = {
-    "no HTTP": b"\x16\x03\x01\x02\x00 hello\r\n\r\n",
-    "half a request": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
-    "endless headers": b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 200_000,
-    "wrong length": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: minus\r\n\r\n",
-    "chunks of garbage": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-}
-
-
-def test_worker_survives_misbehaving_clients(start: Start) -> None:
-    worker = start()
-    url = httpx.URL(worker.public)
-    for request in RUDE.values():
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((url.host, url.port or 80), timeout=1) as connection,
-        ):
-            connection.sendall(request)
-            connection.recv(4096)
-    big = httpx.post(worker.public + "/v1/completions", content=b"x" * 20_000_000, timeout=60)
-    assert (big.status_code, big.json()["error"]["code"]) == (413, "body_too_large")
-    assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
-    assert worker.call_admin("/v1/report").json()["running"] == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import string
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,9 @@ from torch.nn import functional as F
 
 from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.layers import Attend
+from support.small_model import END_ID, VOCAB_SIZE, byte_tokenizer, write_tokenizer
+from support.worker.quantized_folders import Rounding, write_quantized
+from support.worker.small_folders import write_head
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,
@@ -32,6 +38,8 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+QUANTIZED = {"architectures": ["Llama4ForCausalLM"], "intermediate_size": 64, "intermediate_size_mlp": 96}
+"""Fields of models with groups of 32 inputs."""
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -69,6 +77,50 @@ def save_llama4(
     text.to(dtype)
     model.eval().save_pretrained(folder)
     return text
+
+
+def write_quantized_llama4(folder: Path, rounding: Rounding, **changes: Any) -> dict[str, Tensor]:
+    """Write a random model with quantized matrices, one for each expert, and return its weights in fp32."""
+    return write_quantized(
+        folder,
+        rounding,
+        {"quant_method": "compressed-tensors"},
+        plain=("router",),
+        rename=lambda name: name.replace(".mlp.", ".feed_forward."),
+        **SHAPE | QUANTIZED | changes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Folder with ``target`` and ``head``, a prompt, and the greedy text of ``tokens`` tokens that must follow it."""
+
+    folder: Path
+    prompt: str
+    text: str
+    tokens: int
+
+
+def write_served_llama4(folder: Path) -> Served:
+    """Write a target with a tokenizer and a random EAGLE-3 head, which every user may read."""
+    target, prompt, count = folder / "target", "The quick brown fox jumps over the lazy dog 42", 40
+    target.mkdir(parents=True)
+    write_tokenizer(target)
+    theirs = save_llama4(target, vocab_size=VOCAB_SIZE, num_hidden_layers=4, eos_token_id=END_ID)
+    theirs.lm_head.weight.data[len(string.printable.strip()) :] = 0  # all other bytes, which alone are no text
+    theirs.save_pretrained(target)
+    fields = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    write_head(folder / "head", target=json.loads((target / "config.json").read_text()), **fields)
+    for path in folder.rglob("*"):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.encode(prompt).ids
+    with torch.inference_mode():
+        for _ in range(count):
+            best = theirs(torch.tensor([tokens]), use_cache=False).logits[0, -1].topk(2)
+            assert best.values[0] - best.values[1] > 1e-3, "a tie"
+            tokens.append(int(best.indices[0]))
+    return Served(folder, prompt, tokenizer.decode(tokens[-count:]), count)
 
 
 class DenseChunks:

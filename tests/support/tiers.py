@@ -19,6 +19,14 @@ BUDGET_SECONDS = 2.0
 """Time that set-up and call of a test without a marker may take on an idle machine."""
 QUARANTINE_DAYS = 14
 EVERYTHING = "everything"
+MARKER_OF_FOLDER = {
+    "api_server": "cluster",
+    "faults": "slow",
+    "gpu": "gpu",
+    "lossless": "slow",
+    "processes": "slow",
+    "serving": "slow",
+}
 FREE_OF_BUDGET = frozenset(("slow", "proof", "cluster", "gpu", "core"))
 MARKERS = (
     "slow: takes over two seconds; part of `make test-all`",
@@ -95,8 +103,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker("cluster")
-        if TESTS / "gpu" in item.path.parents:
-            item.add_marker("gpu")
+        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        if folder in MARKER_OF_FOLDER:
+            item.add_marker(MARKER_OF_FOLDER[folder])
     named = _names(config.getoption("--proof"))
     if unknown := named - {"all"} - {name for item in items for name in _proofs(item)}:
         raise pytest.UsageError(f"no test that was collected is a proof of {', '.join(sorted(unknown))}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +16,8 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Plan, TreeShape
+from support.faults.bounds import SIGTERM_EXTRA_SECONDS, has_ended
+from support.worker import fake_engine
 from support.worker_process import StartWorker, WorkerProcess
 
 PROMPTS = [f"request {i}: " + "abc " * i for i in range(6)]
@@ -68,3 +73,104 @@ def test_a_killed_draft_process_fails_no_request(worker: WorkerProcess) -> None:
     before = accepted(worker)
     assert texts(worker) == wanted
     assert accepted(worker) - before > 50
+
+
+# Errors after which the device cannot be used: the engine process ends at once, wherever they are raised.
+
+
+EXIT_SECONDS = 8.0
+"""Time from the error to the end of the worker: one second for probes, the rest for clients and noise."""
+
+
+def put_plan(worker: WorkerProcess, folder: Path) -> None:
+    plan = Plan(uid="uid-1", version=9, max_depth=fake_engine.STICKY_DEPTH)
+    worker.call_admin("/v1/plan", "PUT", content=plan.model_dump_json(), timeout=EXIT_SECONDS)
+
+
+def put_draft(worker: WorkerProcess, folder: Path) -> None:
+    draft = {"method": "eagle3", "uri": fake_engine.write_draft(folder, fake_engine.STICKY_DRAFT.strip("/"))}
+    assert worker.call_admin("/v1/draft", "PUT", json=draft, timeout=EXIT_SECONDS).status_code == 202
+
+
+def run_step(worker: WorkerProcess, folder: Path) -> None:
+    body = {"model": "small", "prompt": [fake_engine.STICKY_STEP], "max_tokens": 4}
+    httpx.post(f"{worker.public}/v1/completions", json=body, timeout=EXIT_SECONDS)
+
+
+@pytest.mark.parametrize("provoke", [put_plan, put_draft, run_step])
+def test_sticky_device_error_ends_the_worker(
+    start_fake: StartWorker, provoke: Callable[[WorkerProcess, Path], None], tmp_path: Path
+) -> None:
+    worker = start_fake()
+    assert worker.admin_token
+    engine_pid, began = worker.engine_pid, time.monotonic()
+    with contextlib.suppress(httpx.HTTPError):
+        provoke(worker, tmp_path)
+    worker.wait_until(lambda: has_ended(engine_pid), EXIT_SECONDS)
+    engine_seconds = time.monotonic() - began
+    assert worker.exit_code(EXIT_SECONDS) == 1
+    print(f"engine gone after {engine_seconds:.1f} s, worker after {time.monotonic() - began:.1f} s")
+    assert engine_seconds < EXIT_SECONDS / 2
+    assert fake_engine.STICKY_ERROR in worker.termination_message
+
+
+# The end of a worker: in time although threads are busy, and by itself after a drain.
+
+
+GRACE_SECONDS = 2.0
+
+
+def test_sigterm_with_busy_tokenizer_threads(start_fake: StartWorker) -> None:
+    worker = start_fake(grace_period_seconds=GRACE_SECONDS, endpoint_delay_seconds=0)
+    for _ in range(8):
+        threading.Thread(target=_complete, args=(worker, "BUSY"), daemon=True).start()
+    time.sleep(1)
+    began = time.monotonic()
+    worker.terminate()
+    worker.exit_code(90)
+    seconds = time.monotonic() - began
+    print(f"exit {seconds:.1f} s after SIGTERM with {GRACE_SECONDS} s of grace")
+    assert seconds <= GRACE_SECONDS + SIGTERM_EXTRA_SECONDS
+
+
+def test_drained_worker_exits(start_fake: StartWorker) -> None:
+    worker, began = start_fake(endpoint_delay_seconds=0.5), time.monotonic()
+    assert worker.call_admin("/v1/drain", "POST").status_code == 202
+    assert worker.exit_code(10) == 0, worker.log
+    print(f"exit {time.monotonic() - began:.1f} s after the drain began")
+
+
+def _complete(worker: WorkerProcess, prompt: str) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(
+            f"{worker.public}/v1/completions", json={"model": "small", "prompt": prompt, "max_tokens": 4}, timeout=60
+        )
+
+
+# Parts of the server process that must live: the worker ends when one of them ends with an exception.
+
+
+def assert_ends(worker: WorkerProcess, began: float, reason: str) -> None:
+    assert worker.exit_code(EXIT_SECONDS) == 1, worker.log
+    print(f"worker gone after {time.monotonic() - began:.1f} s: {worker.termination_message}")
+    assert reason in worker.termination_message
+    assert reason in worker.log
+
+
+def complete_of_vital_parts(worker: WorkerProcess, prompt: object) -> None:
+    body = {"model": "small", "prompt": prompt, "max_tokens": 4}
+    with contextlib.suppress(httpx.HTTPError):
+        httpx.post(f"{worker.public}/v1/completions", json=body, timeout=EXIT_SECONDS)
+
+
+def test_dead_reader_task_ends_the_worker(start_fake: StartWorker) -> None:
+    worker, began = start_fake(), time.monotonic()
+    complete_of_vital_parts(worker, [fake_engine.UNREADABLE])
+    assert_ends(worker, began, "reader of the engine's messages")
+
+
+def test_dead_listener_ends_the_worker(start_fake: StartWorker, tmp_path: Path) -> None:
+    trigger = tmp_path / "trigger"
+    worker, began = start_fake(environment={"PLANTED_LISTENER_FAILURE": str(trigger)}), time.monotonic()
+    trigger.touch()
+    assert_ends(worker, began, "listener")

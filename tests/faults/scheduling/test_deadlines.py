@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from support.faults.bounds import healthy
+from support.faults.bounds import SHORT_BEHIND_LONG_SECONDS, assert_ttft_unaffected, healthy
 from support.worker_process import WorkerProcess, real
 
 EXTRA_SECONDS = 1.0
@@ -109,3 +114,133 @@ def test_invalid_header_is_refused(slow_worker: WorkerProcess, timeout: str) -> 
         f"{slow_worker.public}/v1/completions", json=LONG, headers={"X-Request-Timeout": timeout}, timeout=60
     )
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Timeout"), answer.text
+
+
+# Fair share by API key: a client that floods the worker neither delays nor locks out another client.
+
+
+FAIRNESS_STEP_SECONDS = 0.1
+MAX_WAITING = 60
+FLOOD = 100
+"""Requests of the client that floods, more than the worker has places. Each takes four steps."""
+BODY = {"model": "small", "prompt": "hello", "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def keyed_worker(small_folder: Path, tmp_path: Path) -> Iterator[WorkerProcess]:
+    """Yield a worker with slow steps, four requests in a batch and the keys of two clients."""
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    for name in ("flood", "quiet"):
+        (keys / name).write_text(f"secret-{name}")
+    flags = (
+        *("--model", f"file://{small_folder}", "--served-model-name", "small", "--dtype", "float32"),
+        *("--max-num-seqs", "4", "--kv-cache-tokens", "4096", "--max-waiting", str(MAX_WAITING)),
+        *("--api-keys-path", str(keys), "--api-key-metrics"),
+    )
+    knobs = {"SPECDECODE_SYNTHETIC": json.dumps({"step_time": [{"seconds": FAIRNESS_STEP_SECONDS}]})}
+    with real(flags, tmp_path / "worker.log", knobs) as worker:
+        worker.wait_ready()
+        yield worker
+
+
+def client_of(worker: WorkerProcess, name: str) -> httpx.Client:
+    headers = {"Authorization": f"Bearer secret-{name}"}
+    limits = httpx.Limits(max_connections=2 * FLOOD)
+    return httpx.Client(base_url=worker.public, headers=headers, limits=limits, timeout=120)
+
+
+def ttft_seconds(client: httpx.Client) -> float:
+    began = time.monotonic()
+    with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 2, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                return time.monotonic() - began
+    raise AssertionError("the stream ended without an event")
+
+
+def test_a_flooding_client_does_not_delay_another(keyed_worker: WorkerProcess) -> None:
+    statuses: list[int] = []
+    with client_of(keyed_worker, "flood") as flood, client_of(keyed_worker, "quiet") as quiet:
+
+        def send() -> None:
+            statuses.append(flood.post("/v1/completions", json=BODY | {"max_tokens": 4}).status_code)
+
+        idle = ttft_seconds(quiet)
+        threads = [threading.Thread(target=send) for _ in range(FLOOD)]
+        with healthy(keyed_worker):
+            for thread in threads:
+                thread.start()
+            time.sleep(0.5)
+            measured = [ttft_seconds(quiet) for _ in range(3)]
+            unfinished = sum(thread.is_alive() for thread in threads)
+            for thread in threads:
+                thread.join()
+    print(f"{unfinished} requests of the flood unfinished; answers: { {one: statuses.count(one) for one in statuses} }")
+    assert unfinished > 4, "the flood ended too early to delay anything"
+    assert set(statuses) == {200, 429}, "the flood fills its share of the queue"
+    metrics = [line for line in keyed_worker.get("/metrics").text.splitlines() if 'api_key="quiet"' in line]
+    print(*(line for line in metrics if "first_token" in line and "_bucket" not in line), sep="\n")
+    assert any(line.startswith("specdecode_api_key_request_success_total") for line in metrics)
+    for one in measured:
+        assert_ttft_unaffected(idle, one)
+
+
+# A short request behind long prompts: its latency stays bounded, and the long prompts still make progress.
+
+
+LONG_TOKENS = 6_000
+SHORT = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+def send_long_prompt(worker: WorkerProcess, index: int) -> socket.socket:
+    """Send a prompt that shares no prefix with the others. The request ends when the connection is closed."""
+    prompt = [1_000 + index, *((7 * position + index) % 4_000 + 300 for position in range(LONG_TOKENS - 1))]
+    body = json.dumps(SHORT | {"prompt": prompt, "max_tokens": 1}).encode()
+    url = urlsplit(worker.public)
+    assert url.hostname
+    assert url.port
+    connection = socket.create_connection((url.hostname, url.port))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: worker\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
+    return connection
+
+
+def complete_seconds(worker: WorkerProcess, prompt: str) -> float:
+    began = time.monotonic()
+    answer = httpx.post(f"{worker.public}/v1/completions", json=SHORT | {"prompt": prompt}, timeout=240)
+    assert answer.status_code == 200, answer.text
+    return time.monotonic() - began
+
+
+def report(worker: WorkerProcess) -> dict[str, int]:
+    return worker.call_admin("/v1/report", timeout=60).json()  # type: ignore[no-any-return]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, which depends less on other processes of the machine than its wall time."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.proof("faults")  # holds a duration to a bound, so nothing may run beside it
+def test_short_request_behind_long_prompts(embedded_worker: WorkerProcess) -> None:
+    engine_pid = embedded_worker.engine_pid
+    alone = complete_seconds(embedded_worker, "The sky is")
+    with contextlib.ExitStack() as open_connections, healthy(embedded_worker):
+        for index in range(2):
+            open_connections.enter_context(contextlib.closing(send_long_prompt(embedded_worker, index)))
+        time.sleep(1)
+        used, used_cpu = report(embedded_worker)["kv_tokens_used"], cpu_seconds(engine_pid)
+        behind = complete_seconds(embedded_worker, "The grass is")
+        after, used_cpu = report(embedded_worker), cpu_seconds(engine_pid) - used_cpu
+    print(
+        f"short request: {alone:.2f} s alone, {behind:.2f} s behind long prompts ({used_cpu:.1f} s CPU of the engine)"
+    )
+    print(f"tokens in the cache: {used} before the short request, {after['kv_tokens_used']} after it")
+    embedded_worker.wait_until(lambda: not report(embedded_worker)["running"], 60)
+    assert after["running"] + after["waiting"] == 2, "the prompts were not long enough to delay anything"
+    assert after["kv_tokens_used"] > used, "long prompts make progress meanwhile"
+    assert behind <= SHORT_BEHIND_LONG_SECONDS

@@ -29,8 +29,10 @@ from specdecode_worker.contract import (
     WorkerConfig,
 )
 from specdecode_worker.models.fetch import model_hash, resolve
+from support import small_model
 from support.faults.bounds import healthy
-from support.worker_process import WorkerProcess, real
+from support.storage_servers.s3_server import S3Server, s3_server
+from support.worker_process import StartWorker, WorkerProcess, real
 
 TARGET, SPEC = "embedded://smollm2-135m-instruct", "embedded://smollm2-135m-instruct-eagle3"
 POD = "pod-a"
@@ -137,23 +139,6 @@ def test_a_live_worker_follows_the_assignment(pod: Pod, noised: Artifact) -> Non
     assert (report.draft.swap_problem, report.trial) == (None, None)
 
 
-def test_files_with_another_hash_are_refused_by_a_live_worker(pod: Pod, noised: Artifact) -> None:
-    pod.push(noised.model_copy(update={"hash": "0123456789abcdef"}))
-    report = pod.wait(lambda report: report.draft.swap_problem)
-    assert report.draft.hash == pod.spec_hash
-    assert noised.hash in (report.draft.swap_problem or "")
-    pod.push(None)
-
-
-def test_a_live_worker_reports_the_hash_of_a_candidate_that_has_none(pod: Pod, noised: Artifact) -> None:
-    pod.push(None, trial(Artifact(uri=noised.uri, hash=""), id="unknown"))
-    report = pod.wait(lambda report: report.trial is not None and report.trial.hash)
-    assert report.trial is not None
-    assert (report.trial.id, report.trial.hash) == ("unknown", noised.hash)
-    pod.push(None)
-    pod.wait(lambda report: report.draft.hash == pod.spec_hash and report.trial is None)
-
-
 def test_texts_of_a_trial_equal_plain_decoding(pod: Pod, noised: Artifact) -> None:
     pod.push(None, drafts=False)
     plain = pod.texts()
@@ -198,7 +183,6 @@ def test_a_candidate_that_cannot_be_loaded_fails_the_trial(
         pod.push(None, trial(bad, id=kind))
         report = pod.wait(lambda report: report.trial is not None and report.trial.state == "Failed")
         pod.text(PROMPTS[0])
-    assert report.trial is not None
     print(kind, report.trial.problem)
     assert report.draft.hash == pod.spec_hash
     assert report.trial.problem == report.draft.swap_problem
@@ -219,7 +203,6 @@ def test_folder_that_vanishes_while_it_loads_fails_the_trial_or_is_loaded(
         shutil.rmtree(folder)
         report = pod.wait(lambda report: report.trial is not None and report.trial.state != "Loading")
         pod.text(PROMPTS[0])
-    assert report.trial is not None
     print(delay_s, report.trial.state, report.trial.problem)
     if report.trial.state == "Failed":
         assert report.draft.hash == pod.spec_hash
@@ -244,14 +227,6 @@ def _spoil(folder: Path, kind: str) -> None:
     save_file(tensors, path)
 
 
-def test_a_draft_of_a_person_lasts_until_the_next_plan(pod: Pod, noised: Artifact) -> None:
-    answer = pod.worker.call_admin(Route.draft, "PUT", json={"uri": noised.uri, "method": "eagle3"}, timeout=30)
-    assert answer.status_code == 202, answer.text
-    pod.wait(lambda report: report.draft.hash == noised.hash)
-    pod.push(None)
-    pod.wait(lambda report: report.draft.hash == pod.spec_hash)
-
-
 @pytest.mark.parametrize("files", ["right", "wrong"])
 def test_a_worker_starts_with_the_assigned_draft(noised: Artifact, tmp_path: Path, files: str) -> None:
     stable = noised if files == "right" else noised.model_copy(update={"hash": "0123456789abcdef"})
@@ -269,3 +244,72 @@ def test_a_worker_starts_with_the_assigned_draft(noised: Artifact, tmp_path: Pat
     else:
         assert report.draft.hash == started.spec_hash
         assert f"has the hash {noised.hash}" in (report.draft.swap_problem or "")
+
+
+# Drafts in a bucket of a real S3 server: at start, at a swap of a running worker, and while the server is gone.
+
+
+FIRST, NEXT = "s3://heads/first", "s3://heads/next"
+LOAD_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+def _upload(server: S3Server, folder: Path, uri: str) -> str:
+    """Upload a small head and return its hash."""
+    from specdecode_worker.models import download
+
+    folder.mkdir()
+    small_model.write_draft(folder)
+    (folder / "calibration.json").write_text(f'{{"sharpness": [{len(uri)}.0]}}')
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        download.upload(folder, uri)
+    return model_hash(folder)
+
+
+def _environment(target: Path, cache: Path, variables: dict[str, str]) -> dict[str, str]:
+    config = WorkerConfig(
+        model=ModelConfig(uri=f"file://{target}", served_name="small", dtype="float32"),
+        draft=DraftConfig(method="eagle3", uri=FIRST),
+        engine=EngineConfig(max_num_seqs=2, kv_cache_tokens=2048, device="cpu", threads=1),
+        server=ServerConfig(host="127.0.0.1", port=0, admin_port=0),
+        cache_dir=str(cache),
+    )
+    return {"SPECDECODE_CONFIG": config.model_dump_json(), **variables}
+
+
+def _running_hash(worker: WorkerProcess) -> str:
+    return str(worker.call_admin(Route.draft).json()["draft"]["hash"])
+
+
+def test_worker_takes_drafts_from_a_bucket(
+    server: S3Server, small_folder: Path, start_pod: StartWorker, tmp_path: Path
+) -> None:
+    first, following = (_upload(server, tmp_path / name, uri) for name, uri in (("first", FIRST), ("next", NEXT)))
+    assert first != following
+    cache = tmp_path / "cache"
+    worker = start_pod(environment=_environment(small_folder, cache, server.environment))
+    assert _running_hash(worker) == first
+    body = {"uri": NEXT, "method": "eagle3", "expected_hash": following}
+    refused = worker.call_admin(Route.draft, "PUT", json=body | {"expected_hash": "0" * 16})
+    assert (refused.status_code, following in refused.text) == (409, True)
+    assert worker.call_admin(Route.draft, "PUT", json=body).status_code == 202
+    worker.wait_until(lambda: _running_hash(worker) == following, LOAD_SECONDS)
+    missing = worker.call_admin(Route.draft, "PUT", json={"uri": "s3://heads/none", "method": "eagle3"})
+    assert (missing.status_code, "does not exist" in missing.text or "holds no" in missing.text) == (409, True)
+    assert _running_hash(worker) == following
+    answer = httpx.post(
+        f"{worker.public}/v1/completions", json={"model": "small", "prompt": "hello", "max_tokens": 4}, timeout=60
+    )
+    assert answer.status_code == 200
+    worker.terminate()
+    worker.exit_code()
+    gone = server.environment | {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}
+    again = start_pod(environment=_environment(small_folder, cache, gone))
+    assert _running_hash(again) == first, "the draft that was fetched before serves while the store is gone"

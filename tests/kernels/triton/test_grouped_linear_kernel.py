@@ -21,8 +21,8 @@ from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.weights import load_causal_lm
 from support.kernels.grouped_weights import with_groups
-from support.small_llama4 import SHAPE, dense_chunks
-from support.worker.quantized_folders import Draw, int4, pack_quantized, scaled, write_quantized
+from support.small_llama4 import SHAPE, dense_chunks, write_quantized_llama4
+from support.worker.quantized_folders import Rounding, int4, pack_quantized, scaled
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -190,7 +190,7 @@ def test_stacked_experts_of_a_layer(kind: Kind | None) -> None:
         torch.testing.assert_close(actual, one, atol=2e-5, rtol=2e-5)
 
 
-COPIES: dict[str, Draw] = {
+COPIES: dict[str, Rounding] = {
     "fp8 of rows": scaled("rows"),
     "int4": int4(partial(pack_quantized, symmetric=True), group=32),
     "int4 with zero points": int4(partial(pack_quantized, symmetric=False), group=32),
@@ -202,16 +202,7 @@ COPIES: dict[str, Draw] = {
 @pytest.mark.parametrize("name", COPIES)
 def test_quantised_checkpoints_of_llama4(name: str, tmp_path: Path) -> None:
     """Matrices per expert, as compressed-tensors writes them, through the kernels as in fp32 without them."""
-    shape = SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 2}
-    shape |= {"intermediate_size": 64, "intermediate_size_mlp": 96}
-    write_quantized(
-        tmp_path,
-        COPIES[name],
-        {"quant_method": "compressed-tensors"},
-        plain=("router",),
-        rename=lambda name: name.replace(".mlp.", ".feed_forward."),
-        **shape,
-    )
+    write_quantized_llama4(tmp_path, COPIES[name], num_hidden_layers=2)
     cpu, tokens_T = torch.device("cpu"), torch.arange(9) * 7 % 97
     plain, stored = (
         load_causal_lm(tmp_path, dtype=torch.float32, device=cpu, stored=stored) for stored in (False, True)

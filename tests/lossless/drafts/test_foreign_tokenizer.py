@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +22,6 @@ from specdecode_worker.core.messages import Sampling
 from specdecode_worker.drafts.draft_files import draft_hash
 from specdecode_worker.models.fetch import default_cache_dir, resolve
 from support.lossless.permuted_draft import write_permuted_draft
-
-pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]
 
 PROMPTS = Path(__file__).parents[3] / "benchmarks" / "prompts" / "heldout.jsonl"
 COUNT, TOKENS = 8, 16
@@ -68,6 +67,8 @@ def answers(draft: Path | None, shape: str) -> tuple[LocalEngine, list[Answer]]:
     return local, local.answer(prompts, how)[0]
 
 
+@pytest.mark.embedded
+@pytest.mark.timeout(1800)
 def test_acceptance_and_text_with_another_tokenizer(folders: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     _, plain = answers(None, "none")
@@ -89,6 +90,8 @@ def test_acceptance_and_text_with_another_tokenizer(folders: dict[str, Path], ca
     assert ["cover 100 %" in message for message in covered] == [True, False]
 
 
+@pytest.mark.embedded
+@pytest.mark.timeout(1800)
 def test_check_sizes_a_foreign_draft_and_refuses_one_of_bytes(
     folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,3 +100,48 @@ def test_check_sizes_a_foreign_draft_and_refuses_one_of_bytes(
     assert "fits: " in capsys.readouterr().out
     assert main([*flags, "--draft", f"file://{folders['bytes']}"]) == 1
     assert "of the tokens that the target makes of a sample text, and 50% are needed" in capsys.readouterr().out
+
+
+# Draft models whose vocabulary is not the target's: acceptance where it can be compared, and what is never
+# proposed.
+
+
+SHAPES = [TreeShape.parse(text) for text in ("chain:4", "tree:3,2,1,1", "none", "chain:1")]
+
+
+@pytest.mark.parametrize("fields", [{}, {"coupled": False}], ids=["coupled", "mss"])
+def test_a_permuted_draft_is_accepted_as_often(make_engine: Any, lossless: Any, fields: dict[str, Any]) -> None:
+    """A draft with the target's tokens under other ids proposes the same tokens as one with the same ids."""
+    plan_of, submit, texts = lossless
+    outcomes = []
+    for draft in ("draft-model", "permuted-model"):
+        engine = make_engine(draft, **fields)
+        engine.set_plan(plan_of(SHAPES))
+        requests = [submit(i, sampled=i % 2 == 0, tokens=40, shapes=len(SHAPES)) for i in range(12)]
+        emitted = texts(engine, requests)
+        cells = [(cell.task, cell.depth, cell.ranks) for cell in engine.report().acceptance]
+        outcomes.append((emitted, sorted(cells)))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_unknown_tokens_are_never_proposed(make_engine: Any, lossless: Any, pair: Any) -> None:
+    plan_of, submit, texts = lossless
+    engine = make_engine("foreign-model")
+    engine.set_plan(plan_of([TreeShape.parse("tree:8,2")]))
+    drafts, proposed = engine._drafts.proposals, set[int]()
+    propose = drafts.propose
+
+    def recorded(*args: Any) -> Any:
+        result = propose(*args)
+        if result.ranked_BNK is not None:
+            proposed.update(result.ranked_BNK[result.ranked_BNK >= 0].tolist())
+        return result
+
+    drafts.propose = recorded
+    requests = [submit(i, sampled=i % 2 == 0, tokens=40) for i in range(8)]
+    emitted = {token for text in texts(engine, requests).values() for token in text}
+    known = set(pair.foreign.vocabulary.target_ids.tolist())
+    assert proposed <= known
+    assert len(known) == 49
+    assert len(proposed) > 40
+    assert emitted - known, "the target emits tokens that the draft lacks"

@@ -9,7 +9,8 @@ import pytest
 
 from support.kube import Manifest, wait_for
 from support.operator_faults.figures import Figures
-from support.operator_faults.tenant import ServedDeployment, Tenant
+from support.operator_faults.installation import Installation
+from support.operator_faults.tenant import ServedDeployment, Tenant, stand_in_template
 
 NAME = "foreign"
 SELECTOR = {"matchLabels": {"app": "another"}}
@@ -92,3 +93,60 @@ def test_orphaned_children_are_adopted(tenant: Tenant, figures: Figures) -> None
             orphans = [child for child, uids in owners_of_children(served).items() if not uids]
             figures.record(5, "seconds to adopt orphaned children", f"never: {', '.join(orphans)}")
             raise
+
+
+# Row 7: a template that cannot be merged makes the deployment not Ready, with the reason, until it is repaired.
+
+
+NAMELESS = {"image": "localhost/nothing:1"}
+
+
+def test_bad_template_item_is_reported_and_its_repair_applied(
+    tenant: Tenant, installation: Installation, figures: Figures
+) -> None:
+    with tenant.deployment("template") as served:
+        good = stand_in_template({})
+        containers = [*good["spec"]["containers"], NAMELESS]
+        started = time.monotonic()
+        served.patch({"workers": {"template": {"spec": {"containers": containers}}}})
+        try:
+            wait_for("not Ready", lambda: served.is_condition("Ready", "False"), timeout_s=10, every_s=0.2)
+            figures.record(7, "seconds to Ready=False", time.monotonic() - started)
+            assert served.named("Ready", "name"), served.conditions()["Ready"]
+            labels = {"namespace": tenant.namespace, "name": "template", "condition": "Ready"}
+            wait_for("the gauge fires", lambda: 0 in installation.gauge("specdecode_condition", **labels), timeout_s=10)
+            figures.record(7, "seconds to the gauge", time.monotonic() - started)
+        finally:
+            served.patch({"workers": {"template": {"spec": {"containers": good["spec"]["containers"]}}}})
+            repaired = time.monotonic()
+        wait_for("Ready again", lambda: served.is_condition("Ready", "True"), timeout_s=5, every_s=0.2)
+        figures.record(7, "seconds to Ready=True after the repair", time.monotonic() - repaired)
+
+
+# Row 16, first part: a deleted child returns within five seconds.
+
+
+CHILDREN = (("deployment", "-worker"), ("service", ""), ("configmap", "-plan"), ("pdb", "-worker"))
+LIMIT_SECONDS = 5
+PATIENCE_SECONDS = 75
+"""The measurement goes on after the limit, so that the record says how long it really takes."""
+
+
+def test_deleted_children_return(tenant: Tenant, figures: Figures) -> None:
+    with tenant.deployment("deleted", ready=False, replicas=0) as served:
+        wait_for("children exist", lambda: all(served.child(*child) for child in CHILDREN), timeout_s=30)
+        seconds = {}
+        uids = {child: served.child(*child)["metadata"]["uid"] for child in CHILDREN}
+        started = time.monotonic()
+        for kind, suffix in CHILDREN:
+            served.api.delete(kind, served.namespace, served.name + suffix)
+        while len(seconds) < len(CHILDREN) and time.monotonic() < started + PATIENCE_SECONDS:
+            for child in CHILDREN:
+                now = served.child(*child)
+                if child not in seconds and now and now["metadata"]["uid"] != uids[child]:
+                    seconds[child] = time.monotonic() - started
+            time.sleep(0.1)
+        for kind, suffix in CHILDREN:
+            figures.record(16, f"seconds until a deleted {kind} returns", seconds.get((kind, suffix), "never"))
+        assert len(seconds) == len(CHILDREN), f"after {PATIENCE_SECONDS} s only {seconds}"
+        assert max(seconds.values()) < LIMIT_SECONDS, seconds

@@ -25,8 +25,6 @@ ROOT = Path(__file__).parents[3]
 def draft_depths(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("draft_depths", ROOT / "benchmarks" / "draft_depths.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "draft_depths", module)
     spec.loader.exec_module(module)
@@ -125,3 +123,134 @@ def test_plain_decoding_comes_first_at_each_load(draft_depths: Any) -> None:
     assert len(keys) == len(set(keys)) == 10
     assert keys[0] == ("plain", 0, 1)
     assert keys[5] == ("plain", 0, 8)
+
+
+# The measurement of host time runs, and its steps are those that it says.
+
+
+PATH = Path(__file__).parents[3] / "benchmarks" / "host_cost.py"
+
+
+@pytest.fixture
+def host_cost(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("host_cost", PATH)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(__import__("sys").modules, "host_cost", module)
+    spec.loader.exec_module(module)
+    small = {"PROMPT_TOKENS": 20, "WARM_STEPS": 4, "STEPS": 4, "POOL_BLOCKS": 2000, "OWNERS": 4, "TURNOVERS": 2}
+    for name, value in small.items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [("none", 1), ("chain:3", 4)])
+def test_every_step_emits_all_tokens_of_its_trees(host_cost: Any, shape: str, tokens: int) -> None:
+    engine = host_cost.running(shape, 2)
+    for _ in range(3):
+        assert [len(new.tokens) for new in engine.step()] == [tokens, tokens]
+    assert host_cost.measure(shape, 2) > 0
+
+
+def test_the_blocks_of_a_chunk_come_from_a_warm_cache(host_cost: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from specdecode_worker.core.kv_cache import BlockPool
+
+    evicted: list[int] = []
+    evict = BlockPool.evict
+    monkeypatch.setattr(BlockPool, "evict", lambda self, block: (evicted.append(block), evict(self, block)))
+    assert host_cost.measure_allocation() > 0
+    chunk = host_cost.CHUNK_TOKENS // 16
+    assert len(evicted) > host_cost.POOL_BLOCKS - (host_cost.OWNERS + 2) * chunk, "the second turn evicts"
+
+
+# The table of drafts with another vocabulary: which tokens a draft lacks, and the rows of the report.
+
+
+@pytest.fixture
+def foreign_vocabulary(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import foreign_vocabulary
+
+    return foreign_vocabulary
+
+
+def test_share_of_tokens_that_a_draft_lacks(foreign_vocabulary: Any) -> None:
+    shares = {}
+    for vocabulary in foreign_vocabulary.VOCABULARIES:
+        lacks = vocabulary.lacks()
+        assert not any(lacks(index, "t") for index in range(foreign_vocabulary.KEPT + 1))
+        shares[vocabulary.name] = sum(lacks(index, "t") for index in range(1001, 11001)) / 10_000
+    assert list(shares.values()) == [0, 0, 0.1, 0.2, 0.5]
+
+
+def test_report_has_a_row_for_each_vocabulary(foreign_vocabulary: Any, tmp_path: Path) -> None:
+    def cell(vocabulary: str, shape: str, tokens: float, same: int, coverage: float) -> dict[str, Any]:
+        columns = {"vocabulary": vocabulary, "shape": shape, "temperature": 0.8, "tokens_per_step": tokens}
+        return columns | {"bound": 0.1, "same_text": same, "prompts": 5, "coverage": coverage}
+
+    cells = [cell("own", "chain:3", 2.5, 5, 1.0), cell("own", "tree:2,1", 2.75, 5, 1.0)]
+    cells += [cell("other", "chain:3", 1.5, 4, 0.8)]
+    (tmp_path / "out.jsonl").write_text("\n".join(json.dumps(each) for each in cells))
+    assert foreign_vocabulary.report(tmp_path / "out.jsonl").splitlines() == [
+        "| draft's vocabulary | coverage | chain:3 at 0.8 | tree:2,1 at 0.8 | texts of plain decoding |",
+        "| --- | --- | --- | --- | --- |",
+        "| own | 100 % | 2.50 ± 0.10 | 2.75 ± 0.10 | 10 of 10 |",
+        "| other | 80 % | 1.50 ± 0.10 |  | 4 of 5 |",
+    ]
+
+
+# The chosen schemas of the benchmark of guided answers: the list, and what is read from a clone or an archive.
+
+
+TEXTS = {("easy", "a"): '{"type": "object"}', ("hard", "b"): '{"type":\n "string", "title": "\u00e9"}'}
+
+
+@pytest.fixture
+def guided_cases(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import guided_cases
+
+    return guided_cases
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Return a folder like that of the benchmark, with one schema more than is chosen."""
+    for (kind, name), text in {**TEXTS, ("hard", "c"): "{}"}.items():
+        path = tmp_path / "data" / kind / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def chosen(guided_cases: Any, clone: Path, tmp_path: Path) -> Path:
+    cases = [guided_cases.Case(name, kind, {}, (), "") for kind, name in TEXTS]
+    guided_cases.write_choice(cases, clone, tmp_path / "chosen.tsv")
+    return tmp_path / "chosen.tsv"
+
+
+def test_an_archive_holds_the_chosen_schemas_of_a_clone(
+    guided_cases: Any, clone: Path, chosen: Path, tmp_path: Path
+) -> None:
+    lines = chosen.read_text().splitlines()
+    wanted = {key: text.encode() for key, text in TEXTS.items()}
+    assert guided_cases._texts(clone, lines) == wanted
+    guided_cases.write_archive(clone, tmp_path / "schemas.xz", chosen)
+    assert guided_cases._texts(tmp_path / "schemas.xz", lines) == wanted
+    assert list(guided_cases._texts(clone, lines[:1])) == [("easy", "a")]
+
+
+def test_another_schema_is_refused(guided_cases: Any, clone: Path, chosen: Path) -> None:
+    (clone / "hard" / "b.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"hard/b in .* is not the schema that was chosen"):
+        guided_cases._texts(clone, chosen.read_text().splitlines())
+    (clone / "easy" / "a.json").unlink()
+    with pytest.raises(SystemExit, match="has no easy/a"):
+        guided_cases._texts(clone, chosen.read_text().splitlines())
+
+
+def test_the_list_names_three_hundred_schemas_of_nine_classes(guided_cases: Any) -> None:
+    lines = [line.split("\t") for line in guided_cases.CHOSEN.read_text().splitlines()]
+    assert len(lines) == len({(kind, name) for kind, name, _ in lines}) == 300
+    assert len({kind for kind, _, _ in lines}) == 9, "no schema of Github_ultra is short enough"
+    assert {len(digest) for _, _, digest in lines} == {16}

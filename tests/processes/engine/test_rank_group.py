@@ -237,9 +237,9 @@ class TestLoss:
         assert not Path(f"/proc/{second}").exists()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_of_llama4_emit_the_same_tokens_as_one(split: Engine, ranks: int, tmp_path: Path) -> None:
-    """Experts are split, and there are fewer key-value heads than four ranks. Texts cross chunks of attention."""
+    """Experts are split, and there are fewer key-value heads than ranks. Texts cross chunks of attention."""
     split.close()  # a process can have only one open
     save_llama4(tmp_path, torch.float64, num_attention_heads=8, head_dim=8, num_hidden_layers=4)
     shape = json.loads((tmp_path / "config.json").read_text())

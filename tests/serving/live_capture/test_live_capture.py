@@ -17,7 +17,13 @@ import pytest
 
 from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.capture.segments import MAGIC, RETENTION_FILE, list_segments, segment_name
-from specdecode_worker.contract import Env, Plan, Report, Route, TaskMatch
+from specdecode_worker.contract import (
+    Env,
+    Plan,
+    Report,
+    Route,
+    TaskMatch,
+)
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.worker_process import WorkerProcess, fake, worker_config
 
@@ -48,17 +54,17 @@ def running(model_folder: Path, capture_dir: Path, **environment: str) -> Iterat
 
 
 @pytest.fixture(scope="module")
-def running_worker(model_folder: Path, folder: Path) -> Iterator[WorkerProcess]:
+def running_worker_of_live_capture(model_folder: Path, folder: Path) -> Iterator[WorkerProcess]:
     with running(model_folder, folder) as worker:
         yield worker
 
 
 @pytest.fixture
-def worker(running_worker: WorkerProcess, folder: Path) -> WorkerProcess:
+def worker(running_worker_of_live_capture: WorkerProcess, folder: Path) -> WorkerProcess:
     """Return the worker with an empty folder, while capture is off."""
-    push(running_worker, None)
+    push(running_worker_of_live_capture, None)
     wait(lambda: not folder.exists() or not list(folder.iterdir()))
-    return running_worker
+    return running_worker_of_live_capture
 
 
 def admin(
@@ -159,27 +165,6 @@ def test_opt_in_needs_every_permission_that_is_given(
     assert all(one.permitted for one in records(folder))
     is_forbidden = (header, metadata) in [("on", False), ("off", True)]
     assert captured(worker).dropped.get("opted_out", 0) == dropped + is_forbidden, "silence is no refusal"
-
-
-def test_delete_before_reaches_stored_records(worker: WorkerProcess, folder: Path) -> None:
-    push(worker, RULES)
-    ask(worker)
-    wait(lambda: captured(worker).conversations == 1)
-    push(worker, RULES.model_copy(update={"delete_before": time.time()}))
-    wait(lambda: captured(worker).conversations == 0, 3)
-    ask(worker)
-    wait(lambda: captured(worker).conversations == 1)
-
-
-def test_redaction_that_cannot_be_loaded_stops_capture_only(worker: WorkerProcess, folder: Path) -> None:
-    push(worker, RULES.model_copy(update={"redact": "nobody.has:this"}))
-    wait(lambda: "nobody.has:this cannot be imported" in (captured(worker).problem or ""))
-    ask(worker)
-    assert captured(worker).conversations == 0
-    push(worker, RULES)
-    wait(lambda: captured(worker).problem is None)
-    ask(worker)
-    wait(lambda: captured(worker).conversations == 1)
 
 
 def test_records_of_a_user_are_deleted(worker: WorkerProcess, folder: Path) -> None:

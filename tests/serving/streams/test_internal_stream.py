@@ -91,7 +91,6 @@ CASES: dict[str, dict[str, Any]] = {
         "prompt": small_model.byte_tokenizer().encode("🙂").ids[:3], "echo": True, "logit_bias": bias("🙂é", 9),
     },
     "echo alone": {"prompt": "some text", "echo": True, "logprobs": 1, "max_tokens": 0},
-    "best_of": {"prompt": "choose", "best_of": 3, "n": 2, "max_tokens": 6},
     "schema": {"response_format": ANSWER, "max_tokens": 40, "ignore_eos": False},
     "two schemas": {"response_format": ANSWER, "n": 2, "logprobs": True, "top_logprobs": 1, "max_tokens": 24},
     "regex": {"structured_outputs": {"regex": "(ab|cd){2,9}!"}, "presence_penalty": 1, "ignore_eos": False},
@@ -151,7 +150,7 @@ def request_of(name: str, *, stream: bool) -> OpenStream:
 @pytest.mark.parametrize("name", CASES)
 async def test_continued_answer_equals_the_unbroken_one(workers: tuple[StreamWorker, StreamWorker], name: str) -> None:
     plain, drafting = workers
-    streams = (False,) if "best_of" in CASES[name] else (True, False)
+    streams = (True, False)
     for stream in streams:
         request = request_of(name, stream=stream)
         every = 4 if name in LONG else 1
@@ -160,7 +159,7 @@ async def test_continued_answer_equals_the_unbroken_one(workers: tuple[StreamWor
         assert cuts > 2
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "best_of"])
+@pytest.mark.parametrize("name", list(CASES))
 async def test_rest_after_every_event_completes_the_stream(
     workers: tuple[StreamWorker, StreamWorker], name: str
 ) -> None:

@@ -66,13 +66,3 @@ class Traffic(ClientThreads):
                 self.failures += [f"{time.strftime('%T')} {problem}"] if problem else []
             if problem:
                 self._stop.wait(0.5)
-
-
-def answers(url: str, model: str, *, max_tokens: int = 24) -> list[str]:
-    """Return the greedy answers to some prompts, requested one at a time. Speculation does not change them."""
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
-        texts = []
-        for prompt in PROMPTS[:4]:
-            answer = client.post("/v1/chat/completions", json=chat_body(model, prompt, max_tokens)).raise_for_status()
-            texts.append(answer.json()["choices"][0]["message"]["content"])
-        return texts

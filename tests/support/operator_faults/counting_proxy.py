@@ -34,10 +34,6 @@ class SentRequest:
     def path(self) -> str:
         return urlsplit(self.url).path
 
-    @property
-    def is_watch(self) -> bool:
-        return "watch=" in urlsplit(self.url).query
-
 
 @dataclass(slots=True)
 class _Link:

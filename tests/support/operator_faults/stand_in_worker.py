@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 BEHAVIOUR: dict[str, Any] = {
-    "report": "honest",  # or "drip" (one byte a second), "hang" (accepts, never answers)
+    "report": "honest",  # or "drip" (one byte a second), "hang" (accepts, never answers), "garbage", a key of FALSE
     "plan": "accept",  # or "hang"
     "ready": True,
     "draft": "draft-a",  # hash of the draft that reports name
@@ -27,7 +27,14 @@ BEHAVIOUR: dict[str, Any] = {
     "running": 0,
     "contract_version": 1,
     "check_tokens": False,
+    "exit": False,
 }
+FALSE = {
+    "nan": {"running_request_seconds": float("nan")},
+    "negative": {"draft_tokens": -5},
+    "backwards": {"drafts": 3},
+}
+"""Fields of false reports, which also say that no draft was accepted: if believed, they would change plans."""
 DRAIN_SECONDS = float(os.environ.get("STAND_IN_DRAIN_SECONDS", "2"))
 BOOT, STARTED = uuid.uuid4().hex, time.monotonic()
 EMPTY_PLAN = {"uid": "", "version": 0, "draft": "", "buckets": {}}
@@ -80,6 +87,9 @@ def report() -> bytes:
             "accepted_tokens": min(accepted, drafts),
             "acceptance": cells,
         }
+    if BEHAVIOUR["report"] in FALSE:
+        misses = [{**cell, "ranks": [0] * 8 + [sum(cell["ranks"])]} for cell in cells]
+        document |= {"acceptance": misses, "accepted_tokens": 0, **FALSE[BEHAVIOUR["report"]]}
     return json.dumps(document).encode()
 
 
@@ -141,6 +151,8 @@ class Admin(Handler):
             time.sleep(3600)
         elif BEHAVIOUR["report"] == "drip":
             self.drip(report())
+        elif BEHAVIOUR["report"] == "garbage":
+            self.answer(b"x" * 1_000_000)
         else:
             self.answer(report())
 
@@ -186,6 +198,8 @@ class Control(Handler):
         with lock:
             advance_counters()
             BEHAVIOUR.update(json.loads(self.body()))
+        if BEHAVIOUR["exit"]:
+            os._exit(0)
         self.answer(b"{}")
 
 

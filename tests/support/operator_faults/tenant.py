@@ -13,7 +13,7 @@ import httpx
 
 from specdecode_operator.manifests.pods import merged
 from support.kube import Manifest, wait_for
-from support.operator_faults.api_client import Api, ApiError
+from support.operator_faults.api_client import Api
 from support.operator_faults.installation import is_ready
 from support.operator_faults.revision import Revision
 
@@ -265,12 +265,3 @@ class ServedDeployment:
             return version
 
         return wait_for("all workers have one plan", agreed, timeout_s=40)
-
-
-def is_refused(api: Api, namespace: str, manifest: Manifest) -> str:
-    """Return the API server's message if it refuses to create a resource, else an empty text."""
-    try:
-        api.create("sdd", namespace, manifest, dry_run=True)
-    except ApiError as error:
-        return str(error)
-    return ""

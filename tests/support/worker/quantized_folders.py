@@ -1,4 +1,4 @@
-"""Folders of small quantized targets, packed as the writers of each format do, and what their weights are in fp32.
+"""Folders of quantized targets, packed as the writers of each format do, and what their weights are in fp32.
 
 Every packer is written after its source, element by element, and shares no code with the reader:
 
@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from specdecode_worker.models.arch import causal_lm_config, new_network
 from specdecode_worker.models.linear import Linear
+from specdecode_worker.models.unloaded import meta_init
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -56,29 +59,26 @@ class Numbers:
 
 
 Packer = Callable[[Numbers], dict[str, Tensor]]
-Draw = Callable[[int, int, int], tuple[dict[str, Tensor], Tensor]]
-"""Function from N, K and a seed to the tensors of a matrix, by the ends of their names, and its weight in fp32."""
+Rounding = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
+"""Function from a weight [N, K] to the tensors that store it, by the ends of their names, and their weight in fp32."""
 
 
 def int4_numbers(
-    rows: int, columns: int, seed: int, *, group: int, symmetric: bool, ordered: bool = False, dtype: torch.dtype
+    weight_NK: Tensor, *, group: int, symmetric: bool, ordered: bool = False, dtype: torch.dtype
 ) -> Numbers:
-    """Return random numbers. With ``ordered``, columns of a group are anywhere (act-order)."""
-    generator = torch.Generator().manual_seed(seed)
+    """Return the nearest numbers. With ``ordered``, columns of a group are anywhere (act-order)."""
+    columns = weight_NK.shape[1]
     group = min(group, columns)
-    groups = columns // group
-
-    def integers(low: int, *shape: int) -> Tensor:
-        return torch.randint(low, 16, shape, generator=generator)
-
-    # an odd seed has larger scales, so that q, k and v differ
-    scale = (0.01 + 0.02 * torch.rand(rows, groups, generator=generator)) * (1 + seed % 3)
     groups_K = torch.arange(columns) // group
     if ordered:
         # matrices that read the same input share the order, which is that of its activations
         groups_K = groups_K[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
-    zero = torch.full((rows, groups), 8) if symmetric else integers(1, rows, groups)
-    return Numbers(integers(0, rows, columns), scale.to(dtype), zero, groups_K)
+    order_K = groups_K.argsort(stable=True)
+    low_NG, high_NG = weight_NK.float()[:, order_K].unflatten(1, (-1, group)).aminmax(dim=-1)
+    scale_NG = (torch.maximum(-low_NG, high_NG) / 7.5 if symmetric else (high_NG - low_NG) / 15).to(dtype)
+    zero_NG = torch.full_like(low_NG, 8) if symmetric else (-low_NG / scale_NG.float()).round().clamp(1, 15)
+    levels_NK = (weight_NK.float() / scale_NG.float()[:, groups_K]).round() + zero_NG[:, groups_K]
+    return Numbers(levels_NK.clamp(0, 15).long(), scale_NG, zero_NG.long(), groups_K)
 
 
 def words(integers: Tensor, places: Sequence[int] = range(8), bits: int = 4) -> Tensor:
@@ -133,92 +133,105 @@ def int4(
     symmetric: bool = True,
     ordered: bool = False,
     dtype: torch.dtype = torch.float16,
-) -> Draw:
-    """Return the drawing of int4 matrices that ``packer`` packs."""
+) -> Rounding:
+    """Return the rounding to int4 that ``packer`` packs."""
 
-    def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-        numbers = int4_numbers(rows, columns, seed, group=group, symmetric=symmetric, ordered=ordered, dtype=dtype)
+    def rounded(weight_NK: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        numbers = int4_numbers(weight_NK, group=group, symmetric=symmetric, ordered=ordered, dtype=dtype)
         return packer(numbers), numbers.weight
 
-    return draw
+    return rounded
 
 
 def scaled(
     scales: str, *, dtype: torch.dtype = torch.float32, name: str = "weight_scale", integers: bool = False
-) -> Draw:
-    """Return the drawing of fp8, or int8, matrices with a scale of all, of each row, or of each block of 128 by 128."""
+) -> Rounding:
+    """Return the rounding to fp8, or int8, with a scale of all, of each row, or of each block of 128 by 128."""
 
-    def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        shape = {"scalar": (), "tensor": (1,), "rows": (rows, 1), "blocks": (-(-rows // 128), -(-columns // 128))}[
-            scales
-        ]
-        scale = ((0.001 + 0.002 * torch.rand(shape, generator=generator)) * (1 + seed % 3)).to(dtype)
-        levels = 60 * torch.randn(rows, columns, generator=generator)
-        levels = levels.clamp(-127, 127).round().to(torch.int8) if integers else levels.to(torch.float8_e4m3fn)
-        wide = scale.float()
-        if scales == "blocks":
-            wide = wide[torch.arange(rows)[:, None] // 128, torch.arange(columns)[None, :] // 128]
-        return {"weight": levels, name: scale}, levels.float() * wide
+    def rounded(weight_NK: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rows, columns = weight_NK.shape
+        high, width = {"rows": (1, columns), "blocks": (128, 128)}.get(scales, (rows, columns))
+        padded_NK = F.pad(weight_NK.float().abs(), (0, -columns % width, 0, -rows % high))
+        largest = padded_NK.unflatten(1, (-1, width)).unflatten(0, (-1, high)).amax((1, 3))
+        scale = (largest / (127 if integers else 448)).to(dtype)
+        wide_NK = scale.float().repeat_interleave(high, 0).repeat_interleave(width, 1)[:rows, :columns]
+        levels_NK = weight_NK.float() / wide_NK
+        if integers:
+            stored_NK = levels_NK.round().clamp(-127, 127).to(torch.int8)
+        else:
+            stored_NK = levels_NK.clamp(-448, 448).to(torch.float8_e4m3fn)
+        shape: tuple[int, ...] = {"scalar": (), "tensor": (1,)}.get(scales, tuple(scale.shape))
+        return {"weight": stored_NK, name: scale.reshape(shape)}, stored_NK.float() * wide_NK
 
-    return draw
+    return rounded
 
 
-def nvfp4(*, modelopt: bool = False) -> Draw:
-    """Return the drawing of NVFP4 matrices, as compressed-tensors or ModelOpt name and scale them.
+def nvfp4(*, modelopt: bool = False) -> Rounding:
+    """Return the rounding to NVFP4, as compressed-tensors or ModelOpt name and scale it.
 
     After compressed-tensors ``compressors/nvfp4/helpers.py``, ``pack_fp4_to_uint8``: index of the magnitude in a table,
     bit 3 for the sign, the first of two in the low bits.
     """
-    table = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    table = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
-    def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        codes = torch.randint(0, 16, (rows, columns), generator=generator)
-        levels = torch.tensor([*table, *(-one for one in table)])[codes]
-        scale = (100 + 300 * torch.rand(rows, columns // 16, generator=generator)).to(torch.float8_e4m3fn)
-        whole = torch.tensor([9000.0 / (1 + seed % 3)])
-        packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    def rounded(weight_NK: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        values_NK = weight_NK.float()
+        whole = (6 * 448 / values_NK.abs().amax()).reshape(1)
+        scale = (values_NK.unflatten(1, (-1, 16)).abs().amax(-1) / 6 * whole).to(torch.float8_e4m3fn)
+        wide = scale.float() * (1 / whole) if modelopt else scale.float() / whole
+        wide_NK = wide.repeat_interleave(16, 1)
+        levels_NK = values_NK / wide_NK
+        codes = torch.bucketize(levels_NK.abs(), (table[1:] + table[:-1]) / 2)
+        packed = codes + 8 * (levels_NK < 0)
+        packed = (packed[:, 0::2] + 16 * packed[:, 1::2]).to(torch.uint8)
         if modelopt:
-            wide, named = scale.float() * (1 / whole), {"weight": packed, "weight_scale_2": (1 / whole).reshape(())}
+            named = {"weight": packed, "weight_scale_2": (1 / whole).reshape(())}
         else:
-            wide, named = scale.float() / whole, {"weight_packed": packed, "weight_global_scale": whole}
-        return named | {"weight_scale": scale}, levels * wide.repeat_interleave(16, 1)
+            named = {"weight_packed": packed, "weight_global_scale": whole}
+        return named | {"weight_scale": scale}, table[codes] * levels_NK.sign() * wide_NK
 
-    return draw
+    return rounded
 
 
 def write_quantized(
     folder: Path,
-    draw: Draw,
+    rounding: Rounding,
     quantization: dict[str, Any],
     *,
     plain: tuple[str, ...] = (),
     rename: Callable[[str], str] = str,
+    source: Path | None = None,
     **changed: Any,
 ) -> dict[str, Tensor]:
     """Write a target whose blocks have quantized matrices, and return the weights of the network in fp32.
 
-    ``plain`` names matrices that stay plain, by the last part of their names. ``rename`` returns names in the file.
+    Weights are those of the folder ``source``, or random. ``plain`` names matrices that stay plain, by the last part of
+    their names. ``rename`` returns names in the file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = SHAPE | changed
-    model = new_network(causal_lm_config(config))
-    generator = torch.Generator().manual_seed(11)
-    weights = {
-        name: 0.1 * torch.randn(tensor.shape, generator=generator) + (1.0 if tensor.dim() == 1 else 0.0)
-        for name, tensor in model.state_dict().items()
-    }
+    config = (SHAPE if source is None else json.loads((source / "config.json").read_text())) | changed
+    with meta_init():
+        model = new_network(causal_lm_config(config))
+    matrices = {f"model.layers.{name}": one for name, one in model.model.layers.named_modules()}
+    matrices = {name: one for name, one in matrices.items() if isinstance(one, Linear)}
+    if source is None:
+        generator = torch.Generator().manual_seed(11)
+        weights = {
+            name: 0.1 * torch.randn(tensor.shape, generator=generator) + (1.0 if tensor.dim() == 1 else 0.0)
+            for name, tensor in model.state_dict().items()
+        }
+        for index, name in enumerate(matrices):
+            weights[f"{name}.weight"] *= 1 + index % 3  # so that scales of q, k and v differ
+    else:
+        shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+        weights = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
     stored = dict(weights)
-    matrices = [(name, one) for name, one in model.model.layers.named_modules() if isinstance(one, Linear)]
-    for seed, (name, linear) in enumerate(matrices):
-        name = f"model.layers.{name}"
+    for name in matrices:
         if name.rpartition(".")[2] not in plain:
-            tensors, weights[f"{name}.weight"] = draw(linear.out_features, linear.in_features, seed)
-            del stored[f"{name}.weight"]
+            tensors, weights[f"{name}.weight"] = rounding(stored.pop(f"{name}.weight"))
             stored |= {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
     if config.get("tie_word_embeddings"):
-        del stored["lm_head.weight"]
+        stored.pop("lm_head.weight", None)
     save_file({rename(name): tensor for name, tensor in stored.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
     return weights

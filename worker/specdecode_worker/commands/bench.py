@@ -12,13 +12,7 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.commands.comparison import (
-    Variant,
-    compare,
-    tables,
-    transformers_tokens_per_second,
-    write_files,
-)
+from specdecode_worker.commands.comparison import Variant, compare, tables
 from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import adapted_uri
 from specdecode_worker.embedded.errors import EmbeddedModelError
@@ -46,16 +40,9 @@ def run(args: argparse.Namespace) -> int:
         prompts = _prompts(engine, args)
         results = {count: compare(engine, prompts, count, _variants(args), args) for count in args.concurrency}
         document = _document(args, engine, results)
-        if args.transformers:
-            tokens_per_second = transformers_tokens_per_second(
-                engine.folder, args.dtype, [p.tokens for p in prompts], args.max_tokens
-            )
-            document["transformers"] = {"tokens_per_second": tokens_per_second}
     except (ModelError, EmbeddedModelError, ValueError, OSError) as error:
         print(f"specdecode-worker bench: {error}", file=sys.stderr)
         return 1
-    if args.out:
-        write_files(document, Path(args.out), "\n\n".join(tables(document)))
     print(json.dumps(document, indent=2) if args.json else "\n\n".join(tables(document)))
     return 0
 

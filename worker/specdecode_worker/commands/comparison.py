@@ -1,21 +1,17 @@
-"""Comparison of decoding with and without speculation, and with transformers."""
+"""Comparison of decoding with and without speculation."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
 import sys
-import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from specdecode_worker.commands.flags import method_and_draft
 from specdecode_worker.commands.local_engine import (
@@ -28,7 +24,6 @@ from specdecode_worker.commands.local_engine import (
     local_engine,
     sampling_of,
 )
-from specdecode_worker.commands.sampler_comparison import Walks
 from specdecode_worker.contract import MergedDraft, TreeShape
 from specdecode_worker.core.messages import Sampling, Tokens
 
@@ -40,6 +35,47 @@ from specdecode_worker.core.messages import Sampling, Tokens
 CONTEXT_EDGES = (256, 1024, 4096, 16384, 65536)
 """Bounds of the context lengths for which acceptance is reported, in tokens. A bound belongs to the range below it."""
 _PLAIN = TreeShape(())
+
+
+@dataclass(slots=True)
+class Walks:
+    """Number of accepted nodes of each verified tree, by request."""
+
+    accepted: list[list[int]]
+    _sums: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, requests: int) -> Walks:
+        """Return empty counts for this many requests."""
+        return cls([[] for _ in range(requests)], [0] * requests)
+
+    def take(self, index: int, new: Tokens) -> None:
+        """Record the step of request ``index`` if it verified a tree."""
+        if new.drafts > len(self.accepted[index]):
+            self.accepted[index].append(new.accepted - self._sums[index])
+            self._sums[index] = new.accepted
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean number of tokens per speculative step."""
+        return 1 + sum(map(sum, self.accepted)) / max(self.steps, 1)
+
+    @property
+    def steps(self) -> int:
+        """Number of speculative steps."""
+        return sum(map(len, self.accepted))
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the tokens per step, clustered by request, because steps of one text are correlated."""
+        mean = self.tokens_per_step - 1
+        return sqrt(sum((sum(walks) - mean * len(walks)) ** 2 for walks in self.accepted)) / max(self.steps, 1)
+
+    def by_depth(self, depth: int) -> list[float]:
+        """Return the acceptance rate by depth: the share of steps that accepted a node, if its parent was accepted."""
+        walks = [count for request in self.accepted for count in request]
+        reached = [sum(count >= level for count in walks) for level in range(depth + 1)]
+        return [after / max(before, 1) for before, after in pairwise(reached)]
 
 
 @dataclass(slots=True)
@@ -366,7 +402,7 @@ def _timing_fields(timing: RunTiming) -> dict[str, float]:
     return {"tokens_per_second": timing.tokens_per_second, "step_milliseconds": timing.step_milliseconds}
 
 
-# Output of ``bench``: text tables, files and a plot.
+# Output of ``bench``: text tables.
 
 HEADER = "  at once   plain tok/s   spec tok/s   ratio   tok/step   plain ms   spec ms   4-grams   identical"
 
@@ -382,8 +418,6 @@ def tables(document: dict[str, Any]) -> Iterator[str]:
         yield "\n".join((name, HEADER, *(_row(count, row) for count, row in by_concurrency.items())))
     if len(variants) > 1:
         yield "\n".join(_winners(variants))
-    if "transformers" in document:
-        yield f"transformers, one at a time: {document['transformers']['tokens_per_second']:.1f} tokens/s"
 
 
 def _row(count: int, row: dict[str, Any]) -> str:
@@ -404,75 +438,3 @@ def _winners(variants: dict[str, Any]) -> Iterator[str]:
         best = max(ratios, key=lambda name: ratios[name])
         name, ratio = (best, ratios[best]) if ratios[best] > 1 else ("plain", 1.0)
         yield f"  {count:7}   {name} ({ratio:.2f})"
-
-
-def write_files(document: dict[str, Any], stem: Path, text: str) -> None:
-    """Write STEM.json, STEM.md and STEM.png. Raise OSError if that fails."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    stem.with_suffix(".md").write_text(f"```\n{text}\n```\n")
-    plot(document, stem.with_suffix(".png"))
-
-
-def plot(document: dict[str, Any], path: Path) -> None:
-    """Plot the ratio to plain decoding over concurrency, with a line for each variant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    variants = document.get("variants") or {document["shape"]: document["concurrency"]}
-    for name, rows in variants.items():
-        counts = [int(count) for count in rows]
-        axes.plot(counts, [row["ratio"] for row in rows.values()], marker="o", label=name)
-    axes.axhline(1, color="grey", linewidth=1)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_xlabel("requests at once")
-    axes.set_ylabel("tokens per second, over plain decoding")
-    axes.set_title(f"{document['machine']}, {document['dtype']}, {document['date']}", fontsize=9)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-# Speed of ``generate`` in transformers, as a reference for ``bench``.
-#
-# The same prompts run greedily, one at a time. transformers is a development dependency.
-
-
-def is_installed() -> bool:
-    """Return whether transformers is installed."""
-    return importlib.util.find_spec("transformers") is not None
-
-
-def transformers_tokens_per_second(
-    folder: Path, dtype: str, prompts: Sequence[Sequence[int]], max_tokens: int
-) -> float:
-    """Return the tokens per second after the first token of each prompt.
-
-    Raises:
-        ValueError: transformers is not installed.
-    """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise ValueError("--transformers needs the package transformers; pip install transformers") from None
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    _seconds(model, prompts[0], 4)
-    seconds = tokens = 0.0
-    for prompt in prompts:
-        first, _ = _seconds(model, prompt, 1)
-        all_of_them, count = _seconds(model, prompt, max_tokens)
-        seconds, tokens = seconds + all_of_them - first, tokens + count - 1
-    return tokens / seconds
-
-
-def _seconds(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[float, int]:
-    """Return the duration in seconds and the number of generated tokens."""
-    ids = torch.tensor([list(prompt)])
-    began = time.monotonic()
-    with torch.inference_mode():
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
-    return time.monotonic() - began, out.shape[1] - len(prompt)

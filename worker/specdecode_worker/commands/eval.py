@@ -1,7 +1,6 @@
 """Command ``eval``: measure the acceptance of a draft by domain, depth and context, before it is deployed.
 
-The engine answers with and without the draft (commands/comparison.py). ``--sampler`` compares samplers instead
-(commands/sampler_comparison.py).
+The engine answers with and without the draft (commands/comparison.py).
 """
 
 from __future__ import annotations
@@ -9,14 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from typing import Any
 
-from specdecode_worker.commands import comparison as engine_evaluation
-from specdecode_worker.commands import sampler_comparison
-from specdecode_worker.commands.flags import (
-    method_and_draft,
-)
+from specdecode_worker.commands.comparison import evaluate_on_engine, table
+from specdecode_worker.commands.flags import method_and_draft
 from specdecode_worker.models.errors import ModelError
 
 
@@ -32,18 +26,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 2
     try:
-        document, table = _run_evaluation(args)
+        document = evaluate_on_engine(args)
     except (ModelError, OSError, ValueError) as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 1
     print(json.dumps(document, indent=2) if args.json else table(document))
     return 0
-
-
-def _run_evaluation(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[dict[str, Any]], str]]:
-    """Return the results and the function that formats them."""
-    if args.sampler:
-        args.temperature = args.temperature or sampler_comparison.TEMPERATURES
-        return sampler_comparison.compare(args), sampler_comparison.table
-    args.temperature = args.temperature or (0.0,)
-    return engine_evaluation.evaluate_on_engine(args), engine_evaluation.table

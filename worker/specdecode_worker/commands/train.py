@@ -6,7 +6,6 @@ The work is done by ``training.recipe``.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.prompts import read_prompts
 from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, record_answers, train_draft
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
-from specdecode_worker.training.trainer import TrainSettings, join
+from specdecode_worker.training.trainer import TrainSettings
 
 _DEFAULTS = TrainSettings()
 
@@ -53,19 +52,14 @@ def _train(args: argparse.Namespace) -> Path:
         size=args.tensor_parallel_size,
         threads=args.threads,
     )
-    if placement.size > 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise TrainingError("--tensor-parallel-size starts its own processes; leave torchrun or the flag out")
-    peers = join()
-    if peers.rank == 0:
-        record_answers(placement, Chat(folder), _recording_settings(args), args.seed, args.out, print_progress)
+    record_answers(placement, Chat(folder), _recording_settings(args), args.seed, args.out, print_progress)
     with placed_target(placement) as target:
         return train_draft(
             target,
             _settings(args),
             _draft_settings(args, target, folder),
             args.out,
-            print_progress if peers.rank == 0 else _discard,
-            peers,
+            print_progress,
             whole=_whole_target(args, placement),
         )
 
@@ -91,7 +85,6 @@ def _draft_settings(args: argparse.Namespace, target: CausalLM, folder: Path) ->
         method=args.method,
         draft_vocab=args.draft_vocab,
         layers=args.layers,
-        copiers=args.copiers,
         origin=origin,
         parent=parent,
         normalise=not args.no_normalisers,
@@ -125,7 +118,3 @@ def _recording_settings(args: argparse.Namespace) -> RecordingSettings:
         rows=args.rows,
         answer_tokens=args.max_tokens,
     )
-
-
-def _discard(line: str) -> None:
-    """Drop the progress line, because rank 0 prints it."""

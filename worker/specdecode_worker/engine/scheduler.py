@@ -567,7 +567,7 @@ class GrammarQueue:
             try:
                 guide = future.result()
             except GrammarRefused as error:
-                yield request, error.message
+                yield request, str(error)
                 continue
             except (KeyboardInterrupt, SystemExit):
                 raise

@@ -21,9 +21,9 @@ from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.server.access import prefix_salt
 from specdecode_worker.server.admission import (
     AdmissionQueue,
+    Model,
     ModelLimits,
     RequestTerms,
-    logprobs_of,
     sampling_of,
     seeds_of,
     token_limits,
@@ -47,7 +47,6 @@ from specdecode_worker.server.responses import (
     FinishedChoice,
     TextOptions,
 )
-from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.tokenizer import Tokenizer
 
 # Output of one choice: converts its tokens into pieces of text, whether they arrive or are replayed.
@@ -87,11 +86,6 @@ class ChoiceOutput:
         self.finish_reason: str | None = None
 
     @property
-    def mean_logprob(self) -> float:
-        """Mean log-probability per token; 0 without log-probabilities."""
-        return self._detokenizer.mean_logprob
-
-    @property
     def statistics(self) -> ChoiceStatistics:
         """Token and speculation counts so far."""
         now = self.counters
@@ -111,7 +105,7 @@ class ChoiceOutput:
             EngineFailed: Log-probabilities are missing.
         """
         self._count(tokens)
-        if self._options.has_logprobs and len(tokens.logprobs) != len(tokens.tokens):
+        if self._options.logprobs and len(tokens.logprobs) != len(tokens.tokens):
             raise EngineFailed("the engine returned no log-probabilities")
         echo = self._echoed(tokens)
         if not self._options.generates:
@@ -130,7 +124,7 @@ class ChoiceOutput:
         Raises:
             BadRequest: There are tokens behind the end of the choice, or log-probabilities are missing.
         """
-        if self._options.has_logprobs and len(progress.logprobs) != len(progress.ids):
+        if self._options.logprobs and len(progress.logprobs) != len(progress.ids):
             raise BadRequest("the progress of a choice lacks log-probabilities of its tokens", param="resume")
         pieces: list[ChoicePiece] = []
         for tokens in _messages(progress, rule):
@@ -216,7 +210,7 @@ def earlier_choices(
     if start.compatibility_key != key:
         raise Incompatible("this worker cannot continue the request: its compatibility key differs")
     prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-    made = request.generated_choices
+    made = request.n
     if len(start.prompts) != prompts or not all(start.prompts):
         raise _no_attempt("the number of prompts")
     if len(start.choices) != prompts * made or len(resume.choices) != len(start.choices):
@@ -297,7 +291,7 @@ def new_choices(model: Model, request: GenerationRequest, prompts: Sequence[Prom
     most_tokens = token_limits(request, [prompt.ids for prompt in prompts], limits)
     choices = []
     for prompt, limit in zip(prompts, most_tokens, strict=True):
-        for index, seed in enumerate(seeds_of(request.seed, request.generated_choices)):
+        for index, seed in enumerate(seeds_of(request.seed, request.n)):
             options = _output_options(request, index)
             output = ChoiceOutput(model.tokenizer, prompt, options)
             sampling = sampling_of(request, limit, seed, limits, prompt.grammar)
@@ -318,7 +312,7 @@ def continued_choices(
     Raises:
         BadRequest: The progress is no output of the request.
     """
-    made = request.generated_choices
+    made = request.n
     choices = []
     for index, (sampling, progress) in enumerate(earlier):
         prompt, options = prompts[index // made], _output_options(request, index % made)
@@ -335,7 +329,6 @@ def _output_options(request: GenerationRequest, choice: int) -> TextOptions:
         skip_special_tokens=request.skip_special_tokens,
         min_tokens=request.min_tokens,
         logprobs=request.top_logprobs_count is not None,
-        has_logprobs=logprobs_of(request) is not None,
         generates=not isinstance(request, CompletionRequest) or request.max_tokens != 0,
         counts_prompt=choice == 0,
     )
@@ -456,7 +449,6 @@ class Generation:
             finish_reason=every[-1].finish_reason or "stop",
             statistics=self.statistics,
             scored=tuple(one for piece in every for one in piece.scored),
-            mean_logprob=self.output.mean_logprob,
         )
 
     def close(self, *, moved: bool = False) -> None:

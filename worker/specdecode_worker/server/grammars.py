@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import keyword
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -32,154 +31,6 @@ from specdecode_worker.server.requests import (
     unsupported,
 )
 
-# Lark rules of calls in the pythonic format, such as ``[get_weather(city="Oslo", days=3), now()]``.
-#
-# The arguments are Python literals, so they are not covered by the library's JSON grammar: ``True``, ``False`` and
-# ``None`` differ from JSON, and so do some escapes. A schema becomes rules here; what these rules cannot express is
-# refused for functions with ``strict``, and ignored for others.
-
-Path = tuple[str | int, ...]
-
-_TERMINALS = (
-    r'STRING: /"([^"\\\x00-\x1f\x7f]|\\["\\nrt])*"/',
-    r"INTEGER: /-?(0|[1-9][0-9]{0,17})/",
-    r"NUMBER: /-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?/",
-    "SEPARATOR: /, ?/",
-    'true_or_false: "True" | "False"',
-    'literal: STRING | NUMBER | true_or_false | "None" | list | dict',
-    'list: "[" (literal (SEPARATOR literal)*)? "]"',
-    'dict: "{" (STRING ": " literal (SEPARATOR STRING ": " literal)*)? "}"',
-)
-_RULE_OF_TYPE = {"string": "STRING", "integer": "INTEGER", "number": "NUMBER", "boolean": "true_or_false",
-                 "null": '"None"', "array": "list", "object": "dict"}  # fmt: skip
-_HANDLED = frozenset(("type", "enum", "const", "anyOf", "oneOf", "items", "properties", "required",
-                      "additionalProperties", "$ref", "$defs", "definitions"))  # fmt: skip
-_WITHOUT_EFFECT = frozenset(("title", "description", "default", "examples", "$comment", "$schema", "$id", "deprecated"))
-MOST_RULES = 2_000
-"""Most rules of the functions of one request; each takes a few microseconds to compile."""
-
-
-class PythonicRules:
-    """Rules of calls of several functions. ``lines`` holds them as Lark text, with the rule ``call``."""
-
-    def __init__(self) -> None:
-        self.lines = list(_TERMINALS)
-        self._calls: list[str] = []
-        self._root: Mapping[str, Any] = {}
-        self._exact = True
-        self._references: dict[str, str] = {}
-
-    def add(self, name: str, parameters: Mapping[str, Any], *, exact: bool) -> None:
-        """Add a function. With ``exact``, constraints that the rules cannot express are refused.
-
-        Raises:
-            GrammarRefused: The function cannot be called in this format; the error names the part of its schema.
-        """
-        if not all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")):
-            raise GrammarRefused(f"calls in the pythonic format need a Python name; {name} is none")
-        self._root, self._exact, self._references = parameters, exact, {}
-        self._check(parameters, ())
-        arguments = {}
-        required = set(parameters.get("required", ()))
-        for argument, schema in parameters.get("properties", {}).items():
-            if argument.isidentifier() and not keyword.iskeyword(argument):
-                value = self._value(schema, ("properties", argument))
-                arguments[argument] = f'"{argument}=" {value}', argument in required
-            elif exact or argument in required:
-                raise GrammarRefused(f"the pythonic format cannot name {argument}", ("properties", argument))
-        if missing := sorted(required - arguments.keys()):
-            raise GrammarRefused(f"required names {missing[0]}, which is no property", ("required",))
-        self._calls.append(self._rule(f'{json.dumps(name + "(")} {self._sequence(list(arguments.values()))} ")"'))
-
-    @property
-    def text(self) -> str:
-        """All rules, with ``call`` for a call of any of the functions."""
-        return "\n".join([*self.lines, f"call: {' | '.join(self._calls)}"])
-
-    def _rule(self, body: str) -> str:
-        """Add a rule and return its name."""
-        if len(self.lines) >= MOST_RULES:
-            raise GrammarRefused("the schemas of the functions are too large")
-        self.lines.append(f"rule_{len(self.lines)}: {body}")
-        return self.lines[-1].partition(":")[0]
-
-    def _sequence(self, items: Sequence[tuple[str, bool]]) -> str:
-        """Return a rule of items in order, of which the required ones are never left out."""
-        after, first = '""', '""'
-        for body, is_required in reversed(items):
-            start = f"{body} {after}"
-            go_on = self._rule(f"SEPARATOR {start}" + ("" if is_required else f" | {after}"))
-            first = self._rule(start + ("" if is_required else f" | {first}"))
-            after = go_on
-        return first
-
-    def _value(self, schema: Any, path: Path) -> str:
-        """Return the rule of the values that a schema allows."""
-        if not isinstance(schema, Mapping):
-            return "literal"
-        self._check(schema, path)
-        if "$ref" in schema:
-            return self._reference(str(schema["$ref"]), (*path, "$ref"))
-        if "const" in schema or "enum" in schema:
-            allowed = [schema["const"]] if "const" in schema else schema["enum"]
-            return self._rule(" | ".join(json.dumps(_python(value)) for value in allowed))
-        for key in ("anyOf", "oneOf"):
-            if key in schema:
-                return self._rule(" | ".join(self._value(one, (*path, key, i)) for i, one in enumerate(schema[key])))
-        kinds = schema.get("type", ())
-        kinds = [kinds] if isinstance(kinds, str) else list(kinds)
-        return self._rule(" | ".join(self._of_type(kind, schema, path) for kind in kinds)) if kinds else "literal"
-
-    def _of_type(self, kind: str, schema: Mapping[str, Any], path: Path) -> str:
-        """Return the rule of the values of one type."""
-        if kind == "array" and "items" in schema:
-            item = self._value(schema["items"], (*path, "items"))
-            return self._rule(f'"[" ({item} (SEPARATOR {item})*)? "]"')
-        if kind == "object" and schema.get("properties"):
-            required = set(schema.get("required", ()))
-            entries = [
-                (f"{json.dumps(json.dumps(name) + ': ')} {self._value(one, (*path, 'properties', name))}",
-                 name in required)
-                for name, one in schema["properties"].items()
-            ]  # fmt: skip
-            return self._rule(f'"{{" {self._sequence(entries)} "}}"')
-        if kind not in _RULE_OF_TYPE:
-            raise GrammarRefused(f"there is no type {kind}", (*path, "type"))
-        return _RULE_OF_TYPE[kind]
-
-    def _reference(self, reference: str, path: Path) -> str:
-        """Return the rule of a referenced definition. It may refer to itself."""
-        if reference not in self._references:
-            self._references[reference] = name = f"reference_{len(self.lines)}"
-            self.lines.append("")
-            place = len(self.lines) - 1
-            steps = reference.split("/")
-            definition: Any = self._root
-            for step in steps[1:]:
-                definition = definition.get(step) if isinstance(definition, Mapping) else None
-            if steps[0] != "#" or definition is None:
-                raise GrammarRefused(f"{reference} refers to nothing in the schema", path)
-            self.lines[place] = f"{name}: {self._value(definition, tuple(steps[1:]))}"
-        return self._references[reference]
-
-    def _check(self, schema: Mapping[str, Any], path: Path) -> None:
-        """Refuse keywords that the rules cannot express, for functions with ``strict``."""
-        unknown = sorted(schema.keys() - _HANDLED - _WITHOUT_EFFECT)
-        if self._exact and unknown:
-            raise GrammarRefused(f"calls in the pythonic format cannot express {unknown[0]}", (*path, unknown[0]))
-
-
-def _python(value: Any) -> str:
-    """Return a JSON value as a Python literal."""
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list):
-        return f"[{', '.join(map(_python, value))}]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_python(key)}: {_python(one)}" for key, one in value.items()) + "}"
-    return repr(value)
-
-
 # Grammars of tool calls in the format of the model: calls only, or calls within text.
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -195,25 +46,25 @@ class CallableFunction:
     exact: bool
 
 
+# Each format's text before a call, the key of its arguments, the text behind it, and what separates two calls.
+_HERMES = "<tool_call>\n", "arguments", "\n</tool_call>", "\n"
+_JSON = "", "parameters", "", "; "
+
+
+def guided_format(tool_format: ToolFormat) -> ToolFormat:
+    """Return the format in which calls are written that a grammar guides: JSON for models of the pythonic one."""
+    return "llama3_json" if tool_format == "pythonic" else tool_format
+
+
 def forced_calls(tool_format: ToolFormat, functions: Sequence[CallableFunction], *, parallel: bool) -> str:
     """Return the grammar of answers that are calls and nothing else: several only if ``parallel``.
 
     Raises:
         GrammarRefused: Calls of a function cannot be expressed by a grammar.
     """
-    match tool_format:
-        case "hermes":
-            more = r' ("\n" call)*' if parallel else ""
-            lines = [f"start: call{more}"]
-            begin, key, end = "<tool_call>\n", "arguments", "\n</tool_call>"
-        case "llama3_json":
-            more = ' ("; " call)*' if parallel else ""
-            lines = [f"start: call{more}"]
-            begin, key, end = "", "parameters", ""
-        case "pythonic":
-            more = " (SEPARATOR call)*" if parallel else ""
-            return lark_grammar(f'start: "[" call{more} "]"\n{_pythonic_rules(functions)}')
-    return lark_grammar("\n".join([*lines, *_call_rules(functions, begin, key, end)]))
+    begin, key, end, between = _HERMES if tool_format == "hermes" else _JSON
+    more = f" ({json.dumps(between)} call)*" if parallel else ""
+    return lark_grammar("\n".join([f"start: call{more}", *_call_rules(functions, begin, key, end)]))
 
 
 def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunction], *, parallel: bool) -> str:
@@ -222,39 +73,21 @@ def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunct
     Raises:
         GrammarRefused: Calls of a function cannot be expressed by a grammar.
     """
-    match tool_format:
-        case "hermes":
-            calls = "(called)*" if parallel else "(called)?"
-            lines = [
-                f"start: {calls} TEXT",
-                r"TEXT: /(.|\n)*/",
-                'begin[lazy]: TEXT "<tool_call>"',
-                "called: begin call",
-            ]
-            begin, key, end = "\n", "arguments", "\n</tool_call>"
-        case "llama3_json":
-            more = ' ("; " call)*' if parallel else ""
-            # The format has no mark for a call: an answer is one if it begins with a brace.
-            lines = [f"start: TEXT | call{more}", r"TEXT: /[^{\s<](.|\n)*|<([^|](.|\n)*)?/"]
-            begin, key, end = "", "parameters", ""
-        case "pythonic":
-            more = " (SEPARATOR call)*" if parallel else ""
-            start = f'start: TEXT | "[" call{more} "]"\nTEXT: /[^\\[\\s<](.|\\n)*|<([^|](.|\\n)*)?/'
-            return lark_grammar(f"{start}\n{_pythonic_rules(functions)}")
+    if tool_format == "hermes":
+        _, key, end, _ = _HERMES
+        lines = [
+            f"start: {'(called)*' if parallel else '(called)?'} TEXT",
+            r"TEXT: /(.|\n)*/",
+            'begin[lazy]: TEXT "<tool_call>"',
+            "called: begin call",
+        ]
+        return lark_grammar("\n".join([*lines, *_call_rules(functions, "\n", key, end)]))
+    begin, key, end, between = _JSON
+    more = f" ({json.dumps(between)} call)*" if parallel else ""
+    # The format has no mark for a call: an answer is one if it begins with a brace. No text begins as a pythonic call.
+    taken = r"{\[" if tool_format == "pythonic" else "{"
+    lines = [f"start: TEXT | call{more}", rf"TEXT: /[^{taken}\s<](.|\n)*|<([^|](.|\n)*)?/"]
     return lark_grammar("\n".join([*lines, *_call_rules(functions, begin, key, end)]))
-
-
-def _pythonic_rules(functions: Sequence[CallableFunction]) -> str:
-    """Return the Lark rules of a call of one of the functions in the pythonic format."""
-    rules = PythonicRules()
-    for function in functions:
-        try:
-            rules.add(function.name, _object_schema(function), exact=function.exact)
-        except GrammarRefused as error:
-            place = ".".join(map(str, error.path))
-            message = f"function {function.name}: {error.message}" + (f" ({place})" if place else "")
-            raise GrammarRefused(message, error.path) from None
-    return rules.text
 
 
 def _call_rules(functions: Sequence[CallableFunction], begin: str, key: str, end: str) -> list[str]:
@@ -276,9 +109,13 @@ def _arguments_schema(function: CallableFunction) -> dict[str, Any]:
 def _object_schema(function: CallableFunction) -> dict[str, Any]:
     """Return the schema of the arguments, which are always an object."""
     schema = function.parameters if isinstance(function.parameters, dict) else ANY_ARGUMENTS
-    if schema.get("type", "object") != "object":
-        raise GrammarRefused("the parameters of a function must be of type object", ("type",))
+    if not _are_arguments(schema):
+        raise GrammarRefused("the parameters of a function must be of type object")
     return {**schema, "type": "object"}
+
+
+def _are_arguments(schema: Mapping[str, Any]) -> bool:
+    return bool(schema.get("type", "object") == "object")
 
 
 # Grammars of answers: built from a request and compiled in a thread, so that other requests do not wait.
@@ -296,14 +133,12 @@ class AnswerGrammars:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
     async def of(self, body: GenerationRequest) -> str:
-        """Return the grammar of the answers to a request; empty if they may be any text.
+        """Return the grammar of the answers to a request that may not be any text.
 
         Raises:
             BadRequest: The grammar cannot be used; the error names the field at fault.
             TooManyWaiting: Other compilations take too long.
         """
-        if not body.prescribes_answer and not body.bad_words:
-            return ""
         try:
             work = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, body)
             return await asyncio.wait_for(work, COMPILE_SECONDS)
@@ -346,21 +181,20 @@ class AnswerGrammars:
     def _refusal(self, error: GrammarRefused, body: GenerationRequest) -> BadRequest:
         """Return the response that names the field at fault."""
         if not (isinstance(body, ChatRequest) and body.guides_calls):
-            return BadRequest(error.message, param=_field(body), code="invalid_value")
+            return BadRequest(str(error), param=_field(body), code="invalid_value")
         for i, tool in enumerate(body.tools):
             if tool in (body.forced_tools or body.tools) and not self._compiles(tool):
-                return BadRequest(error.message, param=f"tools[{i}].function.parameters", code="invalid_value")
-        if error.path:
-            return BadRequest(error.message, param="tools", code="invalid_value")
-        return unsupported(error.message, "tool_choice")
+                return BadRequest(str(error), param=f"tools[{i}].function.parameters", code="invalid_value")
+        return unsupported(str(error), "tool_choice")
 
     def _compiles(self, tool: Tool) -> bool:
         """Return whether the parameters of a function can be compiled."""
-        if tool.function.parameters is None:
+        parameters = tool.function.parameters
+        if parameters is None:
             return True
         try:
-            grammar = grammars.json_grammar(tool.function.parameters, exact=bool(tool.function.strict))
-            return self._compiler.compiles(grammar)
+            grammar = grammars.json_grammar(parameters, exact=bool(tool.function.strict))
+            return _are_arguments(parameters) and self._compiler.compiles(grammar)
         except GrammarRefused:
             return False
 

@@ -1,4 +1,4 @@
-"""OpenAPI description of the public port: request bodies, responses and errors."""
+"""OpenAPI description of the public port: request bodies, and the status codes of responses."""
 
 from __future__ import annotations
 
@@ -75,94 +75,6 @@ def _or_null(schema: Json) -> Json:
     return {"anyOf": [*(one for one in options if one != _NULL), _NULL], **default}
 
 
-# JSON schemas of the responses, on which clients can rely. They are hand-written: responses are plain dicts.
-
-TEXT: Json = {"type": "string"}
-COUNT: Json = {"type": "integer", "minimum": 0}
-NUMBER: Json = {"type": "number"}
-
-
-def record(**properties: Json) -> Json:
-    """Return the schema of an object that requires all ``properties``."""
-    return {"type": "object", "required": list(properties), "properties": properties}
-
-
-def listed(items: Json) -> Json:
-    """Return the schema of an array of ``items``."""
-    return {"type": "array", "items": items}
-
-
-def or_null(schema: Json) -> Json:
-    """Return a schema that also accepts null."""
-    return {"anyOf": [schema, {"type": "null"}]}
-
-
-_ERROR = record(error=record(message=TEXT, type=TEXT, param=or_null(TEXT), code=or_null(TEXT)))
-_USAGE = record(
-    prompt_tokens=COUNT,
-    completion_tokens=COUNT,
-    total_tokens=COUNT,
-    prompt_tokens_details=record(cached_tokens=COUNT),
-)
-_METRICS = record(
-    speculative_decoding=record(
-        mean_acceptance_length=NUMBER,
-        draft_acceptance_rate=NUMBER,
-        acceptance_histogram=listed(COUNT),
-        num_spec_steps=COUNT,
-        num_accepted_draft_tokens=COUNT,
-        num_draft_tokens=COUNT,
-        num_spec_tokens=COUNT,
-    )
-)
-_REASON: Json = {"enum": ["stop", "length", "tool_calls"]}
-_CALL = record(id=TEXT, type={"const": "function"}, function=record(name=TEXT, arguments=TEXT))
-_MESSAGE = record(role={"const": "assistant"}, content=or_null(TEXT))
-_MESSAGE["properties"]["tool_calls"] = listed(_CALL)
-_TOP = record(token=TEXT, logprob=NUMBER, bytes=listed(COUNT))
-_CHAT_LOGPROBS = record(content=listed(record(**_TOP["properties"], top_logprobs=listed(_TOP))))
-_COMPLETION_LOGPROBS = record(
-    text_offset=listed(COUNT),
-    token_logprobs=listed(or_null(NUMBER)),
-    tokens=listed(TEXT),
-    top_logprobs=listed(or_null({"type": "object", "additionalProperties": NUMBER})),
-)
-
-
-def _answer(kind: str, choice: Json) -> Json:
-    """Return the schema of a completion object with choices of schema ``choice``."""
-    return record(
-        id=TEXT,
-        object={"const": kind},
-        created=COUNT,
-        model=TEXT,
-        system_fingerprint=TEXT,
-        choices=listed(choice),
-        usage=_USAGE,
-        metrics=_METRICS,
-    )
-
-
-_MODEL = record(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=COUNT)
-
-ANSWERS: Json = {
-    "Error": _ERROR,
-    "Completion": _answer(
-        "text_completion",
-        record(index=COUNT, text=TEXT, logprobs=or_null(_COMPLETION_LOGPROBS), finish_reason=_REASON),
-    ),
-    "ChatCompletion": _answer(
-        "chat.completion",
-        record(index=COUNT, message=_MESSAGE, logprobs=or_null(_CHAT_LOGPROBS), finish_reason=_REASON),
-    ),
-    "Model": _MODEL,
-    "ModelList": record(object={"const": "list"}, data=listed(_MODEL)),
-    "Tokens": record(count=COUNT, max_model_len=COUNT, tokens=listed(COUNT), token_strs=or_null(listed(TEXT))),
-    "Text": record(prompt=TEXT),
-    "Version": record(version=TEXT),
-}
-
-
 # OpenAPI document of one worker, served at /openapi.json.
 
 _JSON, _SSE, _PLAIN = "application/json", "text/event-stream", "text/plain"
@@ -180,7 +92,10 @@ _ERRORS = {
 _READING = (401, 404, 503)
 _POSTING = (400, 401, 404, 413, 503)
 _GENERATING = (*_POSTING, 429, 500, 504)
-_RETRY: Json = {"Retry-After": {"schema": COUNT, "description": "seconds, estimated from recent completions"}}
+TEXT: Json = {"type": "string"}
+_RETRY: Json = {
+    "Retry-After": {"schema": {"type": "integer"}, "description": "seconds, estimated from recent completions"}
+}
 _HEADERS: list[Json] = [
     {"name": "X-Specdecode-Task", "in": "header", "schema": TEXT, "description": "task label of the request"},
     {
@@ -224,7 +139,7 @@ def document(served_name: str, limits: ModelLimits | None) -> Json:
         "paths": _paths(served_name),
         "security": [{}, {"key": []}],
         "components": {
-            "schemas": {**schemas, **ANSWERS},
+            "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -232,61 +147,41 @@ def document(served_name: str, limits: ModelLimits | None) -> Json:
 
 def _paths(served_name: str) -> Json:
     one_model: Json = {"name": "name", "in": "path", "required": True, "schema": {"enum": [served_name]}}
-    return {
-        "/v1/completions": {"post": _generation_operation("CompletionRequest", "Completion")},
-        "/v1/chat/completions": {"post": _generation_operation("ChatRequest", "ChatCompletion")},
-        "/v1/models": {"get": {"responses": _responses(_content("ModelList"), _READING)}},
-        "/v1/models/{name}": {"get": {"parameters": [one_model], "responses": _responses(_content("Model"), _READING)}},
-        "/tokenize": {"post": _post_operation(("TokenizeRequest", "TokenizeChatRequest"), "Tokens")},
-        "/detokenize": {"post": _post_operation(("DetokenizeRequest",), "Text")},
-        "/v1/responses": {"post": {"responses": _not_built()}},
-        "/v1/embeddings": {"post": {"responses": _not_built()}},
-        "/version": {"get": {"responses": _responses(_content("Version"), ())}},
-        "/health": {"get": {"responses": _probe_responses("the engine has failed")}},
-        "/ready": {"get": {"responses": _probe_responses("the worker is loading, shutting down or failed")}},
-        "/metrics": {"get": {"responses": _responses({_PLAIN: {"schema": TEXT}}, (503,))}},
+    tokenize = _body("TokenizeRequest", "TokenizeChatRequest")
+    paths: Json = {
+        "/v1/completions": {"post": _generation("CompletionRequest")},
+        "/v1/chat/completions": {"post": _generation("ChatRequest")},
+        "/v1/models": {"get": _responses(_READING)},
+        "/v1/models/{name}": {"get": {"parameters": [one_model], **_responses(_READING)}},
+        "/tokenize": {"post": {"requestBody": tokenize, **_responses(_POSTING)}},
+        "/detokenize": {"post": {"requestBody": _body("DetokenizeRequest"), **_responses(_POSTING)}},
+        "/metrics": {"get": _responses((503,), _PLAIN)},
+        "/version": {"get": _responses(())},
     }
+    paths |= {path: {"get": _responses((503,), _PLAIN)} for path in ("/health", "/ready")}
+    for path in ("/v1/responses", "/v1/embeddings"):
+        paths[path] = {"post": {"responses": _errors((401, 501))}}
+    return paths
 
 
-def _generation_operation(request: str, answer: str) -> Json:
-    stream = {_SSE: {"schema": {**record(data=TEXT), "description": "with stream: one event per chunk, then [DONE]"}}}
-    return {
-        "parameters": _HEADERS,
-        "requestBody": _body((request,)),
-        "responses": _responses(_content(answer) | stream, _GENERATING),
-    }
+def _generation(request: str) -> Json:
+    return {"parameters": _HEADERS, "requestBody": _body(request), **_responses(_GENERATING, _JSON, _SSE)}
 
 
-def _post_operation(requests: tuple[str, ...], answer: str) -> Json:
-    return {"requestBody": _body(requests), "responses": _responses(_content(answer), _POSTING)}
-
-
-def _body(names: tuple[str, ...]) -> Json:
-    schemas = [_ref(name) for name in names]
+def _body(*names: str) -> Json:
+    schemas = [{"$ref": PREFIX + name} for name in names]
     return {"required": True, "content": {_JSON: {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}}
 
 
-def _responses(content: Json, errors: Iterable[int]) -> Json:
-    responses: Json = {"200": {"description": "the response", "content": content}}
-    for status in errors:
-        responses[str(status)] = {"description": _ERRORS[status], "content": _content("Error")}
+def _responses(errors: Iterable[int], *media_types: str) -> Json:
+    content: Json = {media_type: {} for media_type in media_types or (_JSON,)}
+    return {"responses": {"200": {"description": "the response", "content": content}, **_errors(errors)}}
+
+
+def _errors(statuses: Iterable[int]) -> Json:
+    errors: Json = {}
+    for status in statuses:
+        errors[str(status)] = {"description": _ERRORS[status], "content": {_JSON: {}, _PLAIN: {}}}
         if status in (429, 503):
-            responses[str(status)]["headers"] = _RETRY
-    return responses
-
-
-def _not_built() -> Json:
-    return {str(status): {"description": _ERRORS[status], "content": _content("Error")} for status in (401, 501)}
-
-
-def _probe_responses(fails: str) -> Json:
-    text = {_PLAIN: {"schema": TEXT}}
-    return {"200": {"description": "success", "content": text}, "503": {"description": fails, "content": text}}
-
-
-def _content(name: str) -> Json:
-    return {_JSON: {"schema": _ref(name)}}
-
-
-def _ref(name: str) -> Json:
-    return {"$ref": PREFIX + name}
+            errors[str(status)]["headers"] = _RETRY
+    return errors

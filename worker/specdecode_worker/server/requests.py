@@ -489,11 +489,6 @@ class GenerationRequest(RequestBody):
         raise NotImplementedError
 
     @property
-    def generated_choices(self) -> int:
-        """Number of choices that are generated for each prompt."""
-        return self.n
-
-    @property
     def has_format(self) -> bool:
         """True if a field prescribes the format of the answer."""
         formatted = self.response_format is not None and self.response_format.type != "text"
@@ -795,7 +790,6 @@ class CompletionRequest(GenerationRequest):
     prompt: Prompts
     max_tokens: int | None = Field(default=_DEFAULT_TOKENS, ge=0)
     """Largest number of output tokens. 0 is valid only with ``echo``, to get the log-probabilities of the prompt."""
-    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     echo: bool = False
     add_special_tokens: bool = True
     """Encode texts with the special tokens (such as BOS) of the tokenizer. False is for prompts that have them."""
@@ -806,20 +800,9 @@ class CompletionRequest(GenerationRequest):
         """Number of top log-probabilities per token; None for no log-probabilities."""
         return self.logprobs
 
-    @property
-    def generated_choices(self) -> int:
-        """Number of choices that are generated for each prompt; the ``n`` best of them are returned."""
-        return self.best_of or self.n
-
     def check(self) -> None:
-        """Raise BadRequest for invalid combinations of n, best_of, stream, echo and max_tokens."""
+        """Raise BadRequest for max_tokens 0 without echo."""
         super().check()
-        if self.generated_choices < self.n:
-            raise BadRequest(f"best_of is below n, which is {self.n}", param="best_of", code="invalid_value")
-        if self.generated_choices > self.n and self.stream:
-            raise BadRequest(
-                "best_of compares whole answers, so it cannot stream", param="best_of", code="invalid_value"
-            )
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("max_tokens may be 0 only with echo", param="max_tokens", code="invalid_value")
 

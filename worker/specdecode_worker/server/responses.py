@@ -15,12 +15,10 @@ from specdecode_worker.core.messages import Logprobs, Tokens
 from specdecode_worker.models.vocabulary import Vocabulary
 from specdecode_worker.server.tokenizer import StopFinder, Tokenizer
 from specdecode_worker.server.tools import (
-    ArgumentsDelta,
-    CallStart,
     Delta,
     ReasoningParser,
-    TextDelta,
     ToolParser,
+    WrittenCall,
     text_deltas,
 )
 
@@ -71,13 +69,12 @@ class ChoicePiece:
 
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
-    """Finished choice. ``mean_logprob`` is the mean per token; 0 if the engine returned no log-probabilities."""
+    """Finished choice."""
 
     text: str
     finish_reason: str
     statistics: ChoiceStatistics
     scored: tuple[ScoredToken, ...] = ()
-    mean_logprob: float = 0.0
 
 
 # Usage and speculation statistics over all choices of one request.
@@ -245,18 +242,12 @@ class ResponseWriter:
         """True if chunks can lack text whose meaning is uncertain."""
         return False
 
-    def whole(self, choices: Sequence[FinishedChoice], statistics: Sequence[ChoiceStatistics] | None = None) -> Json:
-        """Return the response to a request that does not stream.
-
-        Args:
-            choices: The choices to return.
-            statistics: Statistics of all generated choices, if they are more than the returned choices (best_of).
-        """
-        statistics = [choice.statistics for choice in choices] if statistics is None else statistics
+    def whole(self, choices: Sequence[FinishedChoice]) -> Json:
+        """Return the response to a request that does not stream."""
         return {
             **self._named(self.kind),
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-            **self._counts(statistics),
+            **self._counts([choice.statistics for choice in choices]),
         }
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -395,7 +386,6 @@ class _Turn:
         self._reason_of_calls = "stop" if tools is not None and tools.named else "tool_calls"
         self._text = ""
         self._calls: list[Json] = []
-        self._dropping = False
         self.unsent: tuple[ScoredToken, ...] = ()
         """Scored tokens that are not sent yet, because the parser holds back their text."""
 
@@ -424,28 +414,17 @@ class _Turn:
         return self._reason_of_calls if self._calls and finish_reason == "stop" else finish_reason
 
     def _to_json(self, delta: Delta) -> Json | None:
-        match delta:
-            case TextDelta(text):
-                self._text += text
-                return {"content": text}
-            case CallStart(name):
-                return self._begin(name)
-            case ArgumentsDelta(text):
-                return None if self._dropping else self._append_arguments(text)
-
-    def _begin(self, name: str) -> Json | None:
-        """Start a tool call; None if it is dropped because parallel calls are off."""
-        self._dropping = self._most_calls is not None and len(self._calls) >= self._most_calls
-        if self._dropping:
+        """Return OpenAI's delta; None for a call that is dropped because parallel calls are off."""
+        if not isinstance(delta, WrittenCall):
+            self._text += delta
+            return {"content": delta}
+        index = len(self._calls)
+        if self._most_calls is not None and index >= self._most_calls:
             return None
-        call: Json = {"id": _call_id(self._identity, len(self._calls)), "type": "function"}
-        self._calls.append(call | {"function": {"name": name, "arguments": ""}})
-        index = len(self._calls) - 1
-        return {"tool_calls": [{"index": index, **call, "function": {"name": name, "arguments": ""}}]}
-
-    def _append_arguments(self, text: str) -> Json:
-        self._calls[-1]["function"]["arguments"] += text
-        return {"tool_calls": [{"index": len(self._calls) - 1, "function": {"arguments": text}}]}
+        function = {"name": delta.name, "arguments": delta.arguments}
+        call: Json = {"id": _call_id(self._identity, index), "type": "function", "function": function}
+        self._calls.append(call)
+        return {"tool_calls": [{"index": index, **call}]}
 
 
 def _call_id(identity: str, index: int) -> str:
@@ -492,8 +471,6 @@ class TextOptions:
     """Minimum number of output tokens; stop strings that end in the text of these tokens are ignored."""
     logprobs: bool = False
     """True if the client wants log-probabilities."""
-    has_logprobs: bool = False
-    """True if the engine returns log-probabilities, for the client or only to rank the choices of best_of."""
     generates: bool = True
     """False if only the echo of the prompt is returned."""
     counts_prompt: bool = True
@@ -515,14 +492,8 @@ class ChoiceDetokenizer:
         self._stops = StopFinder(options.stops, shows_stop=options.include_stop)
         self._decoded = self._shown = first_offset
         self._unsent: deque[ScoredToken] = deque()
-        self._logprob_sum = 0.0
         self.count = 0
         """Number of tokens so far. A stop token counts although its text is not returned."""
-
-    @property
-    def mean_logprob(self) -> float:
-        """Mean log-probability per token; 0 without tokens or without log-probabilities."""
-        return self._logprob_sum / self.count if self.count else 0.0
 
     def push(self, tokens: Tokens) -> ChoicePiece:
         """Return the piece that ``tokens`` add. A piece that reaches a stop string has a finish reason."""
@@ -530,7 +501,6 @@ class ChoiceDetokenizer:
         for i, token in enumerate(tokens.tokens):
             self.count += 1
             logprobs = tokens.logprobs[i] if tokens.logprobs else None
-            self._logprob_sum += logprobs.logprob if logprobs is not None else 0.0
             ends = tokens.finish == "stop" and i == len(tokens.tokens) - 1
             if ends and not self._options.include_stop:
                 break

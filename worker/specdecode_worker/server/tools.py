@@ -16,27 +16,15 @@ from specdecode_worker.server.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class TextDelta:
-    """Text content of the message."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """Start of a tool call. The `ArgumentsDelta` that follow belong to it."""
+class WrittenCall:
+    """Tool call of the model. ``arguments`` is the text of a JSON object."""
 
     name: str
+    arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class ArgumentsDelta:
-    """Part of the arguments of the latest call. The parts of one call concatenate to the text of a JSON object."""
-
-    text: str
-
-
-Delta = TextDelta | CallStart | ArgumentsDelta
+Delta = str | WrittenCall
+"""Text of the message, or a call."""
 IsOffered = Callable[[str], bool]
 """Predicate: the request offers a function of this name."""
 
@@ -55,14 +43,13 @@ class ToolParser(Protocol):
 
 def text_deltas(text: str) -> list[Delta]:
     """Return ``text`` as content; no delta if it is empty."""
-    return [TextDelta(text)] if text else []
+    return [text] if text else []
 
 
 # Parser of one tool call that is a JSON object: {"name": ..., "arguments": {...}}.
 #
 # A call has a name that clients can send back, and arguments that are a JSON object; any other text is no call. It is
-# therefore returned once it is complete. Only where a grammar assures it, name and arguments are returned as they
-# arrive. Llama models write ``parameters`` instead of ``arguments``.
+# therefore returned once it is complete. Llama models write ``parameters`` instead of ``arguments``.
 
 FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 """Names of functions, as OpenAI defines them, and with dots."""
@@ -107,20 +94,17 @@ class JsonEndFinder:
 class CallReader:
     """Parser of one JSON tool call. Push text until ``done`` or ``failed`` is true; ``rest`` is then available."""
 
-    def __init__(self, is_offered: IsOffered, *, streams: bool, close: str = "") -> None:
+    def __init__(self, is_offered: IsOffered, close: str = "") -> None:
         """Start before the call.
 
         Args:
             is_offered: Predicate for the names of functions that may be called.
-            streams: Return name and arguments as they arrive; a grammar assures that they are valid.
             close: Tag that ends the call, even if its last brace is missing.
         """
-        self._is_offered, self._streams, self._close_tag = is_offered, streams, close
+        self._is_offered, self._close_tag = is_offered, close
         self._text = ""
         self._read = 0
         self._json_end = JsonEndFinder()
-        self._arguments_from: int | None = None
-        self._arguments_over = False
         self.done = False
         self.failed = False
 
@@ -131,7 +115,7 @@ class CallReader:
         return self._text[self._read :] if self.done else self._text
 
     def push(self, text: str) -> list[Delta]:
-        """Add text and return the parts of the call that are complete."""
+        """Add text and return the call once it is complete."""
         assert not self.done
         assert not self.failed
         self._text += text
@@ -139,58 +123,32 @@ class CallReader:
         if begin and begin[0] != "{":
             self.failed = True
             return []
-        deltas = self._header() if self._streams else []
-        shown, ended = self._scan()
-        if shown:
-            deltas.append(ArgumentsDelta(shown))
-        return deltas + (self.end() if ended else [])
+        return self.end() if self._scan() else []
 
     def end(self) -> list[Delta]:
-        """Return the call at the end of its text. One that streams is done, even if it was cut off."""
-        if self._arguments_from is not None:
-            self.done = True
-            return []
+        """Return the call at the end of its text."""
         call = read_call(self._text[: self._read], lacks_brace=self._json_end.depth == 1)
-        self.done = call is not None and self._is_offered(call[0])
+        self.done = call is not None and self._is_offered(call.name)
         self.failed = not self.done
-        return [CallStart(call[0]), ArgumentsDelta(call[1])] if call is not None and self.done else []
+        return [call] if call is not None and self.done else []
 
-    def _header(self) -> list[Delta]:
-        """Return the start of the call once the name and the opening brace of the arguments have arrived."""
-        if self._arguments_from is not None or (header_match := _HEADER.match(self._text)) is None:
-            return []
-        try:
-            name = json.loads(header_match[1])
-        except ValueError:
-            return []
-        if not self._is_offered(name):
-            return []
-        # The opening brace is in the latest piece, else the pattern had matched before: no argument text was scanned.
-        self._arguments_from = header_match.end()
-        return [CallStart(name)]
-
-    def _scan(self) -> tuple[str, bool]:
-        """Scan to the end of the text or of the call. Return the argument text in it, and whether the call ends.
+    def _scan(self) -> bool:
+        """Scan to the end of the text or of the call, and return whether the call ends.
 
         No JSON has a ``<`` outside of its strings: it begins the tag that ends the call, or the text is no call.
         """
-        shown: list[str] = []
         while self._read < len(self._text) and not self._json_end.closed:
             char = self._text[self._read]
             if char == "<" and not self._json_end.in_string:
                 tag = self._text[self._read : self._read + len(self._close_tag)]
-                return "".join(shown), tag == self._close_tag or not self._close_tag.startswith(tag)
-            in_arguments = self._arguments_from is not None and self._read >= self._arguments_from
+                return tag == self._close_tag or not self._close_tag.startswith(tag)
             self._json_end.push(char)
             self._read += 1
-            if in_arguments and not self._arguments_over:
-                shown.append(char)
-                self._arguments_over = self._json_end.depth <= 1
-        return "".join(shown), self._json_end.closed
+        return self._json_end.closed
 
 
-def read_call(text: str, *, lacks_brace: bool = False) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call, or None if the text is no call.
+def read_call(text: str, *, lacks_brace: bool = False) -> WrittenCall | None:
+    """Return the call that a text is, or None if it is none.
 
     The arguments are the text of a JSON object as the model wrote it; ``{}`` if they are missing, null or "". A model
     may write them as a string, and control characters in strings without escapes. A call without its last brace
@@ -207,7 +165,7 @@ def read_call(text: str, *, lacks_brace: bool = False) -> tuple[str, str] | None
             arguments = {}
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
             return None
-        return name, _written(text, arguments)
+        return WrittenCall(name, _written(text, arguments))
     except (ValueError, RecursionError):
         return None
 
@@ -254,8 +212,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser:
     """Streaming parser of the Hermes format, which the module docstring describes."""
 
-    def __init__(self, *, streams: bool = False) -> None:
-        self._streams = streams
+    def __init__(self) -> None:
         self._held = ""
         self._before = ""
         """Whitespace before the opening tag. It is dropped if a call follows, and is text otherwise."""
@@ -294,15 +251,12 @@ class HermesParser:
     def _outside(self) -> list[Delta]:
         text, tag, rest = self._held.partition(_OPEN)
         if tag:
-            self._held, self._reader = rest, self._new_reader()
+            self._held, self._reader = rest, CallReader(lambda name: True, _CLOSE)
             self._before = text[len(text.rstrip()) :]
             return text_deltas(text.rstrip())
         keep = _undecided(self._held)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text_deltas(text)
-
-    def _new_reader(self) -> CallReader:
-        return CallReader(lambda name: True, streams=self._streams, close=_CLOSE)
 
     def _within_call(self) -> list[Delta]:
         assert self._reader is not None
@@ -351,8 +305,8 @@ _BETWEEN = " \t\r\n;,"
 class Llama3JsonParser:
     """Streaming parser of the Llama 3 JSON format, which the module docstring describes."""
 
-    def __init__(self, is_offered: IsOffered, *, streams: bool = False) -> None:
-        self._is_offered, self._streams = is_offered, streams
+    def __init__(self, is_offered: IsOffered) -> None:
+        self._is_offered = is_offered
         self._held = ""
         self._before = ""
         """Characters before the opening brace. They are dropped if a call follows, and are text otherwise."""
@@ -398,7 +352,7 @@ class Llama3JsonParser:
             return False
         if text:
             self._before = self._held[: len(self._held) - len(text)]
-            self._held, self._reader = text, CallReader(self._is_offered, streams=self._streams)
+            self._held, self._reader = text, CallReader(self._is_offered)
         return bool(text)
 
     def _after_call(self) -> list[Delta]:
@@ -450,11 +404,11 @@ class PythonicParser:
         text, self._held = self._held, ""
         try:
             calls = text.strip().removeprefix(_START).removesuffix(_END)
-            return [delta for call in _calls(calls) for delta in self._deltas(call)]
+            return [self._call(call) for call in _calls(calls)]
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return text_deltas(text)
 
-    def _deltas(self, call: ast.expr) -> list[Delta]:
+    def _call(self, call: ast.expr) -> WrittenCall:
         """Convert one call. Raises ValueError unless it calls an offered function with literal keyword arguments."""
         if not isinstance(call, ast.Call) or call.args:
             raise ValueError("not a call with named arguments")
@@ -466,7 +420,7 @@ class PythonicParser:
         }
         if len(arguments) < len(call.keywords):
             raise ValueError("** is no literal")
-        return [CallStart(name), ArgumentsDelta(object_text(arguments))]
+        return WrittenCall(name, object_text(arguments))
 
 
 class _Literals(ast.NodeTransformer):
@@ -515,17 +469,14 @@ def other_format_of(template_source: str) -> str | None:
     return next((name for mark, name in _OTHERS if mark in template_source), None)
 
 
-def parser_for(name: ToolFormat, functions: Sequence[str], *, streams: bool = False) -> ToolParser:
-    """Return a parser for one choice of a request that offers ``functions``.
-
-    With ``streams``, which needs a grammar of the calls, arguments are returned as they arrive where the format allows.
-    """
+def parser_for(name: ToolFormat, functions: Sequence[str]) -> ToolParser:
+    """Return a parser for one choice of a request that offers ``functions``."""
     is_offered = frozenset(functions).__contains__
     match name:
         case "hermes":
-            return HermesParser(streams=streams)
+            return HermesParser()
         case "llama3_json":
-            return Llama3JsonParser(is_offered, streams=streams)
+            return Llama3JsonParser(is_offered)
         case "pythonic":
             return PythonicParser(is_offered)
 

@@ -1,4 +1,4 @@
-"""Files that a training run writes: weights, config.json, lineage.json and the model card."""
+"""Files that a training run writes: weights, config.json and lineage.json."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.fields import Fields, read_config
 from specdecode_worker.models.rope import Scaling
 from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, shard_paths
-from specdecode_worker.training.files import write_json, write_text
+from specdecode_worker.training.files import write_json
 from specdecode_worker.training.trainer import TrainSettings
 
 # Content of config.json for trained drafts, in the formats that SafeAILab, vLLM, SGLang and speculators read.
@@ -171,28 +171,7 @@ def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
     return None if scaling is None else {"rope_type": scaling.kind, **asdict(scaling)}
 
 
-# Lineage of a trained draft: its origin and results, as lineage.json and README.md.
-
-_CARD = """# {name}
-
-A draft for speculative decoding (method `{method}`), trained by `specdecode-worker train` for the target
-`{target}` ({target_hash}){parent}. Use it for no other target.
-
-## Data
-
-{tokens:,} answer tokens in {conversations:,} conversations, which the target itself said; by domain: {domains}.
-Probability of what the draft's vocabulary ({vocabulary:,} tokens) lacks, by domain: {uncovered}.
-
-## Result
-
-Greedy replay of a chain of 3 on {validation} conversations kept apart, after {steps:,} steps ({minutes:.0f} minutes):
-
-| domain | tokens per step | acceptance by depth |
-| --- | --- | --- |
-{rows}
-
-Settings, hashes and all validations are in lineage.json.
-"""
+# Lineage of a trained draft: its origin and results, as lineage.json.
 
 
 def lineage(
@@ -250,34 +229,6 @@ def _hash(conversations: Sequence[Conversation]) -> str:
 
 def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
-
-
-def write_card(document: dict[str, Any], folder: Path) -> None:
-    """Write README.md, the model card, from the content of lineage.json."""
-    data, result, parent = document["data"], document["results"], document["parent"]
-    parts = {**result.get("domains", {}), "all": result}
-    text = _CARD.format(
-        name=folder.parent.name if folder.name == "head" else folder.name,
-        method=document["method"],
-        target=document["target"]["uri"],
-        target_hash=document["target"]["hash"],
-        parent=f", going on from `{parent['uri']}` ({parent['hash']})" if parent else "",
-        tokens=data["answer_tokens"],
-        conversations=data["conversations"],
-        domains=", ".join(f"{name} {count:,}" for name, count in data["by_domain"].items()),
-        vocabulary=document["vocabulary"]["size"],
-        uncovered=", ".join(f"{name} {share:.1%}" for name, share in document["vocabulary"]["uncovered"].items()),
-        validation=data["validation"],
-        steps=result.get("step", 0),
-        minutes=result.get("minutes", 0.0),
-        rows="\n".join(_row(name, part) for name, part in parts.items() if part),
-    )
-    write_text(folder / "README.md", text)
-
-
-def _row(name: str, part: dict[str, Any]) -> str:
-    acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
-    return f"| {name} | {part['tokens_per_step']:.2f} | {acceptance} |"
 
 
 # Export of a trained draft as a folder that inference engines load: config.json and bf16 weights.

@@ -6,10 +6,9 @@
     OUT/checkpoint.pt                  everything that the next training step depends on
     OUT/history.json                   results of all validations
     OUT/head/                          config.json, model.safetensors: the best so far; at the end also
-                                       calibration.json, lineage.json and README.md
+                                       calibration.json and lineage.json
 
-Every stage resumes where it stopped: repeat a killed run with the same flags. With several ranks, rank 0 records and
-writes, and the others wait for it.
+Every stage resumes where it stopped: repeat a killed run with the same flags.
 """
 
 from __future__ import annotations
@@ -24,21 +23,18 @@ from torch import Tensor
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft, WeightMethod
-from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
+from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.weights import prepare_causal_lm
-from specdecode_worker.training.artifacts import Names, lineage, write_card, write_draft
+from specdecode_worker.training.artifacts import Names, lineage, write_draft
 from specdecode_worker.training.conversations import (
     Chat,
     DataSet,
     choose,
     domain_probabilities,
-    read_shard,
     shard_paths,
     uncovered,
 )
-from specdecode_worker.training.copy_attention import add_copy_heads
-from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.evaluation import write_calibration
 from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import (
@@ -56,7 +52,7 @@ from specdecode_worker.training.rollout import (
     texts_paths,
 )
 from specdecode_worker.training.split_target import TargetPlacement, target_engine
-from specdecode_worker.training.trainer import ProcessGroup, Trainer, TrainSettings
+from specdecode_worker.training.trainer import Trainer, TrainSettings
 from specdecode_worker.training.unroll import vocabulary_of
 
 VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN = 96, 8
@@ -90,8 +86,6 @@ class DraftSettings:
     method: WeightMethod = "eagle3"
     draft_vocab: int = 8192
     layers: int = 1
-    copiers: int = 0
-    """Number of groups of copy attention heads to add, see ``copy_attention``."""
     origin: Draft | None = None
     parent: tuple[str, Path] | None = None
     normalise: bool = True
@@ -108,7 +102,6 @@ def train_draft(
     draft_settings: DraftSettings,
     out: Path,
     log: Log,
-    peers: ProcessGroup | None = None,
     whole: CausalLM | None = None,
 ) -> Path:
     """Train a draft for ``target`` on the texts in ``out`` (see `record_answers`) and return its folder.
@@ -119,19 +112,14 @@ def train_draft(
     Raises:
         TrainingError: PromptFileError, ResumeMismatch or DraftNotTrainable.
     """
-    peers = peers or ProcessGroup()
     recorded, output_VE = out / "recorded", target.lm_head.weight
-    if peers.rank == 0:
-        record_states(target, recorded, log)
-        if draft_settings.normalise:
-            normalise(recorded, output_VE, log)
-        _choose_vocabulary(out, output_VE, draft_settings, log)
-    peers.wait()
+    record_states(target, recorded, log)
+    if draft_settings.normalise:
+        normalise(recorded, output_VE, log)
+    _choose_vocabulary(out, output_VE, draft_settings, log)
     draft = _draft(whole or target, draft_settings, out, settings)
     data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
-    if draft_settings.copiers:
-        draft = _add_copy_heads(draft, whole or target, recorded, draft_settings)
-    trainer = Trainer(draft.to(output_VE.device), output_VE, data, settings, peers)
+    trainer = Trainer(draft.to(output_VE.device), output_VE, data, settings)
     if trainer.restore(out):
         log(f"train: going on from step {trainer.progress.step}")
 
@@ -140,9 +128,7 @@ def train_draft(
         write_json(out / "history.json", trainer.progress.history)
 
     trainer.run(out, log, save_best)
-    if peers.rank == 0:
-        _finish(trainer, target, draft_settings, out, log)
-    peers.wait()
+    _finish(trainer, target, draft_settings, out, log)
     return out / "head"
 
 
@@ -155,18 +141,8 @@ def _draft(target: CausalLM, draft_settings: DraftSettings, out: Path, settings:
     return kind.make(target, known, draft_settings.layers, settings.depth)
 
 
-def _add_copy_heads(draft: Draft, target: CausalLM, recorded: Path, draft_settings: DraftSettings) -> Draft:
-    """Return ``draft`` with copy heads.
-
-    They are fitted on the first shard alone, so that a resumed run gets the same heads.
-    """
-    if not isinstance(draft, Eagle3Head) or isinstance(draft, PEagleHead):
-        raise DraftNotTrainable(f"copiers are heads of an EAGLE-3 layer; --method {draft_settings.method} has none")
-    return add_copy_heads(draft, target, list(read_shard(shard_paths(recorded)[0])), draft_settings.copiers)
-
-
 def _finish(trainer: Trainer, target: CausalLM, draft_settings: DraftSettings, out: Path, log: Log) -> None:
-    """Write the files that describe a trained draft: history, calibration, lineage and model card."""
+    """Write the files that describe a trained draft: history, calibration and lineage."""
     data, folder, output_VE = trainer.data, out / "head", trainer.output_VE
     write_json(out / "history.json", trainer.progress.history)
     spread = data.validation[:: max(1, len(data.validation) // _CALIBRATION_CONVERSATIONS)]
@@ -183,7 +159,6 @@ def _finish(trainer: Trainer, target: CausalLM, draft_settings: DraftSettings, o
         history=trainer.progress.history,
     )
     write_json(folder / "lineage.json", document)
-    write_card(document, folder)
 
 
 def record_answers(

@@ -1,4 +1,4 @@
-"""The training loop: objective, schedule, checkpoints and data-parallel processes."""
+"""The training loop: objective, schedule and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
@@ -37,67 +36,6 @@ from specdecode_worker.training.unroll import (
     vocabulary_of,
     working_copy,
 )
-
-# Communication between the processes of a data-parallel training run.
-#
-# Gradients are summed over gloo; rank 0's clock decides for all ranks. ``torchrun --nproc-per-node 2 -m
-# specdecode_worker train ...`` sets the environment variables that ``join`` reads. In a step of ``accumulate`` batches,
-# batch i goes to rank i modulo the number of ranks, so that the summed gradient equals that of one rank that processes
-# all batches.
-
-Item = TypeVar("Item")
-
-
-class ProcessGroup:
-    """Single-process run: every collective operation is a no-op."""
-
-    rank, count = 0, 1
-
-    def take_rank_items(self, items: Sequence[Item]) -> Sequence[Item]:
-        """Return the part of ``items`` that this rank processes."""
-        return items[self.rank :: self.count]
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor over the ranks, in place."""
-
-    def broadcast_seconds(self, seconds: float) -> float:
-        """Return rank 0's value of ``seconds`` on every rank."""
-        return seconds
-
-    def wait(self) -> None:
-        """Block until all ranks have reached this call."""
-
-
-class GlooProcessGroup(ProcessGroup):
-    """One rank of a multi-process run over ``torch.distributed`` with the gloo backend."""
-
-    def __init__(self) -> None:
-        dist.init_process_group("gloo")
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Sum each tensor over the ranks, in place, in one all-reduce."""
-        flat = torch.cat([tensor.flatten() for tensor in tensors])
-        dist.all_reduce(flat)
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-        for tensor, summed in zip(tensors, parts, strict=True):
-            tensor.copy_(summed.view_as(tensor))
-
-    def broadcast_seconds(self, seconds: float) -> float:
-        """Return rank 0's value of ``seconds`` on every rank."""
-        rank_0_seconds = torch.tensor([seconds], dtype=torch.float64)
-        dist.broadcast(rank_0_seconds, src=0)
-        return float(rank_0_seconds)
-
-    def wait(self) -> None:
-        """Block until all ranks have reached this call."""
-        dist.barrier()
-
-
-def join() -> ProcessGroup:
-    """Return this run's process group: over gloo if ``WORLD_SIZE`` (set by torchrun) is above 1, else of one rank."""
-    return GlooProcessGroup() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ProcessGroup()
-
 
 # Cross entropy and overlap of a draft's and the target's distribution, with gradients computed in the forward pass.
 #
@@ -340,7 +278,7 @@ class TrainSettings:
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     batch_tokens: int = 1024
-    accumulate: int = 1  # batches per optimizer step, over all ranks
+    accumulate: int = 1  # batches per optimizer step
     depth: int = 7
     deepen_at: tuple[float, ...] = (
         0.05,
@@ -494,11 +432,8 @@ class Trainer:
     ``output_VE`` is the target's output matrix. Its dtype is the dtype of the forward and backward passes.
     """
 
-    def __init__(
-        self, head: Draft, output_VE: Tensor, data: DataSet, settings: TrainSettings, peers: ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, head: Draft, output_VE: Tensor, data: DataSet, settings: TrainSettings) -> None:
         self.master, self.output_VE, self.data, self.settings = head, output_VE, data, settings
-        self.peers = peers or ProcessGroup()
         self.head = working_copy(head, output_VE.dtype)
         self.master.requires_grad_(True)
         self.optimizer = torch.optim.AdamW(
@@ -533,8 +468,8 @@ class Trainer:
     def run(self, folder: Path, log: Callable[[str], None], save_draft: Callable[[Draft], None]) -> None:
         """Train until the run is over, then load the best weights into ``master``.
 
-        Every ``validate_every`` seconds (or ``validate_steps`` steps): validate, and on rank 0 pass the draft to
-        ``save_draft`` if it is the best so far and write a checkpoint.
+        Every ``validate_every`` seconds (or ``validate_steps`` steps): validate, pass the draft to ``save_draft`` if it
+        is the best so far, and write a checkpoint.
 
         Args:
             folder: Folder of the checkpoint.
@@ -571,11 +506,8 @@ class Trainer:
         log(self.validate(sum(losses) / len(losses)))
         if self.progress.worse == 0:
             self.best = {name: tensor.clone() for name, tensor in self.master.state_dict().items()}
-        if self.peers.rank == 0:
-            if self.progress.worse == 0:
-                save_draft(self.master)  # before the checkpoint, so that a kill in between loses no draft
-            self.save(folder)
-        self.peers.wait()
+            save_draft(self.master)  # before the checkpoint, so that a kill in between loses no draft
+        self.save(folder)
 
     def _batches(self) -> Iterator[Batches]:
         """Yield the batches of each optimizer step, epoch after epoch, from the position in ``progress``."""
@@ -615,9 +547,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.master.parameters(), self.settings.clip)
         self.optimizer.step()
         self._sync_working_copy()
-        self.progress.seconds = self.peers.broadcast_seconds(
-            self.progress.seconds + self._capped_step_seconds(time.monotonic() - started)
-        )
+        self.progress.seconds += self._capped_step_seconds(time.monotonic() - started)
         self.progress.step += 1
         self.progress.tokens += counts[0]
         return loss
@@ -631,12 +561,12 @@ class Trainer:
         return min(seconds, _LONGEST_STEP * at.seconds / at.step) if at.step >= _FEW_STEPS else seconds
 
     def _add_gradients(self, group: Batches, loss_settings: LossSettings, counts: list[int]) -> float:
-        """Sum the gradients of all batches over all ranks, in fp32 on the master weights, and return the loss."""
+        """Sum the gradients of all batches, in fp32 on the master weights, and return the loss."""
         pairs = list(zip(self.master.parameters(), self.head.parameters(), strict=True))
         for master, _ in pairs:
             master.grad = torch.zeros_like(master)
         total = torch.zeros((), device=self.output_VE.device)
-        for conversations in self.peers.take_rank_items(group):
+        for conversations in group:
             batch = batch_for(self.head, conversations, self.output_VE.dtype)
             loss = loss_of(self.head, batch, self.output_VE, loss_settings, counts)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -646,7 +576,6 @@ class Trainer:
                     assert master.grad is not None
                     master.grad += working.grad
                     working.grad = None
-        self.peers.add([master.grad for master, _ in pairs if master.grad is not None] + [total])
         return float(total)
 
     @torch.no_grad()

@@ -105,7 +105,6 @@ def test_latencies_of_tasks_are_differences_of_reports() -> None:
         return Report(boot_id="b", worker="w", clock_seconds=seconds, tasks=(cell,))
 
     delta = difference(report(1, (1, 1), 9.0, 100), report(2, (2, 4), 10.0, 300), at=2, buckets=Buckets())
-    assert delta is not None
     assert delta.tasks == {"code": TaskSums(0, 200, 4, 1.0, 4, 1.0)}
     assert tasks_of(delta)["code"].ttft_seconds == 0.25
 

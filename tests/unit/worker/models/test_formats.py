@@ -28,7 +28,7 @@ from specdecode_worker.models.optimize import added_bytes, fuse
 from specdecode_worker.models.tensor_parallel import load_shard, split_network
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from support.worker.quantized_folders import (
-    Draw,
+    Rounding,
     awq,
     gptq,
     int4,
@@ -47,9 +47,9 @@ TOKENS_T = torch.arange(9) * 7 % 97
 
 @dataclass(frozen=True)
 class Case:
-    """Way to draw matrices, and the config that names their format."""
+    """Rounding of matrices, and the config that names their format."""
 
-    draw: Draw
+    rounding: Rounding
     config: dict[str, Any]
 
 
@@ -106,7 +106,7 @@ FORMATS = pytest.mark.parametrize("name", CASES)
 
 
 def written(folder: Path, name: str, **changed: Any) -> dict[str, Tensor]:
-    return write_quantized(folder, CASES[name].draw, CASES[name].config, **changed)
+    return write_quantized(folder, CASES[name].rounding, CASES[name].config, **changed)
 
 
 def wanted_logits(weights: dict[str, Tensor], dense: Any, folder: Path) -> Tensor:
@@ -311,12 +311,13 @@ def test_symmetric_zero_points_are_decided_by_their_words(tmp_path: Path) -> Non
 def test_symmetric_integers_of_8_bits_are_read(tmp_path: Path) -> None:
     """GPTQ and pack-quantized of 8 bits store integers plus 128."""
 
-    def draw(rows: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        levels = torch.randint(0, 256, (rows, columns), generator=generator)
-        scale = torch.rand(rows, columns // 32, generator=generator).half()
-        weight = (levels - 128).float() * scale.float().repeat_interleave(32, dim=1)
-        if seed % 2:
+    def rounding(weight_NK: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rows, columns = weight_NK.shape
+        scale = (weight_NK.unflatten(1, (-1, 32)).abs().amax(-1) / 127).half()
+        wide_NK = scale.float().repeat_interleave(32, dim=1)
+        levels = (weight_NK / wide_NK).round().clamp(-128, 127).long() + 128
+        weight = (levels - 128).float() * wide_NK
+        if rows == columns:
             return {"weight_packed": words(levels, bits=8), "weight_scale": scale}, weight
         zeros = torch.full((columns // 32, rows), 127)
         return {
@@ -325,7 +326,7 @@ def test_symmetric_integers_of_8_bits_are_read(tmp_path: Path) -> None:
             "scales": scale.T.contiguous(),
         }, weight
 
-    assert has_equal_weights(tmp_path, write_quantized(tmp_path, draw, {"quant_method": "gptq", "bits": 8}))
+    assert has_equal_weights(tmp_path, write_quantized(tmp_path, rounding, {"quant_method": "gptq", "bits": 8}))
 
 
 def test_zero_points_of_minus_one_are_refused(tmp_path: Path) -> None:
@@ -417,7 +418,7 @@ def test_other_tensors_are_refused_by_name(
     ],
 )
 def test_other_methods_are_refused_by_name(config: dict[str, Any], words: str, tmp_path: Path) -> None:
-    write_quantized(tmp_path, CASES["awq"].draw, config)
+    write_quantized(tmp_path, CASES["awq"].rounding, config)
     with pytest.raises(ConfigMismatch, match=words):
         prepare_causal_lm(tmp_path)
 

@@ -18,7 +18,7 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import match_draft_model
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.layers import Experts
-from specdecode_worker.models.linear import Linear, Shard, Split
+from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Split
 from specdecode_worker.models.optimize import added_bytes, fuse, quantise_target
 from specdecode_worker.models.rope import Temperature
 from specdecode_worker.models.tensor_parallel import load_shard, split_network
@@ -27,8 +27,8 @@ from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head
 from specdecode_worker.training.rollout import read_states
-from support.small_llama4 import SHAPE, dense_chunks, save_llama4
-from support.worker.quantized_folders import int4, pack_quantized, write_quantized
+from support.small_llama4 import SHAPE, dense_chunks, save_llama4, write_quantized_llama4
+from support.worker.quantized_folders import int4, pack_quantized
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(4))
@@ -37,6 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "text-part-of-a-model-with-images": {"images": True},
     "all-expert": {"interleave_moe_layer_step": 1},
     "without-qk-norm": {"use_qk_norm": False},
+    "all-expert-without-qk-norm": {"interleave_moe_layer_step": 1, "use_qk_norm": False},
     "biases": {"attention_bias": True},
     "equal-llama3-factors": {
         "rope_parameters": {
@@ -108,6 +109,23 @@ def test_planted_errors_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(Linear, "reorder", lambda self, order_N: None)
         assert fails(), "rows in the order of the file"
+
+
+@pytest.mark.slow
+def test_scales_in_the_order_of_the_file_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_quantized_llama4(tmp_path, int4(partial(pack_quantized, symmetric=True), group=32), num_hidden_layers=2)
+    wanted = logits(load_causal_lm(tmp_path, dtype=torch.float64, device=CPU))
+
+    def error() -> float:
+        ours = load_causal_lm(tmp_path, dtype=torch.float64, device=CPU, stored=True)
+        return float((logits(ours) - wanted).abs().max())
+
+    def reorder(self: QuantizedWeight, order_N: Tensor) -> None:
+        self.packed = self.packed[order_N]
+
+    assert error() < 1e-5
+    monkeypatch.setattr(QuantizedWeight, "reorder", reorder)
+    assert error() > 1e-3
 
 
 def with_score_on_output(self: Experts, x_TE: Tensor) -> Tensor:
@@ -307,17 +325,8 @@ def test_quantized_at_load_on_a_cpu() -> None:
 @pytest.mark.parametrize("ordered", [False, True])
 def test_experts_of_a_checkpoint_are_of_one_format_on_a_gpu(ordered: bool, tmp_path: Path) -> None:
     """They are counted in it; act-order is refused before anything is loaded, and served on a CPU."""
-    shape = SHAPE | {"architectures": ["Llama4ForCausalLM"], "num_hidden_layers": 2}
-    shape |= {"intermediate_size": 64, "intermediate_size_mlp": 96}
     packer = partial(pack_quantized, symmetric=True, ordered=ordered)
-    write_quantized(
-        tmp_path,
-        int4(packer, group=32, ordered=ordered),
-        {"quant_method": "compressed-tensors"},
-        plain=("router",),
-        rename=lambda name: name.replace(".mlp.", ".feed_forward."),
-        **shape,
-    )
+    write_quantized_llama4(tmp_path, int4(packer, group=32, ordered=ordered), num_hidden_layers=2)
     model = prepare_causal_lm(tmp_path).network
     assert model.form.startswith("compressed-tensors pack-quantized: int4 in groups of 32, F16 scales")
     assert added_bytes(model, None, torch.bfloat16, CPU, draft=False) == 0

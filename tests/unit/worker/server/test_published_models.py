@@ -107,7 +107,6 @@ def servers(
             yield started, router, request.param
         report = Report.model_validate(started.call_admin(Route.report).json())
         assert report.draft.problem is None
-        assert report.start is not None
         assert min(report.start.read, report.start.fuse, report.start.compile, report.start.calibrate) > 0
         assert report.drafts > 0, "the answers with a tree must be speculative"
 
@@ -313,10 +312,10 @@ def test_history_and_fields_of_other_clients_are_accepted(asked: Asked) -> None:
 
 
 def test_a_forced_call_that_is_cut_is_accepted_as_history(asked: Asked) -> None:
+    """It is text: what leaves as a call has arguments that are a JSON object."""
     message = asked.streamed("", tools=TOOLS, tool_choice="required", structured_outputs=None, max_tokens=44)
-    (call,) = message["tool_calls"]
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(call["function"]["arguments"])
+    assert message["tool_calls"] == []
+    assert '"name": "weather"' in message["content"]
     asked.choice(messages=[{"role": "user", "content": "hi"}, message], tools=TOOLS, max_tokens=1)
 
 

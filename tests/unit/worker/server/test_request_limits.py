@@ -53,7 +53,7 @@ def test_logprobs_are_bounded_over_choices_tokens_and_prompts() -> None:
     most = MAX_LOGPROBS_PER_REQUEST // (2 * per_token)
     fitting = completion(n=4, max_tokens=most, logprobs=20)
     assert token_limits(fitting, prompts, LIMITS) == [most, most]
-    for fields in ({"max_tokens": most + 1}, {"max_tokens": most, "echo": True}, {"max_tokens": most, "best_of": 5}):
+    for fields in ({"max_tokens": most + 1}, {"max_tokens": most, "echo": True}, {"max_tokens": most, "n": 5}):
         with pytest.raises(BadRequest, match=r"log-probabilities .* Lower max_tokens"):
             token_limits(completion(**{"n": 4, "logprobs": 20, **fields}), prompts, LIMITS)
 

@@ -15,10 +15,8 @@ from specdecode_worker.contract import ToolFormat
 from specdecode_worker.models.chat_template import ChatTemplate
 from specdecode_worker.server.requests import ChatRequest
 from specdecode_worker.server.tools import (
-    ArgumentsDelta,
-    CallStart,
     Delta,
-    TextDelta,
+    WrittenCall,
     format_of,
     other_format_of,
     parser_for,
@@ -38,14 +36,11 @@ def read(name: ToolFormat, pieces: Iterable[str], *, ended: bool = True) -> tupl
     deltas += parser.end() if ended else []
     content, calls = "", []
     for delta in deltas:
-        match delta:
-            case TextDelta(text):
-                assert text, "an empty delta says nothing"
-                content += text
-            case CallStart(function):
-                calls.append((function, ""))
-            case ArgumentsDelta(text):
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+        if isinstance(delta, WrittenCall):
+            calls.append((delta.name, delta.arguments))
+        else:
+            assert delta, "an empty delta says nothing"
+            content += delta
     return content, calls
 
 
@@ -169,21 +164,10 @@ def test_text_without_a_call_is_unchanged(name: ToolFormat, text: str) -> None:
         assert content == text
 
 
-def test_arguments_that_a_grammar_assures_are_streamed() -> None:
-    parser = parser_for("hermes", FUNCTIONS, streams=True)
-    assert parser.push('<tool_call>{"name": "now", "argu') == []
-    assert parser.push('ments": {"a"') == [CallStart("now"), ArgumentsDelta('{"a"')]
-    assert parser.push(": 1}") == [ArgumentsDelta(": 1}")]
-    assert parser.push("}</tool_call>") == []
-    cut = parser_for("llama3_json", FUNCTIONS, streams=True)
-    assert cut.push('{"name": "now", "parameters": {"a": "b') == [CallStart("now"), ArgumentsDelta('{"a": "b')]
-    assert cut.end() == [], "it is no text any more"
-
-
 def test_other_arguments_wait_for_the_end_of_their_call() -> None:
     parser = parser_for("hermes", FUNCTIONS)
     assert parser.push('<tool_call>{"name": "now", "arguments": {"a": 1}') == []
-    assert parser.push("}") == [CallStart("now"), ArgumentsDelta('{"a": 1}')]
+    assert parser.push("}") == [WrittenCall("now", '{"a": 1}')]
 
 
 PIECES = (

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from specdecode_operator.telemetry.deltas import difference
+from specdecode_operator.telemetry.report_validation import read_report
 from specdecode_worker.contract import (
     MAX_RANKS,
     MAX_REPORT_BYTES,
     MAX_TASKS,
+    Buckets,
     DraftState,
     PhaseSeconds,
     PlanState,
-    Report,
     StepTime,
     SyntheticKnobs,
 )
@@ -82,9 +86,15 @@ def test_every_value_is_in_its_field() -> None:
     assert [histogram.name for histogram in report.latency] == ["ttft", "ttit", "e2e", "queue"]
 
 
-def test_report_round_trips_through_json() -> None:
-    report = build_report(identity(), MOMENT, busy(2, 6, 40))
-    assert Report.model_validate_json(report.model_dump_json()) == report
+def test_the_operator_reads_what_a_worker_reports_and_what_happened_between() -> None:
+    statistics = busy(2, 6, 40)
+    before = build_report(identity(), MOMENT, statistics)
+    statistics.record_draft(5, 3)
+    after = build_report(identity(), replace(MOMENT, clock_seconds=14.5), statistics)
+    assert read_report(after.model_dump_json().encode()) == after
+    delta = difference(before, after, at=100, buckets=Buckets())
+    assert (delta.drafts, delta.draft_tokens, delta.accepted_tokens, delta.plain_steps) == (1, 5, 3, 0)
+    assert set(delta.traffic) == {cell.task for cell in after.traffic}
 
 
 @pytest.mark.parametrize(("tasks", "depth", "kinds"), [(2, 6, 30), (MAX_TASKS, 16, 64), (MAX_TASKS + 4, 16, 200)])

@@ -58,13 +58,6 @@ def test_stop_token_is_counted_and_shown_only_if_requested(tokenizer: Tokenizer)
         assert (piece.text, piece.finish_reason, reader.count) == (text, "stop", 2)
 
 
-def test_mean_logprob_is_over_all_tokens(tokenizer: Tokenizer) -> None:
-    reader = ChoiceDetokenizer(tokenizer, [], TextOptions())
-    logprobs = tuple(Logprobs(token, value, 1) for token, value in ((65, -1.0), (END, -4.0)))
-    reader.push(Tokens(request_id="r", tokens=(65, END), finish="stop", logprobs=logprobs))
-    assert reader.mean_logprob == -2.5
-
-
 def test_output_that_ends_within_a_character_shows_that_something_was_there(tokenizer: Tokenizer) -> None:
     *beginning, _ = tokenizer.encode("a你")
     reader = ChoiceDetokenizer(tokenizer, [], TextOptions())

@@ -1,0 +1,60 @@
+"""A small random Llama 4 from `kubectl apply` to its answer, which is the greedy text of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.e2e.draft_files import bound_claim
+from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.kube import Namespace
+from support.e2e.loop import deployed
+from support.e2e.release import Release
+from support.e2e.traffic import chat_body
+from support.kube import Cluster
+from support.small_llama4 import Served, write_served_llama4
+from support.tiers import skip_reason
+
+pytestmark = pytest.mark.timeout(600)
+CLAIM = "llama4"
+
+
+@pytest.fixture
+def model(cluster: Cluster, tmp_path: Path) -> Served:
+    if not cluster.local:
+        pytest.skip(skip_reason("local cluster", "the volume lies on this machine"))
+    return write_served_llama4(tmp_path / CLAIM)
+
+
+@pytest.fixture
+def endpoint(release: Release, watched: Namespace, model: Served) -> Iterator[Endpoint]:
+    release.start()
+    draft = {"method": "eagle3", "draft": {"uri": f"pvc://{CLAIM}/head"}}
+    spec = {
+        "model": {"uri": f"pvc://{CLAIM}/target", "servedName": MODEL},
+        "engine": {"dtype": "float32", "maxModelLen": 256},
+    }
+    with bound_claim(watched, CLAIM, model.folder), deployed(watched, "llama4", draft, {}, **spec) as endpoint:
+        yield endpoint
+
+
+def test_llama4_is_served_from_apply_to_an_answer(endpoint: Endpoint, model: Served) -> None:
+    """The text crosses chunks of attention, and is the same with the drafts of a random head."""
+    endpoint.wait_condition("DraftCompatible", "True")
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
+        body: dict[str, Any] = {"model": MODEL, "prompt": model.prompt, "max_tokens": model.tokens}
+        body |= {"temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"] == model.text
+        chat = httpx.post(f"{url}/v1/chat/completions", json=chat_body(MODEL, "Hi", 8), timeout=120, trust_env=False)
+        assert chat.status_code == 200, chat.text
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        body = {"model": MODEL, "messages": [{"role": "user", "content": [image]}]}
+        refused = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+        assert refused.status_code == 400, refused.text
+    assert endpoint.report().draft_tokens > 0
