@@ -127,7 +127,7 @@ class StepTimeCell(Stored):
 
 
 class RowState(Stored):
-    """State of one plan row: its shape, and the times of its last changes. planning.row_states reads its state."""
+    """State of one plan row: its shape, and the times of its last changes. planning.decision_rule reads its state."""
 
     concurrency: int
     context: int

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.health.pod_health import learn_pods, suspected
-from specdecode_operator.health.remediation import plain_plan
+from specdecode_operator.health.pod_health import learn_pods, plain_plan, suspected
 from specdecode_operator.planning.learning import learn
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specdecode_operator.telemetry.deltas import difference
-from specdecode_operator.telemetry.report_validation import read_report
+from specdecode_operator.telemetry.worker_client import read_report
 from specdecode_worker.contract import (
     MAX_RANKS,
     MAX_REPORT_BYTES,
