@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from specdecode_kernels.rope_cache.reference import UNSCALED, Scales
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
+from specdecode_worker.core.device_state import PackedBatch, PagedCache
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.paged_attention import PackedBatch, PagedCache
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.fetch import default_cache_dir, resolve

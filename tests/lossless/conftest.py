@@ -18,10 +18,9 @@ from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.batch import ShapeSelector
-from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BlockPool
 from specdecode_worker.core.messages import Sampling, Submit, Tokens
-from specdecode_worker.core.paged_attention import PagedCache
 from specdecode_worker.drafts.base import Drafter, LoadedDraft
 from specdecode_worker.drafts.draft_model import ModelDrafter
 from specdecode_worker.drafts.eagle import EagleDrafter

@@ -10,7 +10,7 @@ import torch
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
 from specdecode_worker.core.messages import Logprobs, Sampling, Submit, Tokens
-from specdecode_worker.engine import launched_step
+from specdecode_worker.engine import target as launched_step
 from specdecode_worker.engine.captured_step import LogprobOutputs
 from specdecode_worker.sampling import params as tables
 from specdecode_worker.sampling import sampler

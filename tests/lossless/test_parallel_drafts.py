@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.drafts.merged import Proposed
 from specdecode_worker.drafts.parallel import DFlashDrafter
+from specdecode_worker.drafts.registry import Proposed
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.target_states import TargetStates

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from specdecode_worker.server import chat_template as template_pool
+from specdecode_worker.server import prompts as template_pool
 from specdecode_worker.server.routes.public import public_app
 from support import small_model
 from support.worker.services import over_fake_engine

@@ -14,6 +14,7 @@ from specdecode_operator.manifests.identity import (
     headless_name,
     plan_name,
     policy_name,
+    prefetch_name,
     prefill_name,
     router_labels,
     router_name,
@@ -51,6 +52,7 @@ from specdecode_operator.manifests.router import (
 )
 from specdecode_operator.manifests.template import (
     pod_template,
+    prefetch_daemon_set,
     prefill_workload,
     resolved_image,
     rolling_hash,

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from specdecode_worker.contract import DraftConfig
+from specdecode_worker.core.device_state import PagedCache
 from specdecode_worker.core.errors import RankLost
-from specdecode_worker.core.paged_attention import PagedCache
 from specdecode_worker.engine import factory
 from specdecode_worker.engine import tensor_parallel as rank_graphs
 from specdecode_worker.engine import tensor_parallel as rank_group

@@ -24,7 +24,7 @@ from specdecode_worker.contract.internal_stream import (
     encode_request,
 )
 from specdecode_worker.engine.client import EngineClient
-from specdecode_worker.engine.heartbeat import Heartbeat, Phase
+from specdecode_worker.engine.process import Heartbeat, Phase
 from specdecode_worker.server.lifecycle import GracefulShutdown
 from specdecode_worker.server.service import Service
 from support.internal_client import Journal, frames, opened

@@ -17,7 +17,6 @@ from specdecode_worker.contract import (
     MAX_MERGED,
     DraftQuantization,
     EngineConfig,
-    KVCacheDtype,
     MergedDraft,
     Method,
     ModelConfig,
@@ -58,16 +57,6 @@ def add_quantization_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="quantize the target's weights")
 
 
-def add_kv_cache_dtype_flag(parser: argparse.ArgumentParser) -> None:
-    """Add --kv-cache-dtype."""
-    parser.add_argument(
-        "--kv-cache-dtype",
-        choices=get_args(KVCacheDtype),
-        default="auto",
-        help="format of the target's keys and values (default: that of activations)",
-    )
-
-
 def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
     """Add --adapter."""
     parser.add_argument("--adapter", metavar="URI", help="LoRA adapter, in PEFT's format, to merge into the target")
@@ -92,7 +81,7 @@ def add_device_flag(parser: argparse.ArgumentParser) -> None:
 def add_tensor_parallel_flag(parser: argparse.ArgumentParser) -> None:
     """Add --tensor-parallel-size."""
     parser.add_argument(
-        "--tensor-parallel-size", type=_positive, default=1, metavar="N", help="devices that share the target"
+        "--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N", help="devices that share the target"
     )
 
 

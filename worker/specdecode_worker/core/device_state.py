@@ -1,16 +1,26 @@
-"""State of the running requests on the device, and copies of its results to the host."""
+"""State of the running requests on the device: tokens, block tables, paged caches, and the batches of a pass."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from specdecode_kernels import dispatch
+from specdecode_kernels.cpu.ops import Pages, attends
+from specdecode_kernels.cpu.ops import attend as attend_natively
+from specdecode_kernels.kv_keep.op import kv_keep
+from specdecode_kernels.rope_cache.op import rope_cache
+from specdecode_kernels.rope_cache.reference import FP8, UNSCALED, Scales, write
 from specdecode_kernels.transfer import to_device
+from specdecode_kernels.tree_attention.op import Prepared, attend, prepare, prepare_tables
 from specdecode_worker.contract import MAX_NODES
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.models.layers import Attend, RotatingAttend
+from specdecode_worker.models.rope import PassRotations
 
 # Asynchronous copies of results from the device to the host.
 
@@ -155,3 +165,293 @@ class DeviceState:
         """Return the stored auxiliary states [T, A]; valid for the last STATE_RING_POSITIONS positions of each slot."""
         assert self.ring_SRA is not None, "no draft reads aux states"
         return self.ring_SRA[slots_T, positions_T % STATE_RING_POSITIONS]
+
+
+# Packed batches of tokens, and attention over the paged KV cache.
+
+# Inputs of one pass over packed tokens: prefill chunks, single tokens, chains and trees mixed in one batch.
+#
+# Slots, positions and lengths are computed on the device from the per-slot state, because the host's copy of a length
+# can be one step behind. The number of queries of each sequence is known on the host. Target and draft passes use the
+# same inputs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """T packed tokens of B sequences, with host-side counts and bounds."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    """Position of each token for the rotary embedding."""
+    slots_T: Tensor
+    """Cache slot that each token's key and value are written to."""
+    prefix_len_B: Tensor
+    """Number of cached keys of each sequence before this pass."""
+    ancestors_T: Tensor
+    """Bit mask per token of the tokens after the prefix that it attends to; 0 means causal."""
+    block_table_BM: Tensor
+    blocks: tuple[tuple[int, ...], ...]
+    """Cache blocks of each sequence, as the host knows them."""
+    query_counts: tuple[int, ...]
+    """Number of packed tokens of each sequence."""
+    key_bounds: tuple[int, ...]
+    """Upper bound of each sequence's keys, those of this pass included."""
+    key_starts: tuple[int, ...]
+    """Number of oldest keys of each sequence that are hidden, for draft caches that begin after position 0."""
+    dense: bool
+    """True if the bounds are exact and every query sees every key."""
+    chunk_keys: tuple[int, ...] = ()
+    """Exact number of keys of each sequence that is a prompt chunk, those of this pass included; 0 for the others."""
+
+    @property
+    def query_start(self) -> tuple[int, ...]:
+        """Index of each sequence's first packed token, then T: B + 1 values."""
+        return tuple(accumulate(self.query_counts, initial=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTensors:
+    """Packed tokens described by device tensors only, for captured passes; fields as in ``PackedBatch``.
+
+    ``query_start`` [B + 1] holds the first packed token of each sequence; tokens from its last value on are padding.
+    Since no field is a host value, a captured pass stays valid when the contents of the tensors change.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    query_start: Tensor
+    prefix_len_B: Tensor
+    key_start_B: Tensor
+    ancestors_T: Tensor
+    block_table_BM: Tensor
+
+
+def spread(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the sequence [T] and the index within that sequence [T] of packed tokens, given counts per sequence."""
+    if len(counts) == 1:
+        return torch.zeros(counts[0], dtype=torch.int64, device=device), torch.arange(counts[0], device=device)
+    sequence = [b for b, count in enumerate(counts) for _ in range(count)]
+    row = [i for count in counts for i in range(count)]
+    sequence_T, row_T = to_device([sequence, row], device)
+    return sequence_T, row_T
+
+
+def slots_of(block_table_BM: Tensor, sequence_T: Tensor, index_T: Tensor) -> Tensor:
+    """Return the cache slots [T] of key indices ``index_T`` of the sequences ``sequence_T``."""
+    block_T = block_table_BM[sequence_T, index_T // BLOCK_SIZE]
+    return block_T * BLOCK_SIZE + index_T % BLOCK_SIZE
+
+
+# Paged cache of keys and values, and the attention that models run on it.
+
+
+class PagedCache:
+    """Paged keys and values of one network: ``[layer, 2, block, 16, kv_head, head_dim]``.
+
+    The cache starts with zeros because masked keys, too, must be finite. The queries of a sequence in a pass must all
+    be in one chunk where layers are chunked.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        blocks: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        chunk: int = 0,
+        chunked: Collection[int] = (),
+        scales: Sequence[Scales] = (),
+    ) -> None:
+        """Allocate the cache.
+
+        Args:
+            layers: Number of layers.
+            blocks: Number of blocks, including the padding block.
+            heads: Number of query heads.
+            kv_heads: Number of key-value heads.
+            head_dim: Head dimension.
+            dtype: Type of keys and values.
+            device: Device of the cache.
+            chunk: Positions of a chunk of the chunked layers, if there are any.
+            chunked: The chunked layers.
+            scales: Scales of each layer, if keys and values are stored in fp8.
+        """
+        stored = FP8 if scales else dtype
+        self.data = torch.zeros(layers, 2, blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=stored, device=device)
+        self.bits = self.data.view(torch.uint8) if scales else self.data
+        """The cache as it is copied: fp8 as bytes, which every library can move."""
+        self._scales, self._dtype = tuple(scales) or (UNSCALED,) * layers, dtype
+        self._groups = heads // kv_heads
+        self._natively = attends(stored, device, head_dim)
+        self._chunk, self._chunked = chunk, frozenset(chunked)
+
+    def attend(self, packed: PackedBatch | PackedTensors) -> Attend:
+        """Return the attention function for all layers of one pass."""
+        in_whole = self._attend_from(packed, packed.key_start_B if isinstance(packed, PackedTensors) else None)
+        if not self._chunked:
+            return in_whole
+        start_B = packed.prefix_len_B // self._chunk * self._chunk
+        if isinstance(packed, PackedTensors):
+            start_B = torch.maximum(start_B, packed.key_start_B)
+        elif any(packed.key_starts):
+            start_B = torch.maximum(start_B, to_device(packed.key_starts, start_B.device, dtype=torch.int64))
+        return ChunkedAttend.of(in_whole, self._attend_from(packed, start_B), self._chunked)
+
+    def _attend_from(self, packed: PackedBatch | PackedTensors, start_B: Tensor | None) -> Attend:
+        """Return the attention to the keys from ``start_B`` on, None for those of the host's ``key_starts``."""
+        if isinstance(packed, PackedTensors):
+            assert start_B is not None, "no host knows the starts"
+            return self._attending(packed.slots_T, self._prepared(packed, start_B))
+        if self._natively:
+            return NativeAttend(self.data, packed, torch.tensor(packed.key_starts) if start_B is None else start_B)
+        prepared = prepare(
+            blocks=packed.blocks,
+            block_table_BM=packed.block_table_BM,
+            block_size=BLOCK_SIZE,
+            query_counts=packed.query_counts,
+            key_bounds=packed.key_bounds,
+            prefix_len_B=packed.prefix_len_B,
+            ancestors_T=packed.ancestors_T,
+            key_starts=packed.key_starts if start_B is None else start_B,
+            dense=packed.dense,
+            groups=self._groups,
+            dtype=self._dtype,
+            kv_heads=self.data.shape[4],
+            head_dim=self.data.shape[5],
+            chunk_keys=packed.chunk_keys if start_B is None and self.data.dtype == self._dtype else (),
+        )
+        return self._attending(packed.slots_T, prepared)
+
+    def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Write keys and values of one layer to these slots, outside of a pass."""
+        write(self.data[layer], slots_T, k_TKD, v_TKD, self._scales[layer])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.data.select(2, 0).numel() * self.data.element_size()
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """Return a copy of N whole blocks, [N, layers, 2, 16, heads, dim], as `bits` has them."""
+        return self.bits.index_select(2, self._indices(blocks)).movedim(2, 0).contiguous()
+
+    def blank_blocks(self, count: int) -> Tensor:
+        """Return memory for ``count`` blocks, shaped as `read_blocks` returns them on this device."""
+        return self.bits.new_empty(count, *self.bits.select(2, 0).shape)
+
+    def write_blocks(self, blocks: Sequence[int], kv: Tensor) -> None:
+        """Write N whole blocks, as `read_blocks` returns them; any shape with N first."""
+        whole = kv.reshape(len(blocks), *self.data.select(2, 0).shape)
+        self.bits.index_copy_(2, self._indices(blocks), whole.movedim(0, 2))
+
+    def _indices(self, blocks: Sequence[int]) -> Tensor:
+        return to_device(blocks, self.data.device, dtype=torch.int64)
+
+    def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
+        """Copy keys and values from source to target slots in all layers.
+
+        Args:
+            source_slots: Slots of the accepted nodes.
+            target_slots: Slots of their final positions.
+            group: Length of the runs of pairs within which sources and targets may overlap; see ``kv_keep``.
+        """
+        kv_keep(self.bits, source_slots, target_slots, group=group)
+
+    def _prepared(self, tables: PackedTensors, start_B: Tensor) -> Prepared:
+        return prepare_tables(
+            query_start=tables.query_start,
+            prefix_len_B=tables.prefix_len_B,
+            key_start_B=start_B,
+            ancestors_T=tables.ancestors_T,
+            block_table_BM=tables.block_table_BM,
+            block_size=BLOCK_SIZE,
+            groups=self._groups,
+            kv_heads=self.data.shape[4],
+        )
+
+    def _attending(self, slots_T: Tensor, prepared: Prepared) -> PagedAttend:
+        kind = RotatingPagedAttend if dispatch.on_gpu(self.data) else PagedAttend
+        return kind(self.data, slots_T, prepared, self._scales)
+
+
+class PagedAttend:
+    """``Attend`` that writes the keys and values of the pass to their slots, then attends over the paged keys."""
+
+    def __init__(self, data: Tensor, slots_T: Tensor, prepared: Prepared, scales: Sequence[Scales]) -> None:
+        self._layers = data.unbind(0)
+        self._scales = scales
+        self._slots_T = slots_T
+        self._prepared = prepared
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        write(self._layers[layer], self._slots_T, k_TKD, v_TKD, self._scales[layer])
+        return attend(q_THD, self._layers[layer], self._prepared, self._scales[layer])
+
+
+class RotatingPagedAttend(PagedAttend, RotatingAttend):
+    """``PagedAttend`` for GPUs, where one kernel applies the rotary embedding and writes keys and values."""
+
+    def rotate_and_attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: PassRotations) -> Tensor:
+        """Rotate queries and keys, write keys and values, and attend; arguments are not rotated yet."""
+        cache, scales = self._layers[layer], self._scales[layer]
+        turned_THD = rope_cache(
+            q_THD, k_TKD, v_TKD, rope.cos_PD, rope.sin_PD, rope.positions_T, self._slots_T, cache, scales
+        )
+        return attend(turned_THD, cache, self._prepared, scales)
+
+
+class ChunkedAttend:
+    """``Attend`` that has a start of the keys of its own in some layers, those ``chunked``."""
+
+    def __init__(self, in_whole: Attend, in_chunk: Attend, chunked: Container[int]) -> None:
+        self._in_whole, self._in_chunk, self._chunked = in_whole, in_chunk, chunked
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return self._of(layer)(layer, q_THD, k_TKD, v_TKD)
+
+    def _of(self, layer: int) -> Attend:
+        return self._in_chunk if layer in self._chunked else self._in_whole
+
+    @classmethod
+    def of(cls, in_whole: Attend, in_chunk: Attend, chunked: Container[int]) -> ChunkedAttend:
+        """Return the attention of both, which rotates if both do."""
+        kind = RotatingChunkedAttend if isinstance(in_whole, RotatingAttend) else ChunkedAttend
+        return kind(in_whole, in_chunk, chunked)
+
+
+class RotatingChunkedAttend(ChunkedAttend, RotatingAttend):
+    """``ChunkedAttend`` for GPUs, see `RotatingPagedAttend`."""
+
+    def rotate_and_attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: PassRotations) -> Tensor:
+        """Rotate queries and keys, write keys and values, and attend; arguments are not rotated yet."""
+        attend = self._of(layer)
+        assert isinstance(attend, RotatingAttend), "both rotate"
+        return attend.rotate_and_attend(layer, q_THD, k_TKD, v_TKD, rope)
+
+
+class NativeAttend:
+    """``Attend`` for CPUs that writes keys and values and attends in one compiled call per layer.
+
+    ``first_B`` is the number of the oldest keys of each sequence that are hidden.
+    """
+
+    def __init__(self, data: Tensor, packed: PackedBatch, first_B: Tensor) -> None:
+        self._layers = data.flatten(2, 3).unbind(0)
+        self._slots_T = packed.slots_T
+        self._scale = data.shape[-1] ** -0.5
+        self._pages = Pages(
+            block_table_BM=packed.block_table_BM.contiguous(),
+            block_size=BLOCK_SIZE,
+            prefix_len_B=packed.prefix_len_B.contiguous(),
+            first_B=first_B.contiguous(),
+            query_start=torch.tensor(packed.query_start),
+            ancestors_T=packed.ancestors_T.contiguous(),
+        )
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        return attend_natively(q_THD, k_TKD, v_TKD, self._layers[layer], self._slots_T, self._pages, self._scale)

@@ -15,9 +15,8 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState, Method
 from specdecode_worker.core.batch import Row
-from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.request import DraftProgress, Request
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
 from specdecode_worker.sampling.sampler import Proposer

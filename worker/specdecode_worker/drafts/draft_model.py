@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.core.batch import Row
-from specdecode_worker.core.device_state import DeviceState
-from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
+from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
 from specdecode_worker.models.causal_lm import CausalLM

@@ -18,8 +18,13 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.batch import Row
-from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
-from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
+from specdecode_worker.core.device_state import (
+    STATE_RING_POSITIONS,
+    DeviceState,
+    PackedBatch,
+    PackedTensors,
+    PagedCache,
+)
 from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead

@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdecode_worker.core.device_state import DeviceState
-from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache, slots_of, spread
+from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.base import (
     CapturedDrafter,

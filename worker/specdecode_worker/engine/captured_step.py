@@ -20,21 +20,21 @@ from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, Sl
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.batch import Row
-from specdecode_worker.core.device_state import DeviceState, to_host
+from specdecode_worker.core.device_state import DeviceState, PackedTensors, to_host
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.paged_attention import PackedTensors
 from specdecode_worker.drafts.base import CapturedDrafter
-from specdecode_worker.drafts.merged import OwnRanks, in_order
-from specdecode_worker.engine.launched_step import (
+from specdecode_worker.drafts.registry import OwnRanks, in_order
+from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
+from specdecode_worker.engine.target import (
     LEAST_TOP,
     ROWS_AT_ONCE,
     RowLogprobs,
+    Target,
+    TargetPass,
     TokenLogprobs,
     logprobs_of,
     nodes_of,
 )
-from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
-from specdecode_worker.engine.target import Target, TargetPass
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import (
     BatchTokens,

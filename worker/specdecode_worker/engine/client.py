@@ -36,8 +36,7 @@ from specdecode_worker.core.messages import (
     Tokens,
 )
 from specdecode_worker.engine import process as engine_process
-from specdecode_worker.engine.heartbeat import Heartbeat, HeartbeatBlock
-from specdecode_worker.engine.process import Build, request_stacks
+from specdecode_worker.engine.process import Build, Heartbeat, HeartbeatBlock, request_stacks
 
 log = logging.getLogger(__name__)
 

@@ -18,10 +18,8 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.batch import Row, decoding_rows
 from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
-from specdecode_worker.drafts.merged import OwnRanks
-from specdecode_worker.drafts.registry import DraftRegistry
+from specdecode_worker.drafts.registry import DraftRegistry, OwnRanks
 from specdecode_worker.engine.captured_step import CapturedStep, Proposals, StepParts
-from specdecode_worker.engine.launched_step import LEAST_TOP, QueuedRows
 from specdecode_worker.engine.step_tables import (
     MOST_GRAPHS,
     NO_DRAFTS,
@@ -39,7 +37,7 @@ from specdecode_worker.engine.step_tables import (
     key_outside,
     keys_of_shapes,
 )
-from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.target import LEAST_TOP, QueuedRows, Target
 from specdecode_worker.sampling.params import Features, SamplingParams, features_of, truncates
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
-from specdecode_worker.control.synthetic import Synthetic
 from specdecode_worker.core.batch import Row, Selection, ShapeSelector, decoding_rows, with_forced_tokens
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
@@ -26,7 +25,6 @@ from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
 from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry
 from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failure
 from specdecode_worker.engine.cuda_graphs import StepGraphs
-from specdecode_worker.engine.launched_step import LaunchedStep, StepTimer
 from specdecode_worker.engine.remote_prefill import BlockExchange
 from specdecode_worker.engine.runner import StepLauncher
 from specdecode_worker.engine.scheduler import Deadlines, GrammarQueue, Scheduler
@@ -40,7 +38,7 @@ from specdecode_worker.engine.stats import (
     WorkerSnapshot,
     build_report,
 )
-from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.target import LaunchedStep, StepTimer, Synthetic, Target
 from specdecode_worker.engine.transfer import Refused
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError

@@ -16,16 +16,20 @@ import torch
 from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
 from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.batch import ShapeSelector
-from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
-from specdecode_worker.core.paged_attention import PagedCache
 from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft, UnusableDraft
 from specdecode_worker.drafts.own_device import OwnDevice, PlacedDraftLoader
 from specdecode_worker.drafts.registry import DraftLoader, DraftRegistry, Resolve, paged_cache
 from specdecode_worker.drafts.swap import describe_failure, worker_name
 from specdecode_worker.engine.cuda_graphs import CaptureBackend, StagedBackend, StepGraphs, capture_backend
 from specdecode_worker.engine.engine import Engine, EngineParts
-from specdecode_worker.engine.kernel_class import kernel_class, use_kernel_timings, warm_up_prefill
+from specdecode_worker.engine.kernel_class import (
+    kernel_class,
+    use_compiled_kernels,
+    use_kernel_timings,
+    warm_up_prefill,
+)
 from specdecode_worker.engine.memory import (
     Budget,
     CheckedDraftLoader,
@@ -74,6 +78,8 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     threads = max(1, (config.engine.threads or cpu_limit()) // config.engine.tensor_parallel_size)
     if device.type == "cpu":
         torch.set_num_threads(threads)
+    else:
+        use_compiled_kernels()
     use_kernel_timings(config.engine, device)
     inventory = take_inventory(config, located, device)
     require_servable(inventory)

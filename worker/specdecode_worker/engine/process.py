@@ -1,27 +1,31 @@
-"""The engine process: its loop, its socket, and the watch over it."""
+"""The engine process: its loop, its socket, its heartbeat, and the watch over it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
+import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from functools import partial
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 import zmq
 
-from specdecode_worker.contract import Plan, Report, SyntheticKnobs, TrialState, WorkerConfig
+from specdecode_worker.contract import Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.core.errors import RankLost, is_sticky_device_error
 from specdecode_worker.core.messages import (
     Abort,
@@ -44,75 +48,21 @@ from specdecode_worker.drafts.swap import (
     DraftFollower,
     DraftSwap,
     DraftSwapQueue,
-    FollowedEngine,
-    SwapStatus,
     start_draft,
 )
-from specdecode_worker.engine.calibration import CalibrationTarget, calibrate
-from specdecode_worker.engine.heartbeat import BEAT_SECONDS, Heartbeat, HeartbeatBlock, HeartbeatWriter, Phase
+from specdecode_worker.engine.calibration import calibrate
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.stages import finish_start, stage
 from specdecode_worker.termination import write_termination_message
 
 if TYPE_CHECKING:
-    from specdecode_worker.drafts.base import LoadDraft, LoadedDraft
+    from specdecode_worker.drafts.base import LoadedDraft
+    from specdecode_worker.engine.engine import Engine
 
-# Interface of the engine that the loop of the engine process drives, and of the function that builds one.
-#
 # The server process imports this module, so it must not import torch.
 
-
-class DrivenEngine(CalibrationTarget, FollowedEngine, Protocol):
-    """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
-
-    on_launch: Callable[[int, int], None] | None
-    """Called with the numbers of rows and prefill tokens of each step that is launched."""
-
-    @property
-    def idle(self) -> bool:
-        """True if there is nothing to compute until the next message."""
-        ...
-
-    def report(self, swaps: Mapping[str, SwapStatus] = ..., trial: TrialState | None = ...) -> Report:
-        """Return the worker report, with the swaps of drafts by name and the draft trial."""
-        ...
-
-    def open_exchange(self, address: tuple[str, int] | None, wake: Callable[[], None]) -> int:
-        """Begin to exchange cache blocks with other workers, and return the port that is listened on, 0 for none.
-
-        ``wake`` ends the sleep of the loop. Threads call it.
-        """
-        ...
-
-    @property
-    def draft_names(self) -> Sequence[str]:
-        """Names of the drafts, loaded or not; empty for the default draft."""
-        ...
-
-    def set_plan(self, plan: Plan) -> None:
-        """Replace the plan. Raise ValueError if the engine refuses it."""
-        ...
-
-    def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
-        """Replace the synthetic knobs; None clears them."""
-        ...
-
-    @property
-    def load_draft(self) -> LoadDraft | None:
-        """Callable that loads a draft in another thread while the engine runs; None if no draft can be loaded."""
-        ...
-
-    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
-        """Replace the draft of this name. Return the tokens of the steps that were in flight.
-
-        Raises:
-            ModelError: The draft cannot be used; nothing has changed.
-        """
-        ...
-
-
-Build = Callable[[WorkerConfig], tuple[DrivenEngine, Loaded]]
+Build = Callable[[WorkerConfig], tuple["Engine", Loaded]]
 """Callable that loads the models. It runs in the engine process, which may import torch."""
 
 
@@ -227,6 +177,123 @@ def _process_state(pid: int) -> str:
             if line.startswith("State:"):
                 return line.removeprefix("State:").strip()
     return "unknown"
+
+
+# Heartbeat of the engine process: a block of shared memory that the engine writes and the server reads.
+#
+# The engine never waits to write it. The server can read it while the engine is stopped or hangs, which no message over
+# a socket allows. All times are readings of CLOCK_MONOTONIC, which both processes share.
+
+BEAT_SECONDS = 0.2
+"""Interval of the beats of an idle engine. Readers may rely on 250 ms."""
+_FACTS = struct.Struct("7d")
+_VERSION_BYTES = 8
+_READ_ATTEMPTS = 100
+
+
+class Phase(IntEnum):
+    """Activity of the engine process."""
+
+    LOADING = 0
+    WARMING_UP = 1
+    CALIBRATING = 2
+    IDLE = 3
+    STEP = 4
+    CAPTURING = 5
+    SWAPPING = 6
+
+
+class Heartbeat(NamedTuple):
+    """Facts of the last beat. ``rows`` and ``prefill_tokens`` are those of the last launched step."""
+
+    phase: Phase
+    phase_began_seconds: float
+    beat_seconds: float
+    step: int
+    """Number of the last step that began; 0 before the first step after the start."""
+    rows: int
+    prefill_tokens: int
+    longest_step_seconds: float
+
+
+class HeartbeatBlock:
+    """Shared memory with one heartbeat. Pass it to the engine process as an argument of its start.
+
+    A version number that is odd during a write protects readers from a heartbeat that is half old and half new.
+    """
+
+    def __init__(self) -> None:
+        # Unlinked shared memory that a spawned child inherits; it leaves no file behind after a crash.
+        self._fields: ctypes.Array[ctypes.c_double] = RawArray(ctypes.c_double, 8)
+        self.write(Heartbeat(Phase.LOADING, time.monotonic(), time.monotonic(), 0, 0, 0, 0.0))
+
+    def write(self, beat: Heartbeat) -> None:
+        """Replace the heartbeat. There must be one writer at a time."""
+        fields = self._fields
+        fields[0] += 1
+        _FACTS.pack_into(fields, _VERSION_BYTES, *beat)
+        fields[0] += 1
+
+    def read(self) -> Heartbeat:
+        """Return the heartbeat. A writer that was stopped in the middle of a write does not block the reader."""
+        values = list(self._fields)
+        for _ in range(_READ_ATTEMPTS):
+            version, values = self._fields[0], list(self._fields)
+            if version % 2 == 0 and version == values[0] == self._fields[0]:
+                break
+        _, phase, phase_began, beat, step, rows, prefill_tokens, longest_step = values
+        return Heartbeat(Phase(int(phase)), phase_began, beat, int(step), int(rows), int(prefill_tokens), longest_step)
+
+
+class HeartbeatWriter:
+    """Writer of the heartbeat in the engine process."""
+
+    def __init__(self, block: HeartbeatBlock, clock: Callable[[], float] = time.monotonic) -> None:
+        self._block, self._clock = block, clock
+        self._phase, self._phase_began_seconds = Phase.LOADING, clock()
+        self._step = self._rows = self._prefill_tokens = 0
+        self._longest_step_seconds = 0.0
+        self._write(self._phase_began_seconds)
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase, or beat if it has begun already. The end of a step updates the longest step."""
+        now = self._clock()
+        if self._phase is Phase.STEP:
+            self._longest_step_seconds = max(self._longest_step_seconds, now - self._phase_began_seconds)
+        if phase is not self._phase or phase is Phase.STEP:
+            self._phase, self._phase_began_seconds = phase, now
+        if phase is Phase.STEP:
+            self._step += 1
+            self._rows = self._prefill_tokens = 0
+        self._write(now)
+
+    def record_launch(self, rows: int, prefill_tokens: int) -> None:
+        """Beat with the size of the step that is launched now, in any phase."""
+        self._rows, self._prefill_tokens = rows, prefill_tokens
+        self._write(self._clock())
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Run a block in this phase and return to the previous one, whose time then begins again."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before if before is not Phase.STEP else Phase.IDLE)
+
+    def _write(self, now: float) -> None:
+        self._block.write(
+            Heartbeat(
+                self._phase,
+                self._phase_began_seconds,
+                now,
+                self._step,
+                self._rows,
+                self._prefill_tokens,
+                self._longest_step_seconds,
+            )
+        )
 
 
 # Policy of the engine watchdog: whether an engine makes progress, is suspect or hangs, by its heartbeat.
@@ -345,9 +412,7 @@ EXIT_SECONDS = 3.0
 class EngineLoop:
     """Loop of the engine process: handle messages, take over loaded drafts, run a step, send its tokens."""
 
-    def __init__(
-        self, engine: DrivenEngine, port: EnginePort, heartbeat: HeartbeatWriter, config: WorkerConfig
-    ) -> None:
+    def __init__(self, engine: Engine, port: EnginePort, heartbeat: HeartbeatWriter, config: WorkerConfig) -> None:
         """Create the loop of an engine that was built from ``config``."""
         self._engine = engine
         self._port = port
@@ -454,7 +519,7 @@ class EngineLoop:
         return b""
 
 
-def warm_up(engine: DrivenEngine) -> None:
+def warm_up(engine: Engine) -> None:
     """Run one request to its end, so that one-time costs do not delay the first request of a client."""
     sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
     engine.add(Submit(request_id="warm-up", prompt=(1,) * 4, sampling=sampling, arrival_seconds=time.monotonic()))
@@ -510,7 +575,7 @@ def main(
     port.close()
 
 
-def _prepare(engine: DrivenEngine, heartbeat: HeartbeatWriter, plan: Plan | None, knobs_json: str | None) -> None:
+def _prepare(engine: Engine, heartbeat: HeartbeatWriter, plan: Plan | None, knobs_json: str | None) -> None:
     """Apply the initial plan and knobs, warm up and calibrate, each as a phase of the heartbeat."""
     if plan is not None:
         heartbeat.enter(Phase.CAPTURING)
@@ -559,7 +624,7 @@ def _crash_reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _build(config: WorkerConfig) -> tuple[DrivenEngine, Loaded]:
+def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:
     # These import torch, which the parent process must not do.
     from specdecode_worker.engine.factory import device_of, load_engine
     from specdecode_worker.engine.kernel_class import kernel_class

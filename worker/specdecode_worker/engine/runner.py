@@ -10,22 +10,23 @@ import torch
 from numpy.typing import NDArray
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.control.synthetic import Synthetic
 from specdecode_worker.core.batch import Choice, Row, given_tokens
 from specdecode_worker.core.device_state import DeviceState, to_host
-from specdecode_worker.drafts.merged import Proposed
-from specdecode_worker.drafts.registry import DraftRegistry
+from specdecode_worker.drafts.registry import DraftRegistry, Proposed
 from specdecode_worker.engine.captured_step import Proposals, UncapturedStep
 from specdecode_worker.engine.cuda_graphs import ReadyStep, StepGraphs
-from specdecode_worker.engine.launched_step import (
-    LaunchedStep,
-    QueuedRows,
-    gather_output_logprobs,
-    gather_prompt_logprobs,
-)
 from specdecode_worker.engine.stats import PhaseTimer, step_size_of
 from specdecode_worker.engine.step_tables import HostMasks
-from specdecode_worker.engine.target import Target, commit_chunks, upload_rows
+from specdecode_worker.engine.target import (
+    LaunchedStep,
+    QueuedRows,
+    Synthetic,
+    Target,
+    commit_chunks,
+    gather_output_logprobs,
+    gather_prompt_logprobs,
+    upload_rows,
+)
 from specdecode_worker.sampling.sampler import TokenMasks
 from specdecode_worker.sampling.trees import Forest
 

@@ -1,20 +1,37 @@
-"""Passes of the target over the rows of a step, and commits of prompt chunks."""
+"""Passes of the target over the rows of a step, the step in flight, its time, and log-probabilities of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from random import Random
 
 import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.core.batch import Row, decoding_rows
-from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.contract import OTHER_TASK, SyntheticKnobs
+from specdecode_worker.core.batch import Choice, Row, decoding_rows
+from specdecode_worker.core.device_state import (
+    DeviceState,
+    HostCopy,
+    PackedBatch,
+    PackedTensors,
+    PagedCache,
+    slots_of,
+    spread,
+    to_host,
+)
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache, slots_of, spread
+from specdecode_worker.core.messages import Logprobs
+from specdecode_worker.drafts.registry import OwnRanks
+from specdecode_worker.engine.scheduler import Scheduler
+from specdecode_worker.engine.stats import RowResult, Statistics, StepSize
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.sampling.trees import Forest
 
 # Forward pass of the target over a batch of rows: packing, forward, and logits where a token is chosen.
 
@@ -225,3 +242,338 @@ def commit_chunks(state: DeviceState, rows: Sequence[Row], step: TargetPass, aux
             if aux_TA is not None:
                 aux = aux_TA[begin : begin + row.count]
                 state.store_last_aux(row.request.slot, row.request.blocks, end, aux)
+
+
+# Step in flight, the measurement of its time, and log-probabilities of its tokens.
+
+# Handle of a step that was queued on the device, with all that is needed to read its results.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedRows:
+    """Results of rows that were queued together, as one graph or in one eager pass."""
+
+    rows: tuple[Row, ...]
+    """Rows of the pass. The first ones, as many as ``outcome_BC`` has, chose a token."""
+    outcome_BC: Tensor | None = None
+    """Result of verification, as `Outcome.columns`, on the host after ``host_copy``; None if no row chose a token."""
+    ranked_BNK: Tensor | None = None
+    """The draft's K best tokens by node, on the host after ``host_copy``; None if not needed."""
+    host_copy: HostCopy = field(default_factory=HostCopy)
+    output_logprobs: RowLogprobs | None = None
+    """Logprobs of emitted tokens."""
+    prompt_logprobs: RowLogprobs | None = None
+    """Logprobs of prompt tokens."""
+    own_ranks: OwnRanks | None = None
+    """Ranked tokens of each draft; None if no task of the step merges drafts."""
+    draft_seconds: float = 0.0
+    """Duration of drafting."""
+
+    def read(self, depth_limits: Sequence[int]) -> list[RowResult]:
+        """Wait for the device and return the results of the rows that chose a token.
+
+        Args:
+            depth_limits: Largest accepted depth of each of these rows.
+        """
+        if self.outcome_BC is None:
+            return []
+        self.host_copy.wait()
+        depth = self.outcome_BC.shape[1] // 3 - 1
+        ranked = self.ranked_BNK.tolist() if self.ranked_BNK is not None else None
+        logprobs = self.output_logprobs.read() if self.output_logprobs is not None else {}
+        results = []
+        for b, values in enumerate(self.outcome_BC.tolist()):
+            tokens, path = values[: values[-1] + 1], values[depth + 1 : 2 * depth + 1]
+            result = RowResult(tokens, path, values[2 * depth + 1 : -1], depth_limits[b])
+            if ranked is not None and not self.rows[b].is_chunk:
+                result.ranked_NK = ranked[b]
+            if b in logprobs:
+                result.logprobs = tuple(logprobs[b][: len(tokens)])
+            if self.own_ranks is not None and not self.rows[b].is_chunk:
+                result.credits = self.own_ranks.credit(b, path, tokens, result.ranks, depth_limits[b])
+            results.append(result)
+        return results
+
+    def read_prompts(self) -> dict[int, list[Logprobs]]:
+        """Wait for the requested logprobs of prompt tokens and return them by row index."""
+        return self.prompt_logprobs.read() if self.prompt_logprobs is not None else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedStep:
+    """Step that was launched and not collected yet."""
+
+    rows: tuple[Row, ...]
+    """Rows of the batch; those that chose a token come first."""
+    parts: tuple[QueuedRows, ...]
+    """Results of these rows, in the same order."""
+    epochs: tuple[int, ...]
+    """Number of preemptions of each row's request at launch."""
+    choice: Choice
+    size: StepSize
+    shadow_passes: int = 0
+    """Number of draft passes that verified nodes did not need."""
+    depth_limits: tuple[int, ...]
+    """Depth that the synthetic acceptance knob allows for each row that chose a token."""
+    began_seconds: float
+    """Monotonic clock at launch."""
+
+    @property
+    def shadow_seconds(self) -> float:
+        """Part of the time of drafting attributed to shadow passes, in proportion to their share of all passes."""
+        passes, seconds = self.size.draft_passes, sum(part.draft_seconds for part in self.parts)
+        return seconds * self.shadow_passes / passes if passes else 0.0
+
+    def read(self) -> list[RowResult]:
+        """Wait for the device and return the results of the rows that chose a token."""
+        results: list[RowResult] = []
+        for part in self.parts:
+            results += part.read(self.depth_limits[len(results) :])
+        return results
+
+    def read_prompts(self) -> dict[int, list[Logprobs]]:
+        """Wait for the requested logprobs of prompt tokens and return them by row index."""
+        prompts: dict[int, list[Logprobs]] = {}
+        first = 0
+        for part in self.parts:
+            prompts |= {first + row: logprobs for row, logprobs in part.read_prompts().items()}
+            first += len(part.rows)
+        return prompts
+
+
+# Timer of steps and of request-seconds, on the monotonic clock.
+#
+# It also pads steps to the minimum step time of the synthetic knobs.
+
+
+class StepTimer:
+    """Timer of the steps of one engine."""
+
+    def __init__(self) -> None:
+        self._collected_seconds = self._accounted_seconds = time.monotonic()
+
+    def finish(self, step: LaunchedStep, synthetic: Synthetic) -> tuple[float, float]:
+        """Finish the timing of a collected step, after sleeping if synthetic knobs require a longer step.
+
+        Returns:
+            The step time in seconds, without time spent on earlier steps, and the current time.
+        """
+        began = max(step.began_seconds, self._collected_seconds)
+        least = 0.0
+        if synthetic.knobs is not None:
+            nodes = max(row.tree.verified - 1 for row in step.rows)
+            context = max(row.request.cached for row in step.rows)
+            drafts = (row.request.draft.draft for row in step.rows)
+            least = synthetic.least_seconds(len(step.rows), nodes, context, drafts)
+        now = time.monotonic()
+        if now - began < least:
+            time.sleep(least - (now - began))
+            now = time.monotonic()
+        self._collected_seconds = now
+        return now - began, now
+
+    def account(self, statistics: Statistics, scheduler: Scheduler, now: float) -> None:
+        """Add the time since the last call to the request-seconds of the running and waiting requests."""
+        elapsed = now - self._accounted_seconds
+        statistics.running_request_seconds += elapsed * len(scheduler.running)
+        statistics.waiting_request_seconds += elapsed * len(scheduler.waiting)
+        self._accounted_seconds = now
+
+
+# Logprobs of emitted tokens and of prompt tokens, for requests that ask for them.
+#
+# They are computed from the target's raw logits, before any logits processor (vLLM's ``raw_logprobs``), and copied to
+# the host after the pass. The logits of a node equal those of plain decoding, so speculation changes no logprobs.
+
+ROWS_AT_ONCE = 64
+"""Rows of logits processed at a time, which bounds the memory of the fp32 copies."""
+LEAST_TOP = 20
+"""Fewest top tokens that are computed. With ties, the number of top tokens would otherwise affect their choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of T tokens and of the K most likely tokens at each position; on the host after ``host_copy``.
+
+    Ranks count from 1.
+    """
+
+    tokens_T: Tensor
+    logprob_T: Tensor
+    rank_T: Tensor
+    top_tokens_TK: Tensor
+    top_logprobs_TK: Tensor
+    host_copy: HostCopy
+
+    def read(self, tops: Sequence[int]) -> list[Logprobs]:
+        """Wait for the copies and return the logprobs, with ``tops[t]`` top tokens for token t."""
+        self.host_copy.wait()
+        columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
+        return [
+            Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
+            for top, token, logprob, rank, best, logprobs in zip(tops, *(c.tolist() for c in columns), strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLogprobs:
+    """Logprobs of several rows of a step, one row after the other.
+
+    Entry i has ``counts[i]`` tokens of row ``rows[i]``, which requested ``tops[i]`` top tokens.
+    """
+
+    rows: tuple[int, ...]
+    tops: tuple[int, ...]
+    counts: tuple[int, ...]
+    logprobs: TokenLogprobs
+
+    def read(self) -> dict[int, list[Logprobs]]:
+        """Wait for the copies and return the logprobs by row of the step."""
+        tops = [top for top, count in zip(self.tops, self.counts, strict=True) for _ in range(count)]
+        logprobs = self.logprobs.read(tops)
+        ends = list(accumulate(self.counts))
+        return {row: logprobs[end - count : end] for row, count, end in zip(self.rows, self.counts, ends, strict=True)}
+
+
+def gather_output_logprobs(
+    emitting: Sequence[Row], forest: Forest, logits_RV: Tensor, out: Tensor
+) -> RowLogprobs | None:
+    """Queue the logprobs of emitted tokens for the rows that request them; None if no row does.
+
+    Covers the accepted path and the bonus token. Entries after these are padding for the reader to cut off.
+
+    Args:
+        emitting: Rows that choose a token.
+        forest: Their trees.
+        logits_RV: Logits of their nodes, [rows, vocabulary].
+        out: Result of verification, as `Committed.out`.
+    """
+    tops = {b: top for b, row in enumerate(emitting) if (top := row.request.submit.sampling.logprobs) is not None}
+    if not tops:
+        return None
+    depth = forest.depth
+    first = list(accumulate((tree.verified for tree in forest.trees), initial=0))
+    asked_A = to_device(list(tops), logits_RV.device)
+    first_A1 = to_device([[first[b]] for b in tops], logits_RV.device)
+    asked_AC = out[asked_A]
+    rows_T = (first_A1 + nodes_of(asked_AC, depth)).flatten()
+    emitted_AD = asked_AC[:, : depth + 1].clamp(min=0)
+    logprobs = _queue_logprobs(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
+    return RowLogprobs(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), logprobs)
+
+
+def nodes_of(out_BC: Tensor, depth: int) -> Tensor:
+    """Return the root and the accepted nodes [B, D + 1] of results like `Committed.out`, padded with the root."""
+    return torch.nn.functional.pad(out_BC[:, depth + 1 : 2 * depth + 1].clamp(min=0), (1, 0))
+
+
+def gather_prompt_logprobs(
+    logits_of: Callable[[Tensor], Tensor], rows: Sequence[Row], query_start: Sequence[int], hidden_TE: Tensor
+) -> RowLogprobs | None:
+    """Queue the logprobs of prompt tokens for the prefill chunks of requests that ask for them; None if none does.
+
+    A chunk yields the logprobs of the prompt tokens that directly follow its positions. Requests that already emitted a
+    token, i.e. prefill again after a preemption, are skipped.
+
+    Args:
+        logits_of: Function from hidden states [T, E] to logits [T, V].
+        rows: Rows of the step.
+        query_start: Index of each row's first packed token.
+        hidden_TE: Last hidden states of all packed tokens.
+    """
+    tops: dict[int, int] = {}
+    places: list[int] = []
+    tokens: list[list[int]] = []
+    for index, (row, begin) in enumerate(zip(rows, query_start, strict=False)):
+        top, request = row.request.submit.sampling.prompt_logprobs, row.request
+        if top is None or not row.is_chunk or request.emitted:
+            continue
+        end = min(row.start + row.count, len(request.submit.prompt) - 1)
+        tops[index] = top
+        tokens.append(request.tokens[row.start + 1 : end + 1])
+        places += range(begin, begin + len(tokens[-1]))
+    if not places:
+        return None
+    wanted_T = to_device([token for chunk in tokens for token in chunk], hidden_TE.device)
+    places_T = to_device(places, hidden_TE.device)
+    logprobs = _queue_logprobs(lambda at: logits_of(hidden_TE[at]), places_T, wanted_T, max(tops.values()))
+    return RowLogprobs(tuple(tops), tuple(tops.values()), tuple(map(len, tokens)), logprobs)
+
+
+def _queue_logprobs(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> TokenLogprobs:
+    """Queue the logprobs of ``tokens_T`` under the logits of ``rows_T``, in pieces of bounded size."""
+    pieces = []
+    for start in range(0, len(rows_T), ROWS_AT_ONCE):
+        here = slice(start, start + ROWS_AT_ONCE)
+        pieces.append(logprobs_of(logits_of(rows_T[here]), tokens_T[here], max(top, LEAST_TOP)))
+    columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
+    (tokens, logprob, rank, top_tokens, top_logprobs), host_copy = to_host([tokens_T, *columns])
+    return TokenLogprobs(tokens, logprob, rank, top_tokens, top_logprobs, host_copy)
+
+
+def logprobs_of(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logprob [T], rank [T], top tokens [T, K] and their logprobs [T, K], computed in fp32 or wider."""
+    wide_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
+    logp_TV = torch.log_softmax(wide_TV, dim=-1)
+    own_T1 = tokens_T[:, None]
+    rank_T = (wide_TV > wide_TV.gather(1, own_T1)).sum(-1) + 1
+    best = logp_TV.topk(min(top, logp_TV.shape[1]), dim=-1)
+    return logp_TV.gather(1, own_T1)[:, 0], rank_T, best.indices, best.values
+
+
+# Synthetic test knobs that shorten accepted paths and lengthen steps, to test the control loop on small machines.
+
+
+class Synthetic:
+    """Application of the synthetic knobs of a worker.
+
+    Tokens beyond a cut are emitted again by later steps, so the text stays the same.
+    """
+
+    def __init__(self, knobs: SyntheticKnobs | None = None, seed: int = 0) -> None:
+        self.knobs = knobs
+        self._random = Random(seed)
+
+    @property
+    def cuts(self) -> bool:
+        """True if an acceptance profile is set."""
+        if self.knobs is None:
+            return False
+        return any(knobs.acceptance or knobs.task_acceptance for knobs in (self.knobs, *self.knobs.by_draft.values()))
+
+    def draw_depth_limit(self, depth: int, task: str = OTHER_TASK, draft: str = "") -> int:
+        """Draw the largest depth to which a path of ``depth`` may be accepted.
+
+        Each depth is accepted with the probability in the profile of the task; the first failure ends the path.
+
+        Args:
+            depth: Drafted depth of the path.
+            task: Task of the request.
+            draft: Hash of the draft that the request runs.
+        """
+        knobs = self._of(draft)
+        profile = knobs and knobs.task_acceptance.get(task, knobs.acceptance)
+        if not profile:
+            return depth
+        for level in range(depth):
+            if self._random.random() >= profile[min(level, len(profile) - 1)]:
+                return level
+        return depth
+
+    def least_seconds(self, sequences: int, nodes: int, context: int, drafts: Iterable[str] = ("",)) -> float:
+        """Return the minimum duration of a step of this size in seconds, 0 if no row of the knobs covers it.
+
+        Of several ``drafts`` in one step, given by their hashes, the slowest counts.
+        """
+        times = (self._step_seconds(self._of(draft), sequences, nodes, context) for draft in set(drafts))
+        return max(times, default=0.0)
+
+    def _of(self, draft: str) -> SyntheticKnobs | None:
+        return self.knobs and self.knobs.by_draft.get(draft, self.knobs)
+
+    @staticmethod
+    def _step_seconds(knobs: SyntheticKnobs | None, sequences: int, nodes: int, context: int) -> float:
+        for row in (knobs and knobs.step_time) or ():
+            if sequences <= row.max_sequences and nodes <= row.max_nodes and context <= row.max_context:
+                return row.seconds
+        return 0.0

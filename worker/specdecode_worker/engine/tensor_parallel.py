@@ -30,10 +30,9 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import KVCacheDtype, TargetQuantization
-from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.core.errors import RankLost
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.paged_attention import PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.engine.cuda_graphs import (
     Captured,

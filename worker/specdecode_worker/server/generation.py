@@ -21,6 +21,7 @@ from specdecode_worker.metrics import ServerCounters
 from specdecode_worker.server.access import prefix_salt
 from specdecode_worker.server.admission import (
     AdmissionQueue,
+    Model,
     ModelLimits,
     RequestTerms,
     sampling_of,
@@ -46,7 +47,6 @@ from specdecode_worker.server.responses import (
     FinishedChoice,
     TextOptions,
 )
-from specdecode_worker.server.served_model import Model
 from specdecode_worker.server.tokenizer import Tokenizer
 
 # Output of one choice: converts its tokens into pieces of text, whether they arrive or are replayed.

@@ -133,14 +133,12 @@ class AnswerGrammars:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
     async def of(self, body: GenerationRequest) -> str:
-        """Return the grammar of the answers to a request; empty if they may be any text.
+        """Return the grammar of the answers to a request that may not be any text.
 
         Raises:
             BadRequest: The grammar cannot be used; the error names the field at fault.
             TooManyWaiting: Other compilations take too long.
         """
-        if not body.prescribes_answer and not body.bad_words:
-            return ""
         try:
             work = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, body)
             return await asyncio.wait_for(work, COMPILE_SECONDS)

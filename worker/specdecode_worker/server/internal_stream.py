@@ -28,8 +28,7 @@ from specdecode_worker.server.admission import RequestTerms
 from specdecode_worker.server.errors import ApiError, BadRequest, DeadlineExceeded, EngineFailed, Unavailable
 from specdecode_worker.server.generation import Output, contract_logprobs
 from specdecode_worker.server.responses import ChoicePiece
-from specdecode_worker.server.service import Service
-from specdecode_worker.server.streaming import Call, EventEncoder, Result, StartedRequest, start
+from specdecode_worker.server.service import Call, EventEncoder, Result, Service, StartedRequest, start
 
 log = logging.getLogger(__name__)
 

@@ -65,7 +65,7 @@ def fetch(port: int, access: TransferAccess = ACCESS, *, most: int = 1 << 20, **
     return BlockFetch(f"127.0.0.1:{port}", access, WANT, DIGESTS, **given)
 
 
-def until(condition: Callable[[], Any], seconds: float = 10) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it takes too long"

@@ -134,7 +134,7 @@ def test_bad_and_too_large_grammars_are_refused(compiler: GrammarCompiler, gramm
     for _ in range(2):  # the second answer is cached
         with pytest.raises(GrammarRefused) as refused:
             compiler.guide(grammar)
-        assert 0 < len(refused.value.message) <= 500
+        assert 0 < len(str(refused.value)) <= 500
 
 
 INT64 = (-(2**63), 2**63 - 1)

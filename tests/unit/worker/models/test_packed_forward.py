@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.core.device_state import PackedBatch, PagedCache, slots_of, spread
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.paged_attention import PackedBatch, PagedCache, slots_of, spread
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.sampling.trees import Tree, tree_of

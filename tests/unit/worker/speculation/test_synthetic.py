@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import StepTime, SyntheticKnobs
-from specdecode_worker.control.synthetic import Synthetic
+from specdecode_worker.engine.target import Synthetic
 
 PROFILES = st.lists(st.floats(0, 1), min_size=1, max_size=5).map(tuple)
 

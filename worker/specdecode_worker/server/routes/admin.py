@@ -33,9 +33,9 @@ from specdecode_worker.server.access import (
     is_own_origin,
     scope_of,
 )
-from specdecode_worker.server.app import answer_errors, error_response, read_body
 from specdecode_worker.server.errors import ApiError, Forbidden, Unauthorized, Unavailable
 from specdecode_worker.server.lifecycle import GracefulShutdown
+from specdecode_worker.server.listening import answer_errors, error_response, read_body
 from specdecode_worker.server.requests import NewDraft, UserDeletion, parse_contract
 from specdecode_worker.server.routes.internal import add_internal
 from specdecode_worker.server.service import Service, parse_plan

@@ -21,9 +21,9 @@ from specdecode_worker.contract.internal_stream import (
     decode_request,
     encode_load,
 )
-from specdecode_worker.server.app import answer_errors, read_body
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.internal_stream import FrameStream
+from specdecode_worker.server.listening import answer_errors, read_body
 from specdecode_worker.server.routes.public import add_information, add_tokenization
 from specdecode_worker.server.service import Service
 

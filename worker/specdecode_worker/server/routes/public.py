@@ -18,14 +18,14 @@ from specdecode_worker import metrics
 from specdecode_worker.http_edge import BodyBudget
 from specdecode_worker.server.access import ReloadedSecrets, bearer_token
 from specdecode_worker.server.admission import ModelLimits, terms_of
-from specdecode_worker.server.app import (
+from specdecode_worker.server.errors import BadRequest, NotBuilt, Unauthorized, without_paths
+from specdecode_worker.server.listening import (
     CloseConnectionsOnShutdown,
     answer_errors,
     cancel_on_disconnect,
     error_response,
     read_body,
 )
-from specdecode_worker.server.errors import BadRequest, NotBuilt, Unauthorized, without_paths
 from specdecode_worker.server.openapi import document
 from specdecode_worker.server.request_capture import CAPTURE_HEADER
 from specdecode_worker.server.requests import (
@@ -37,8 +37,16 @@ from specdecode_worker.server.requests import (
     parse,
     read_object,
 )
-from specdecode_worker.server.service import Service, SharedCall
-from specdecode_worker.server.streaming import GENERATION_ROUTES, Call, EventStream, StartedRequest, close, start
+from specdecode_worker.server.service import (
+    GENERATION_ROUTES,
+    Call,
+    EventStream,
+    Service,
+    SharedCall,
+    StartedRequest,
+    close,
+    start,
+)
 from specdecode_worker.version import VERSION
 
 # Informational routes of the public port: probes, metrics, models, version and OpenAPI document.

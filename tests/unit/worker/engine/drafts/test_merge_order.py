@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.drafts.merged import MOST_NODES, Candidate, Credit, MergeOrder
+from specdecode_worker.drafts.registry import MOST_NODES, Candidate, Credit, MergeOrder
 
 HEAD, LOOKUP = "head", "lookup"
 MISS = MAX_RANKS

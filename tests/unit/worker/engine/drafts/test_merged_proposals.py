@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdecode_worker.contract import MAX_RANKS, MergedDraft, TaskMatch
-from specdecode_worker.drafts.merged import CreditedDraft, OwnRanks, TaskDrafts, first_distinct
+from specdecode_worker.drafts.registry import CreditedDraft, OwnRanks, TaskDrafts, first_distinct
 
 MISS = MAX_RANKS
 HEAD, LOOKUP = CreditedDraft("", "h", 0), CreditedDraft("lookup", "l", 1)

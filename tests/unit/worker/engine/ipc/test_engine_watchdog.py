@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_worker.engine.heartbeat import Heartbeat, Phase
 from specdecode_worker.engine.process import (
     MAX_POLL_GAP_SECONDS,
     PHASE_SECONDS,
     SECONDS_PER_PREFILL_TOKEN,
     EngineWatchdog,
+    Heartbeat,
+    Phase,
     State,
     bound_seconds,
 )

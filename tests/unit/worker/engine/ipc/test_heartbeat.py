@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 
-from specdecode_worker.engine.heartbeat import Heartbeat, HeartbeatBlock, HeartbeatWriter, Phase
+from specdecode_worker.engine.process import Heartbeat, HeartbeatBlock, HeartbeatWriter, Phase
 
 
 class Clock:

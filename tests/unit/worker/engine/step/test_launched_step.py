@@ -25,8 +25,8 @@ from specdecode_worker.core.messages import (
     ToEngine,
     Tokens,
 )
-from specdecode_worker.engine.launched_step import LaunchedStep, QueuedRows, RowLogprobs, TokenLogprobs
 from specdecode_worker.engine.stats import step_size_of
+from specdecode_worker.engine.target import LaunchedStep, QueuedRows, RowLogprobs, TokenLogprobs
 from specdecode_worker.sampling.trees import tree_of
 from support.worker.small_engine import request, submit
 

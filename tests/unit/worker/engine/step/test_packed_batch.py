@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from specdecode_kernels.step_tables.op import begin, commit
 from specdecode_kernels.step_tables.tables import SlotState, Verified
-from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.device_state import DeviceState, PackedBatch, PagedCache, slots_of, spread
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, PADDING_BLOCK
-from specdecode_worker.core.paged_attention import PackedBatch, PagedCache, slots_of, spread
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ import pytest
 
 from specdecode_worker.models.chat_template import ChatTemplate
 from specdecode_worker.models.errors import TemplateRefused
-from specdecode_worker.server.chat_template import TemplatePool
+from specdecode_worker.server.prompts import TemplatePool
 
 pytestmark = pytest.mark.slow
 

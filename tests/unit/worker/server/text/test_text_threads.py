@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdecode_worker.server.chat_template import SHORT_TEXT_CHARACTERS, Lane, TextThreads, lane_of
+from specdecode_worker.server.prompts import SHORT_TEXT_CHARACTERS, Lane, TextThreads, lane_of
 
 
 @pytest.fixture
