@@ -64,7 +64,7 @@ bench: venv ## speculation against plain decoding on the embedded model, in one 
 	$(BIN)/specdecode-worker bench --model embedded://smollm2-135m-instruct \
 	    --draft embedded://smollm2-135m-instruct-eagle3 --concurrency 1,2,4
 
-gpu: ## the gpu tests and benchmarks on this machine's GPU, in ten minutes, into a JSON and a page (out/); PART=1 or 2, STAGE=...
+gpu: ## the gpu tests and benchmarks on this machine's GPU, in ten minutes, into a JSON and a page (out/); PART=1 to 3, STAGE=...
 	@hack/gpu $(addprefix --part ,$(PART)) $(addprefix --stage ,$(STAGE))
 
 gpu-train: ## train the embedded draft further on this machine's GPU, in ten minutes, and compare it with before (out/)

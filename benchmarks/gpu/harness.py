@@ -39,6 +39,7 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import assemble
 from specdecode_worker.engine.memory import Budget, Device, Network, bounds_of
 from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.layers import Experts
 from specdecode_worker.models.optimize import fuse
 
 SECOND_TASK = "second"
@@ -64,12 +65,17 @@ class Bench:
     target_bytes: int
     draft_bytes: int
     fuse_bytes: int
+    experts: int
+    expert_bytes: int
+    """Bytes of one of the ``experts`` of each layer, which are not in ``target_bytes``; 0 without experts."""
     kv_bytes: int
     draft_kv_bytes: int
     two_drafts: bool
     """Half of the texts are drafted for by a second head."""
     logits_error: float
     """Distance of the logits of a few rows from those by the library's products, over their length."""
+    right: bool
+    """Whether every draft is right."""
     plans: int = field(default=0)
 
     def run_shape(self, shape: TreeShape) -> None:
@@ -100,11 +106,15 @@ class Bench:
     def accept_as(self, chance: float | None) -> None:
         self.engine.set_synthetic(None if chance is None else SyntheticKnobs(acceptance=(chance,)))
 
-    def bytes_of(self, batch: int, passes: int, context: int) -> int:
-        """What a step must read: the target and all keys once, the draft and its keys in every pass."""
-        keys = batch * context
+    def bytes_of(self, batch: int, shape: TreeShape, context: int) -> int:
+        """What a step must read: the target and all keys once, the draft and its keys in every pass.
+
+        Of the experts, as many as tokens that choose evenly do.
+        """
+        passes, keys = shape.depth, batch * context
+        chosen = self.experts * (1 - (1 - 1 / self.experts) ** (batch * (1 + shape.nodes)))
         draft = passes * (self.draft_bytes + keys * self.draft_kv_bytes) + (self.fuse_bytes if passes else 0)
-        return self.target_bytes + keys * self.kv_bytes + draft
+        return self.target_bytes + int(chosen * self.expert_bytes) + keys * self.kv_bytes + draft
 
     def measure(self, batch: int, steps: int, context: int | None = None) -> dict[str, float]:
         """Milliseconds from step to step with ``batch`` texts, host and device overlapping as they do when serving, and
@@ -314,6 +324,9 @@ def _bench(
 ) -> Bench:
     head: Any = engine._drafts._drafts[""].drafter._head
     fuse_bytes = _bytes(head.fc)
+    layers = [module for module in target.modules() if isinstance(module, Experts)]
+    of_experts = sum(_bytes(one) - _bytes(one.shared_expert) - _bytes(one.router) for one in layers)
+    count = layers[0].router.out_features if layers else 1
     per_token = cache.nbytes // (cache.shape[2] * BLOCK_SIZE), draft_cache.nbytes // (cache.shape[2] * BLOCK_SIZE)
     return Bench(
         asked.shapes,
@@ -321,12 +334,15 @@ def _bench(
         asked.device,
         asked.batches,
         asked.context,
-        _bytes(target) - target.model.embed_tokens.weight.nbytes,
+        _bytes(target) - target.model.embed_tokens.weight.nbytes - of_experts,
         _bytes(head) - fuse_bytes,
         fuse_bytes,
+        count,
+        of_experts // count,
         *per_token,
         asked.two_drafts,
         error,
+        asked.always_right,
     )
 
 

@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from shapes import Shapes
 from torch import Tensor, nn
 
-from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.arch import causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import eagle3_config
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.unloaded import meta_init
+from specdecode_worker.models.linear import Linear, Split
+from specdecode_worker.models.unloaded import meta_init, place_tables
 
 ANSWER = 7
 _LOUD = 1000.0
@@ -26,13 +27,23 @@ _STD = 0.02
 
 
 def random_target(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> CausalLM:
-    """Made on the device itself: nothing of it is ever in a file. No token is preferred."""
+    """Made on the device itself: nothing of it is ever in a file. No token is preferred.
+
+    Matrices that are quantized are made one by one, so that the device never holds them in ``dtype``.
+    """
     with meta_init():
-        model = CausalLM(causal_lm_config(shapes.target))
-    weights = _random(model, dtype, device)
-    model.load_state_dict(weights, assign=True)
+        model = new_network(causal_lm_config(shapes.target))
+    if shapes.quantization:
+        generator = torch.Generator(device).manual_seed(1)
+        for owner in list(model.model.layers.modules()):
+            for name, child in owner.named_children():
+                if isinstance(child, Linear) and child.split is not Split.WHOLE:
+                    empty = torch.empty(child.weight.shape, dtype=dtype, device=device)
+                    plain = Linear.of(empty.normal_(0, _STD, generator=generator), split=child.split)
+                    setattr(owner, name, plain.quantize(shapes.quantization, device, stored=True))
+    model.load_state_dict(_random(model, dtype, device), assign=True, strict=False)
     model.requires_grad_(False)
-    model.rope.to(device)
+    place_tables(model, device, dtype)
     return model
 
 
@@ -60,10 +71,12 @@ def write_config(shapes: Shapes, folder: Path) -> None:
 
 
 def _random(model: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Norms are one, matrices are small and random, maps of tokens are the identity."""
+    """Norms are one, matrices without numbers small and random, maps of tokens the identity."""
     generator = torch.Generator(device).manual_seed(0)
     found = {}
     for name, tensor in model.state_dict().items():
+        if not tensor.is_meta:
+            continue
         if not tensor.is_floating_point():
             found[name] = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         elif tensor.dim() == 1:

@@ -1,4 +1,4 @@
-"""Estimate of what `make gpu` should find on a GPU: `roofline.py [--gpu H200] [--json | --maverick]`. No GPU is used.
+"""Estimate of what `make gpu` should find on a GPU: `roofline.py [--gpu H200]`. No GPU is used.
 
 A step takes the larger of its bytes over the rate of reading and its arithmetic over the rate of the matrix units, plus
 a fixed time for every launch of launches.json. The assumptions are printed.
@@ -122,22 +122,56 @@ def _tree_ratio(gpu: Gpu, nodes: int) -> float:
     return times[1] / times[0]
 
 
-# Llama 4 Maverick in FP8 on eight GPUs: one rank's step in three parts.
+# Llama 4 in FP8: one rank's step in three parts, and the step times of the simulator.
 
-RANKS = 8
 ALL_REDUCE_MICROSECONDS = 12.0
 """Of some rows on eight H100 by NCCL: an assumption, not measured; a one-shot kernel may take about 5."""
 REFERENCE_MILLISECONDS = 4.0
 """Per token at batch 1 on eight H100, with EAGLE: arXiv 2508.08192."""
-MOE_LAYERS, DENSE_LAYERS, NO_ROPE_LAYERS, EXPERTS = 24, 24, 12, 128
-MAVERICK_HIDDEN, MAVERICK_VOCABULARY = 5120, 202_048
-_ATTENTION = MAVERICK_HIDDEN * (40 + 8 + 8) * 128 + 40 * 128 * MAVERICK_HIDDEN
-_EXPERT, _DENSE = 3 * MAVERICK_HIDDEN * 8192, 3 * MAVERICK_HIDDEN * 16384
+HIDDEN, VOCABULARY, LAYERS, NO_ROPE_LAYERS = 5120, 202_048, 48, 12
+_ATTENTION = HIDDEN * (40 + 8 + 8) * 128 + 40 * 128 * HIDDEN
+_EXPERT, _DENSE = 3 * HIDDEN * 8192, 3 * HIDDEN * 16384
 DENSE_LAUNCHES = ("norm", "qkv", "rope", "attend", "merge", "o", "add and norm", "gate, up", "gate", "down", "add")
 MOE_LAUNCHES = (*DENSE_LAUNCHES, "router", "group", "experts' gate, up", "experts' down")
 OTHER_LAUNCHES = LAUNCHES["plain"]["launches"] - TARGET["num_hidden_layers"] * LAUNCHES["plain"]["per_layer"]
-MAVERICK_HEAD = MAVERICK_HIDDEN * (2 * 56 * 128 + 40 * 128) + _EXPERT + 32_000 * MAVERICK_HIDDEN
-"""Weights of an EAGLE-3 head with Maverick's heads, the width of an expert and 32,000 tokens, whole on one rank."""
+LLAMA_4_HEAD = HIDDEN * (2 * 56 * 128 + 40 * 128) + _EXPERT + 32_000 * HIDDEN
+"""Weights of an EAGLE-3 head with the target's heads, the width of an expert and 32,000 tokens, whole on one rank."""
+KV_NODE_SHARE = 0.0756
+"""Time that a node adds to the attention of a step, over that of its root: as fitted to the steps of an 8B on an H200
+(benchmarks/recordings/steps-composed.json)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Llama4:
+    """Target of 48 layers, of which some have experts and the others are dense, on this many GPUs."""
+
+    name: str
+    ranks: int
+    experts: int
+    moe_layers: int
+    norm_launches: int
+    """Launches of a rotating layer for the norms of queries and keys."""
+
+    @property
+    def whole(self) -> int:
+        """Weights of the layers that every token reads."""
+        dense = (LAYERS - self.moe_layers) * _DENSE
+        return LAYERS * _ATTENTION + dense + self.moe_layers * _EXPERT
+
+    @property
+    def launches(self) -> int:
+        """Launches of a plain step of one rank."""
+        layers = self.moe_layers * len(MOE_LAUNCHES) + (LAYERS - self.moe_layers) * len(DENSE_LAUNCHES)
+        return layers + NO_ROPE_LAYERS + (LAYERS - NO_ROPE_LAYERS) * self.norm_launches + OTHER_LAUNCHES
+
+    @property
+    def collectives(self) -> int:
+        """Collectives of a step: two a layer, the rows' tokens to all, and the logits to one."""
+        return 2 * LAYERS + 2 if self.ranks > 1 else 0
+
+
+MAVERICK = Llama4("maverick", ranks=8, experts=128, moe_layers=24, norm_launches=0)
+SCOUT = Llama4("scout", ranks=1, experts=16, moe_layers=48, norm_launches=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,28 +190,49 @@ class RankStep:
         return (self.bytes + self.launches + self.collectives) / self.tokens
 
 
-def maverick_step(
-    gpu: Gpu, depth: int, *, all_reduce: float = ALL_REDUCE_MICROSECONDS, saved_a_layer: int = 0
+def rank_step(
+    gpu: Gpu, model: Llama4, depth: int, *, all_reduce: float = ALL_REDUCE_MICROSECONDS, saved_a_layer: int = 0
 ) -> RankStep:
     """Return the step of a chain; rows choose experts evenly. Matrices of layers are FP8, all others bf16."""
-    chosen = EXPERTS * (1 - (1 - 1 / EXPERTS) ** (depth + 1))
-    read = (MOE_LAYERS + DENSE_LAYERS) * _ATTENTION + DENSE_LAYERS * _DENSE + MOE_LAYERS * (1 + chosen) * _EXPERT
-    read = (read + 2 * MAVERICK_VOCABULARY * MAVERICK_HIDDEN) / RANKS + depth * 2 * MAVERICK_HEAD
-    layers = MOE_LAYERS + DENSE_LAYERS
-    launches = MOE_LAYERS * len(MOE_LAUNCHES) + DENSE_LAYERS * len(DENSE_LAUNCHES) + NO_ROPE_LAYERS + OTHER_LAUNCHES
-    launches += depth * LAUNCHES["chain:3"]["per_draft_pass"] - layers * saved_a_layer
-    collectives = 2 * layers + 2  # and the rows' tokens to all, and the logits to one
+    chosen = model.experts * (1 - (1 - 1 / model.experts) ** (depth + 1))
+    read = (model.whole + chosen * model.moe_layers * _EXPERT + BYTES * VOCABULARY * HIDDEN) / model.ranks
+    read += depth * BYTES * LLAMA_4_HEAD
+    launches = model.launches + depth * LAUNCHES["chain:3"]["per_draft_pass"] - LAYERS * saved_a_layer
     tokens = LLAMA_8B.tokens_per_step if depth else 1.0
-    ms = 1e3 * read / gpu.bytes_per_second, 1e-3 * LAUNCH_MICROSECONDS * launches, 1e-3 * all_reduce * collectives
+    ms = 1e3 * read / gpu.bytes_per_second, 1e-3 * LAUNCH_MICROSECONDS * launches, 1e-3 * all_reduce * model.collectives
     return RankStep(f"chain of {depth}" if depth else "plain", *ms, tokens)
+
+
+def step_figures(gpu: Gpu, model: Llama4) -> dict[str, float]:
+    """Return the figures that benchmarks/recordings/steps-composed.json has of the model."""
+    rate = gpu.bytes_per_second
+    step = rank_step(gpu, model, 0)
+    products = model.whole + model.moe_layers * _EXPERT + VOCABULARY * HIDDEN
+    heads = 8 // model.ranks
+    found = {
+        "overhead_seconds": 1e-3 * (step.launches + step.collectives),
+        "weights_seconds": (model.whole + BYTES * VOCABULARY * HIDDEN) / model.ranks / rate,
+        "experts": model.experts,
+        "expert_seconds": model.moe_layers * _EXPERT / model.ranks / rate,
+        "token_seconds": 2 * products / model.ranks / gpu.flops,
+        "kv_token_seconds": BYTES * LAYERS * 2 * heads * 128 / rate,
+        "kv_node_share": KV_NODE_SHARE,
+        "speculation_seconds": 0.0,
+        "pass_seconds": BYTES * LLAMA_4_HEAD / rate
+        + 1e-6 * LAUNCH_MICROSECONDS * LAUNCHES["chain:3"]["per_draft_pass"],
+        "pass_sequence_seconds": 0.0,
+        "pass_kv_token_seconds": BYTES * 2 * 8 * 128 / rate,
+        "noise": 0.015,
+    }
+    return {name: float(f"{value:.3g}") for name, value in found.items()}
 
 
 def maverick_table(gpu: Gpu) -> list[str]:
     """Return the table of Maverick in three columns, and what a change would bring."""
     steps = {
-        "as it is": [maverick_step(gpu, 0), maverick_step(gpu, 3)],
-        "one-shot all-reduce": [maverick_step(gpu, 3, all_reduce=5.0)],
-        "and norm, gate and residual in the products": [maverick_step(gpu, 3, all_reduce=5.0, saved_a_layer=3)],
+        "as it is": [rank_step(gpu, MAVERICK, 0), rank_step(gpu, MAVERICK, 3)],
+        "one-shot all-reduce": [rank_step(gpu, MAVERICK, 3, all_reduce=5.0)],
+        "and norm, gate and residual in the products": [rank_step(gpu, MAVERICK, 3, all_reduce=5.0, saved_a_layer=3)],
     }
     lines = [f"{'ms of one rank':44} {'':10} {'bytes':>6} {'launches':>9} {'collectives':>12} {'a token':>8}"]
     for what, rows in steps.items():
@@ -194,7 +249,11 @@ def main() -> None:
     parser.add_argument("--gpu", choices=GPUS, default="H200")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--maverick", action="store_true", help="Llama 4 Maverick in FP8 on eight GPUs instead")
+    parser.add_argument("--steps", action="store_true", help="Llama 4's figures of recordings/steps-composed.json")
     args = parser.parse_args()
+    if args.steps:
+        print(json.dumps({model.name: step_figures(GPUS[args.gpu], model) for model in (SCOUT, MAVERICK)}, indent=1))
+        return
     if args.maverick:
         print(f"computed for eight {args.gpu}, Maverick in FP8, batch 1 (nothing was measured)\n")
         print("\n".join(maverick_table(GPUS[args.gpu])))

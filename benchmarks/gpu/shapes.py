@@ -1,13 +1,14 @@
 """The networks that are measured, as config.json would say them; weights are random (networks.py).
 
 70B is one rank's eighth: heads, inner width and vocabulary divided by 8, hidden size whole, collectives left out. Its
-draft is whole, since rank 0 runs it whole, but for the vocabulary, which is the target's eighth.
+draft is whole, since rank 0 runs it whole, but for the vocabulary, which is the target's eighth. Maverick is split
+alike: every rank has an eighth of each expert.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 _COMMON = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False, "eos_token_id": 1}
 
@@ -23,6 +24,8 @@ class Shapes:
     profile: float
     tokens_per_step: float
     note: str = ""
+    quantization: Literal["fp8", "int4"] | None = None
+    """Format of the matrices of the target's layers."""
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, size: int) -> dict[str, Any]:
@@ -37,6 +40,19 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary
         "vocab_size": vocabulary,
         "max_position_embeddings": 16384,
         **_COMMON,
+    }
+
+
+def _llama4(experts: int, every: int, ranks: int, *, qk_norm: bool) -> dict[str, Any]:
+    """Return Scout or Maverick, or one rank's part; ``every`` layers one has experts."""
+    return {
+        **_llama(5120, 8192 // ranks, 48, 40 // ranks, 8 // ranks, 202_048 // ranks, 128),
+        "architectures": ["Llama4ForCausalLM"],
+        "intermediate_size_mlp": 16384 // ranks,
+        "num_local_experts": experts,
+        "interleave_moe_layer_step": every,
+        "use_qk_norm": qk_norm,
+        "attention_chunk_size": 8192,
     }
 
 
@@ -58,4 +74,20 @@ LLAMA_70B_EIGHTH = Shapes(
     2.94,
     "one rank's eighth; collectives left out; the draft is whole but for its vocabulary",
 )
+_SCOUT = _llama4(16, 1, 1, qk_norm=True)
+_MAVERICK = _llama4(128, 2, 8, qk_norm=False)
+SCOUT_INT4 = Shapes("llama-4-scout, int4", _SCOUT, _head(_SCOUT, 32_000), 0.7607, 2.78, quantization="int4")
+SCOUT_FP8 = replace(SCOUT_INT4, name="llama-4-scout, fp8", quantization="fp8")
+MAVERICK_EIGHTH = Shapes(
+    "llama-4-maverick, fp8, one rank of 8",
+    _MAVERICK,
+    _head(_MAVERICK, 32_000 // 8, num_attention_heads=40, num_key_value_heads=8, intermediate_size=8192),
+    0.7607,
+    2.78,
+    LLAMA_70B_EIGHTH.note,
+    "fp8",
+)
 TINY = Shapes("tiny", _TINY, _head(_TINY, 256), 0.7607, 2.78)
+_TINY_4 = _TINY | {"architectures": ["Llama4ForCausalLM"], "num_local_experts": 4, "interleave_moe_layer_step": 2}
+_TINY_4 |= {"intermediate_size_mlp": 128, "attention_chunk_size": 64}
+TINY_4 = Shapes("tiny, experts", _TINY_4, _head(_TINY_4, 256), 0.7607, 2.78)

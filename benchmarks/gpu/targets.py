@@ -188,6 +188,14 @@ def _sampling(figure: str) -> Callable[[Sequence[Row]], Found]:
     return of
 
 
+def _llama_4(rows: Sequence[Row]) -> Found:
+    """Steps of Llama 4 over their roofline."""
+    mine = [row for row in rows if row["stage"].startswith(("engine-scout", "engine-maverick"))]
+    yield from _of_kind("step", lambda row: f"{row['model']}, {row['shape']}, batch {row['batch']}", "over_roofline")(
+        mine
+    )
+
+
 def _speedup(rows: Sequence[Row]) -> Found:
     for row in _steps(rows, "speedup"):
         yield f"batch {row['batch']}", row["speedup"], row["synthetic"]
@@ -228,6 +236,7 @@ TARGETS = (
     Target("P5 sampling with top-k and top-p, share of a plain step", 0.03, _sampling("cut_choice_microseconds")),
     Target("plain step over its roofline, 8k", 1.25, _roofline("plain")),
     Target("chain:5 over its roofline, 8k", 1.15, _roofline("chain:5")),
+    Target("step of Llama 4 over its roofline, short", None, _llama_4),
     Target("tree attention over FlashInfer's unmasked decode", 1.1, _flash_decode),
     Target("tree attention, share of the copy rate (no FlashInfer)", 0.85, _copy_share, at_least=True),
     Target("attention of a prompt chunk over the fastest other way", None, _chunks),

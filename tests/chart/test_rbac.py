@@ -37,6 +37,7 @@ SERVED: Rights = {
     ("", "pods"): {"list", "watch"},
     ("", "pods/eviction"): {"create"},
     ("", "events"): {"create", "list"},
+    ("apps", "daemonsets"): {"get", "list", "watch", "create", "patch", "delete"},
     ("batch", "jobs"): {"get", "list", "watch", "create", "delete"},
 }
 """Rights in the namespaces that the operator serves."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 
 import pytest
 
 from support.kube import Cluster, Manifest, wait_for
-from support.tiers import skip_reason
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -66,33 +64,6 @@ def server(cluster: Cluster, namespace: str) -> str:
     return SERVER
 
 
-def server_pod(cluster: Cluster, namespace: str) -> str:
-    """Return the name of the one server pod that is Ready and not terminating.
-
-    Waits for it, because readiness comes and goes on a busy machine.
-    """
-    return wait_for("one Ready server pod", lambda: _ready_pod(cluster, namespace))
-
-
-def _ready_pod(cluster: Cluster, namespace: str) -> str:
-    pods = cluster.list("pods", f"app={SERVER}", namespace)
-    names = [
-        manifest["metadata"]["name"]
-        for manifest in pods
-        if "deletionTimestamp" not in manifest["metadata"]
-        and any(c["type"] == "Ready" and c["status"] == "True" for c in manifest["status"].get("conditions", []))
-    ]
-    assert len(names) == 1, names
-    return str(names[0])
-
-
-def test_every_node_is_ready(cluster: Cluster) -> None:
-    nodes = cluster.list("nodes")
-    ready = [c["status"] for node in nodes for c in node["status"]["conditions"] if c["type"] == "Ready"]
-    assert ready
-    assert set(ready) == {"True"}
-
-
 def test_a_pod_reaches_a_service_by_name(cluster: Cluster, namespace: str, server: str) -> None:
     fetch = f"import urllib.request; print(urllib.request.urlopen('http://{server}', timeout=5).status)"
     looped = f"import time\nfor _ in range(20):\n  try:\n    {fetch}; break\n  except OSError: time.sleep(0.5)"
@@ -101,31 +72,6 @@ def test_a_pod_reaches_a_service_by_name(cluster: Cluster, namespace: str, serve
         "the client pod's answer",
         lambda: cluster.kubectl("logs", "by-name", namespace=namespace).strip() == "200",
     )
-
-
-def test_the_machine_reaches_a_service(cluster: Cluster, namespace: str, server: str) -> None:
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "its services are reachable from the machine"))
-    address = cluster.get("service", server, namespace)["spec"]["clusterIP"]
-
-    def status() -> int:
-        with urllib.request.urlopen(f"http://{address}/", timeout=5) as answer:
-            return int(answer.status)
-
-    assert wait_for("the Service", status) == 200
-
-
-def test_exec_and_logs(cluster: Cluster, namespace: str, server: str) -> None:
-    name = server_pod(cluster, namespace)
-    assert cluster.kubectl("exec", name, "--", "id", "-u", namespace=namespace).strip() == "65532"
-    wait_for("an access log line", lambda: "GET /" in cluster.kubectl("logs", name, namespace=namespace))
-
-
-def test_a_deleted_pod_is_replaced(cluster: Cluster, namespace: str, server: str) -> None:
-    before = server_pod(cluster, namespace)
-    cluster.kubectl("delete", "pod", before, namespace=namespace)
-    after = wait_for("another Ready pod", lambda: _ready_pod(cluster, namespace))
-    assert after != before
 
 
 def test_a_memory_limit_is_enforced(cluster: Cluster, namespace: str) -> None:

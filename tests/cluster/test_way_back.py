@@ -84,7 +84,6 @@ def test_a_daemon_starts_once_and_ends(layout: Layout) -> None:
     daemons.start(layout, "sleeper", _SLEEP)
     first = daemons.running(layout, "sleeper")
     daemons.start(layout, "sleeper", _SLEEP)
-    assert first is not None
     assert daemons.running(layout, "sleeper") == first
     daemons.stop(layout, "sleeper")
     assert daemons.identify(first.pid) != first
@@ -93,7 +92,6 @@ def test_a_daemon_starts_once_and_ends(layout: Layout) -> None:
 def test_a_reused_pid_is_never_signalled(layout: Layout, foreign_process: subprocess.Popen[bytes]) -> None:
     """A process is not signalled if it merely reuses the pid that the pid file names."""
     identity = daemons.identify(foreign_process.pid)
-    assert identity is not None
     layout.pids.mkdir(parents=True)
     earlier = replace(identity, started_ticks=identity.started_ticks - 1)
     (layout.pids / "etcd.json").write_text(json.dumps(asdict(earlier)))
@@ -132,7 +130,6 @@ def test_daemon_that_ignores_sigterm_is_killed(layout: Layout) -> None:
     )
     daemons.start(layout, "deaf", [sys.executable, "-c", program])
     identity = daemons.running(layout, "deaf")
-    assert identity is not None
     while "deaf" not in (layout.logs / "deaf.log").read_text():
         pass
     daemons.stop(layout, "deaf", grace_s=0.2)

@@ -80,8 +80,6 @@ def test_chat_answer_streams_through_the_routers(routed: Routed) -> None:
     assert "".join(pieces) == whole.choices[0].message.content
     assert len(pieces) > 1, "in one piece"  # of seven tokens, of which speculation may bring five in a step
     streamed, counted = chunks[-1].usage, whole.usage
-    assert streamed is not None
-    assert counted is not None
     assert (streamed.prompt_tokens, streamed.completion_tokens) == (counted.prompt_tokens, counted.completion_tokens)
     with pytest.raises(openai.BadRequestError) as refusal:
         client.chat.completions.create(**words, modalities=["audio"])

@@ -110,7 +110,6 @@ def test_a_draft_catches_up_its_own_rows_only(make_engine: Any, lossless: Any, g
                     tokens, last = tokens + len(new.tokens), new
             if tokens == 70:
                 engine.set_plan(plan_of([TreeShape.chain(1), TreeShape.chain(3)], version=2, tasks=tasks))
-        assert last is not None
         accepted.append((last.drafts, last.accepted))
     assert accepted[0] == accepted[1]
     assert accepted[0][1] > 0
@@ -178,7 +177,6 @@ def proposals(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
     states = pair.target(
         tokens, torch.arange(len(tokens)), dense, TargetStates(pair.eagle.config.aux_layers, final=True)
     )
-    assert states.aux_TA is not None
     features, final = states.aux_TA[:, : -pair.config.hidden_size], states.hidden_TE
     slots = torch.arange(1, len(tokens))
     match method:

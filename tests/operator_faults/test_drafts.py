@@ -19,7 +19,6 @@ def stored_drafts(served: ServedDeployment) -> dict[str, tuple[AcceptanceCell, .
     state = served.child("configmap", "-state")
     assert state, "no state was written"
     learned = parse_state(state["data"], state["metadata"]["ownerReferences"][0]["uid"])
-    assert learned is not None
     by_draft = {learned.draft: learned.acceptance} | {parked.draft: parked.acceptance for parked in learned.parked}
     return {draft: cells for draft, cells in by_draft.items() if cells}
 

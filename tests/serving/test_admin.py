@@ -11,32 +11,13 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Header, Plan, Report, Route
-from specdecode_worker.server.lifecycle import GracefulShutdown, LifecycleState
+from specdecode_worker.server.lifecycle import GracefulShutdown
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.service import Service
 from support.worker import fake_engine
 
 PLAN: dict[str, Any] = {"uid": "uid-1", "draft": "d", "version": 4, "initial": "chain:2", "max_depth": 2}
-
-
-@pytest.mark.parametrize("header", [{"Authorization": ""}, {"Authorization": "Bearer wrong"}])
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", Route.report),
-        ("PUT", Route.plan),
-        ("PUT", Route.draft),
-        ("DELETE", Route.synthetic),
-        ("POST", Route.drain),
-    ],
-)
-async def test_admin_port_requires_the_token(
-    admin: httpx.AsyncClient, service: Service, method: str, path: str, header: dict[str, str]
-) -> None:
-    answer = await admin.request(method, path, headers=header, json=PLAN)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_token")
-    assert service.lifecycle.state is LifecycleState.SERVING
 
 
 async def test_report_combines_engine_counters_and_server_state(admin: httpx.AsyncClient, service: Service) -> None:
@@ -157,35 +138,6 @@ async def test_named_draft_is_swapped(admin: httpx.AsyncClient, service: Service
     assert report.draft.hash == "d"
 
 
-async def test_a_new_request_replaces_the_pending_one(
-    admin: httpx.AsyncClient, service: Service, tmp_path: Path
-) -> None:
-    uris = [fake_engine.write_draft(tmp_path, name) for name in ("first", "second", "third")]
-    answers = [await admin.put(Route.draft, json={"uri": uri}) for uri in uris]
-    hashes = [answer.json()["hash"] for answer in answers]
-    assert len({"d", *hashes}) == 4
-    seen = set()
-    while (draft := (await service.report()).draft).pending is not None:
-        assert draft.pending.hash == hashes[2]
-        seen.add(draft.hash)
-        await asyncio.sleep(0.01)
-    assert (seen, draft.hash) == ({"d"}, hashes[2]), "the drafts between never ran"
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("misfit", "fc.weight is [8, 24]"), ("panic", "ZeroDivisionError"), ("too-large", "too little memory")],
-)
-async def test_a_draft_that_fails_leaves_the_old_one(
-    admin: httpx.AsyncClient, service: Service, tmp_path: Path, name: str, reason: str
-) -> None:
-    assert (await admin.put(Route.draft, json={"uri": fake_engine.write_draft(tmp_path, name)})).status_code == 202
-    assert reason in (await _swapped(admin))["draft"]["swap_problem"]
-    assert (await service.report()).draft.hash == "d"
-    await admin.put(Route.draft, json={"uri": fake_engine.write_draft(tmp_path, "good")})
-    assert (await _swapped(admin))["draft"]["swap_problem"] is None
-
-
 async def test_files_with_another_hash_are_refused(admin: httpx.AsyncClient, service: Service, tmp_path: Path) -> None:
     body = {"uri": fake_engine.write_draft(tmp_path, "good")}
     refused = await admin.put(Route.draft, json=body | {"expected_hash": "0123456789abcdef"})
@@ -193,13 +145,6 @@ async def test_files_with_another_hash_are_refused(admin: httpx.AsyncClient, ser
     assert (await service.report()).draft.pending is None
     known = (await admin.put(Route.draft, json=body)).json()["hash"]
     assert (await admin.put(Route.draft, json=body | {"expected_hash": known})).status_code == 202
-
-
-async def test_a_worker_has_a_bounded_number_of_drafts(admin: httpx.AsyncClient, tmp_path: Path) -> None:
-    for number in range(7):
-        assert (await admin.put(Route.draft, json={"method": "ngram", "name": f"n{number}"})).status_code == 202
-    refused = await admin.put(Route.draft, json={"method": "ngram", "name": "n7"})
-    assert (refused.status_code, "at most 8 drafts" in refused.text) == (409, True)
 
 
 async def test_a_draft_that_cannot_be_tried_is_refused_with_the_reason(

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
-from specdecode_worker.contract import CaptureConfig, CaptureRules, Plan, TaskMatch
+from specdecode_worker.contract import CaptureRules, Plan, TaskMatch
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.server.admission import Model
 from specdecode_worker.server.lifecycle import Lifecycle
-from specdecode_worker.server.request_capture import open_recorder
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.tokenizer import Tokenizer
@@ -121,14 +120,6 @@ async def test_client_can_permit_capture(
     assert len(records(recorder, tmp_path)) == 1
 
 
-async def test_task_with_share_zero_is_not_captured(
-    client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
-) -> None:
-    await chat(client, headers={"X-Specdecode-Task": "never"})
-    await chat(client, headers={"X-Specdecode-Task": "code"})
-    assert [one.task for one in records(recorder, tmp_path)] == ["code"]
-
-
 async def test_echoes_and_failures_are_not_captured(
     client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
 ) -> None:
@@ -137,36 +128,6 @@ async def test_echoes_and_failures_are_not_captured(
     refused = {"model": "small", "prompt": [fake_engine.REFUSED], "max_tokens": 4}
     assert (await client.post("/v1/completions", json=refused)).status_code == 500
     assert records(recorder, tmp_path) == []
-
-
-async def test_metrics_count_captured_requests(client: httpx.AsyncClient, recorder: Recorder) -> None:
-    await chat(client)
-    await chat(client, metadata={"capture": False})
-    recorder.close()
-    page = (await client.get("/metrics")).text
-    assert 'specdecode_capture_records_total{model_name="fake",task="other"} 1.0' in page
-    assert 'specdecode_capture_dropped_total{model_name="fake",reason="opted_out"} 1.0' in page
-
-
-async def test_a_plan_changes_no_rules_of_the_configuration(model_folder: Path, tmp_path: Path) -> None:
-    config = worker_config(model_folder).model_copy(update={"capture": CaptureConfig(dir=str(tmp_path / "fixed"))})
-    plan = Plan(uid="uid-1", version=1)
-    recorder = open_recorder(config, plan)
-    assert recorder is not None
-    engine = EngineClient(config, plan, build=fake_engine.build)
-    service = Service(config, engine, Lifecycle(), plan, recorder)
-    try:
-        service.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
-        for version, rules in ((2, None), (3, CaptureRules(share=0.0)), (4, None)):
-            await service.set_plan(Plan(uid="uid-1", version=version, capture=rules))
-            assert recorder.share_of("other") == 1.0
-        report = (await service.report()).capture
-        assert report is not None
-        assert report.problem is None
-    finally:
-        service.close()
-        recorder.close()
-        await engine.close()
 
 
 # Captured traffic end to end: a real server on a small random Llama, its shards, and ``distill``'s preparation.

@@ -184,7 +184,6 @@ def test_pull_fetches_each_segment_of_all_workers_once(
             for folder in folders
         )
     retention = stored_retention(into)
-    assert retention is not None
     assert retention.max_age_seconds == MAX_AGE_SECONDS, "the text outlives its age nowhere"
     new = add(folders[1], b"new")
     again, _ = pull(port, into)

@@ -92,7 +92,6 @@ class Journal:
 
     def resume(self) -> Resume:
         """Return the continuation of the journal."""
-        assert self.start is not None
         progress = tuple(self._progress(choice) for choice in range(len(self.start.choices)))
         return Resume(open=self.start, choices=progress)
 
@@ -105,7 +104,6 @@ class Journal:
     @property
     def body(self) -> bytes:
         """Bytes that the client has received."""
-        assert self.start is not None
         return self.start.opening + b"".join(step.events for step in self.steps) + self.end.body
 
     def ids(self, choice: int = 0) -> list[int]:

@@ -172,7 +172,6 @@ class StandInWorker:
 
 async def _drop(request: web.Request) -> None:
     """Drop the connection, which cancels the handler."""
-    assert request.transport is not None
     request.transport.abort()
     await asyncio.Event().wait()
 

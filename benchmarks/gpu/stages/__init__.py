@@ -1,4 +1,4 @@
-"""Stages of `make gpu`, in two parts, each in the order of worth.
+"""Stages of `make gpu`, in three parts, each in the order of worth.
 
 A stage is a function that yields rows; every row is stored at once.
 
@@ -50,6 +50,12 @@ PARTS = (
         Stage("two-drafts", "comparisons.two_drafts", 40),
         Stage("engine-8b-eager", "steps.engine_8b_eager", 30),
     ),
+    (
+        Stage("copy", "kernels.copy", 20),
+        Stage("engine-scout-int4", "steps.engine_scout_int4", 90),
+        Stage("engine-scout-fp8", "steps.engine_scout_fp8", 90),
+        Stage("engine-maverick-eighth", "steps.engine_maverick_eighth", 90),
+    ),
 )
-"""Stages of the two parts of `make gpu`, each for under five minutes of a GPU."""
+"""Stages of the three parts of `make gpu`, each for under five minutes of a GPU."""
 STAGES = tuple({stage.name: stage for part in PARTS for stage in part}.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from card import clocks
 from given import Run
 from harness import Asked, Bench, build, kv_bytes_per_token, room
-from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, TINY, Shapes
+from shapes import LLAMA_8B, LLAMA_70B_EIGHTH, MAVERICK_EIGHTH, SCOUT_FP8, SCOUT_INT4, TINY, TINY_4, Shapes
 
+from specdecode_worker.models.arch import causal_lm_config, new_network
+from specdecode_worker.models.unloaded import meta_init
 from stages.profiles import parse, profile_shape
 
 Row = dict[str, Any]
@@ -26,6 +28,8 @@ RIGHT = "every draft is right"
 MOST_LOGITS_ERROR = 0.05
 _SPARE_BYTES = 6 * 2**30
 """Beside weights and caches: activations, graphs, what the allocator cuts off."""
+_BYTES_OF_FP8_SCOUT = 120 * 2**30
+"""Memory of a card that holds Scout in FP8: 112 GB of weights, and a head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +100,43 @@ def engine_70b(run: Run) -> Iterator[Row]:
     yield from rows(run, LLAMA_70B_EIGHTH, Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(64, 1, 16)))
 
 
+def engine_scout_int4(run: Run) -> Iterator[Row]:
+    yield from _of_experts(run, SCOUT_INT4)
+
+
+def engine_scout_fp8(run: Run) -> Iterator[Row]:
+    """A card with less memory has the copy in int4 alone."""
+    if torch.cuda.mem_get_info(run.device)[1] < _BYTES_OF_FP8_SCOUT and not run.dry:
+        yield {"kind": "skipped", "case": SCOUT_FP8.name, "needs_bytes": _BYTES_OF_FP8_SCOUT}
+        return
+    yield from _of_experts(run, SCOUT_FP8)
+
+
+def engine_maverick_eighth(run: Run) -> Iterator[Row]:
+    yield from _of_experts(run, MAVERICK_EIGHTH)
+
+
+def _of_experts(run: Run, shapes: Shapes) -> Iterator[Row]:
+    """Steps of random tokens, of which each chooses its own experts; drafts are right as it comes."""
+    wanted = Wanted(shapes=("plain", "chain:3", "chain:5"), batches=(1, 4, 16, 64), context=SHORT_CONTEXT)
+    tiny = replace(TINY_4, quantization=shapes.quantization)
+    asked = asked_of(run, shapes, wanted, tiny=tiny, always_right=False)
+    bench = build(asked)
+    yield {"kind": "check", "case": shapes.name, "error": bench.logits_error, "bound": MOST_LOGITS_ERROR}
+    if bench.logits_error > MOST_LOGITS_ERROR:
+        raise AssertionError(f"logits differ by {bench.logits_error:.3g}; a step with them would mean nothing")
+    yield from _rows(run, bench, wanted, bench.batches)
+
+
 def rows(run: Run, shapes: Shapes, wanted: Wanted) -> Iterator[Row]:
     """A row for each shape and batch. Where something is drafted it is synthetic, and says so."""
     bench = build(asked_of(run, shapes, wanted))
     yield from _rows(run, bench, wanted, bench.batches)
 
 
-def asked_of(run: Run, shapes: Shapes, wanted: Wanted, **more: Any) -> Asked:
+def asked_of(run: Run, shapes: Shapes, wanted: Wanted, *, tiny: Shapes = TINY, **more: Any) -> Asked:
     """Return the engine to build for these rows; a tiny one in a dry run."""
-    shapes = TINY if run.dry else shapes
+    shapes = tiny if run.dry else shapes
     dtype = torch.float32 if run.dry else torch.bfloat16
     context = min(wanted.context, 64) if run.dry else wanted.context
     batches = _batches(wanted, _most(shapes, dtype, run.device, context))
@@ -147,7 +179,7 @@ def _of_batch(bench: Bench, batch: int, shapes: tuple[str, ...], context: int, r
         bench.run_shape(shape)
         bench.accept_as(None)
         found = bench.measure(batch, steps, context)
-        must_read = bench.bytes_of(batch, shape.depth, context)
+        must_read = bench.bytes_of(batch, shape, context)
         row = {"batch": batch, "shape": name, **found, "bytes_read": must_read, "synthetic": name != "plain"}
         if run.rate:
             roofline = 1e3 * must_read / run.rate
@@ -155,11 +187,11 @@ def _of_batch(bench: Bench, batch: int, shapes: tuple[str, ...], context: int, r
         if name == "plain":
             plain = found["step_milliseconds"]
         else:
-            row["acceptance"] = RIGHT
-        if name == "chain:5":
+            row["acceptance"] = RIGHT if bench.right else "of random weights"
+        if name == "chain:5" and bench.right:
             row["tokens_per_second_at_3_52"] = 1e3 * batch * TOKENS_OF_CHAIN_5 / found["step_milliseconds"]
         yield row
-        if name == "chain:3" and plain:
+        if name == "chain:3" and plain and bench.right:
             yield _speedup(bench, batch, name, plain, context, run)
 
 
@@ -189,11 +221,23 @@ def _most(shapes: Shapes, dtype: torch.dtype, device: torch.device, context: int
     """Return the largest batch whose keys and values fit in the memory left by the weights: 64 on an H200, 48 on an
     H100.
     """
-    target, head = shapes.target, shapes.head
-    free = torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES - dtype.itemsize * (_numbers(target) + _numbers(head))
-    states = 3 * target["hidden_size"] * dtype.itemsize / 16
+    head = shapes.head
+    of_head = dtype.itemsize * _numbers(head)
+    free = torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES - of_head - _target_bytes(shapes, dtype)
+    states = 3 * shapes.target["hidden_size"] * dtype.itemsize / 16
     per_token = kv_bytes_per_token(shapes, dtype) + states
     return next((batch for batch in BATCHES if batch * (context + room(batch) + 64) * per_token <= free), 1)
+
+
+def _target_bytes(shapes: Shapes, dtype: torch.dtype) -> int:
+    """Return the approximate bytes of the target's weights."""
+    if shapes.quantization is None:
+        return dtype.itemsize * _numbers(shapes.target)
+    with meta_init():
+        model = new_network(causal_lm_config(shapes.target))
+    tables = 2 * model.lm_head.weight.numel() * dtype.itemsize
+    matrices = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    return tables + int(matrices * {"fp8": 1.0, "int4": 0.52}[shapes.quantization])
 
 
 def _numbers(config: dict[str, Any]) -> int:

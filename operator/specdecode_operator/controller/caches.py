@@ -19,6 +19,7 @@ from specdecode_operator.kube.informer import InformerSet
 from specdecode_operator.kube.kinds import (
     BUDGETS,
     CONFIG_MAPS,
+    DAEMON_SETS,
     DRAFTS,
     JOBS,
     NETWORK_POLICIES,
@@ -48,7 +49,16 @@ ROUTER_LABELS = f"{GROUP}/name,{GROUP}/role=router"
 """Label selector of the ConfigMaps in which routers report held requests."""
 DEMAND = "Demand"
 """Name of the informer of these ConfigMaps, with their data."""
-METADATA_KINDS = (SERVICES, CONFIG_MAPS, BUDGETS, NETWORK_POLICIES, SERVICE_ACCOUNTS, ROLES, ROLE_BINDINGS)
+METADATA_KINDS = (
+    DAEMON_SETS,
+    SERVICES,
+    CONFIG_MAPS,
+    BUDGETS,
+    NETWORK_POLICIES,
+    SERVICE_ACCOUNTS,
+    ROLES,
+    ROLE_BINDINGS,
+)
 """Kinds of which only the metadata is cached."""
 
 

@@ -33,7 +33,7 @@ from specdecode_operator.decision.materialise_stage import template_of
 from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused, SpecError
 from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.kinds import DEPLOYMENTS, NETWORK_POLICIES, WORKLOADS
+from specdecode_operator.kube.kinds import DAEMON_SETS, DEPLOYMENTS, NETWORK_POLICIES, WORKLOADS
 from specdecode_operator.rollout.draft_objects import DraftWrite, draft_writes, record_of, surplus, with_writes
 from specdecode_operator.state.session import Session
 from specdecode_operator.state.store import StateStore
@@ -272,7 +272,7 @@ class DeploymentLoop:
         if unsaved is None:  # Neither a plan nor a Job may exist that a restart of the operator would not know of.
             self._plans = {**dict.fromkeys(decision.pushes, decision.plan), **decision.health.own_plans}
             job_problem = await shared.jobs.carry_out(deployment.key, decision.job, decision.ended_jobs)
-        await self._delete_policy(deployment, decision)
+        await self._delete_unwanted(deployment, decision)
         await self._evict(deployment, observed, decision)
         return Outcome(problems=tuple(problems), is_saved=unsaved is None, job_problem=job_problem)
 
@@ -288,18 +288,18 @@ class DeploymentLoop:
             return ChildProblem("Secret", name, "Refused" if isinstance(error, Refused) else "Unavailable", str(error))
         return None
 
-    async def _delete_policy(self, deployment: Deployment, decision: Decision) -> None:
-        """Delete the NetworkPolicy once none is wanted: it would go on to restrict the pods."""
-        child = NETWORK_POLICIES.kind, deployment.namespace, manifests.policy_name(deployment.name)
-        record = self._shared.caches.record(child)
-        if record is None or record.controller_uid != deployment.uid or record.deleting:
-            return
-        if any(manifest["kind"] == NETWORK_POLICIES.kind for manifest in decision.children):
-            return
-        try:
-            await self._shared.client.delete(NETWORK_POLICIES, *child[1:], uid=record.uid)
-        except ClusterError as error:
-            log.warning("%s/%s: %s", *deployment.key, error)
+    async def _delete_unwanted(self, deployment: Deployment, decision: Decision) -> None:
+        """Delete the NetworkPolicy and the DaemonSet once none is wanted: they would go on to act."""
+        wanted = {manifest["kind"] for manifest in decision.children}
+        policy, prefetch = manifests.policy_name(deployment.name), manifests.prefetch_name(deployment.name)
+        for kind, name in ((NETWORK_POLICIES, policy), (DAEMON_SETS, prefetch)):
+            record = self._shared.caches.record((kind.kind, deployment.namespace, name))
+            if record is None or record.controller_uid != deployment.uid or record.deleting or kind.kind in wanted:
+                continue
+            try:
+                await self._shared.client.delete(kind, deployment.namespace, name, uid=record.uid)
+            except ClusterError as error:
+                log.warning("%s/%s: %s", *deployment.key, error)
 
     async def _evict(self, deployment: Deployment, observed: Observation, decision: Decision) -> None:
         """Evict workers to be replaced. Failures are logged; a later step repeats them."""

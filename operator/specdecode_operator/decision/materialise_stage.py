@@ -83,6 +83,7 @@ def materialise(
         manifests.budget(deployment),
         *((manifests.network_policy(deployment, peers),) if (peers := defaults.policy_peers) else ()),
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
+        *((manifests.prefetch_daemon_set(deployment, template.template),) if deployment.spec.prefetch else ()),
         *_prefill_children(deployment, observed, template, prefill),
         *_router_children(deployment, observed, defaults),
     )

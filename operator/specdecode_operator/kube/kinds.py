@@ -32,6 +32,7 @@ class Kind(NamedTuple):
 DEPLOYMENTS = Kind(f"{GROUP}/{VERSION}", KIND, PLURAL)
 DRAFTS = Kind(f"{GROUP}/{VERSION}", DRAFT_KIND, DRAFT_PLURAL)
 WORKLOADS = Kind("apps/v1", "Deployment", "deployments")
+DAEMON_SETS = Kind("apps/v1", "DaemonSet", "daemonsets")
 PODS = Kind("v1", "Pod", "pods")
 SERVICES = Kind("v1", "Service", "services")
 CONFIG_MAPS = Kind("v1", "ConfigMap", "configmaps")
@@ -53,6 +54,7 @@ APPLIED = {
     kind.kind: kind
     for kind in (
         WORKLOADS,
+        DAEMON_SETS,
         SERVICES,
         CONFIG_MAPS,
         BUDGETS,
@@ -73,6 +75,8 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     (GROUP, DRAFT_PLURAL): frozenset({"get", "list", "watch", "create", "update", "delete"}),
     (GROUP, f"{DRAFT_PLURAL}/status"): frozenset({"update"}),
     ("apps", "deployments"): _CHILD_VERBS,
+    # Deleted when spec.prefetch is removed.
+    ("apps", "daemonsets"): _CHILD_VERBS | {"delete"},
     ("", "services"): _CHILD_VERBS,
     ("", "configmaps"): _CHILD_VERBS,
     ("policy", "poddisruptionbudgets"): _CHILD_VERBS,

@@ -3,7 +3,6 @@
 from specdecode_operator.manifests.config import is_pinned, model_uris, unpinned_uris, worker_config
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
-    PLAN_KEY,
     ROLE_LABEL,
     SPEC_HASH_ANNOTATION,
     VARIANT_LABEL,
@@ -14,6 +13,7 @@ from specdecode_operator.manifests.identity import (
     headless_name,
     plan_name,
     policy_name,
+    prefetch_name,
     prefill_name,
     router_labels,
     router_name,
@@ -51,6 +51,7 @@ from specdecode_operator.manifests.router import (
 )
 from specdecode_operator.manifests.template import (
     pod_template,
+    prefetch_daemon_set,
     prefill_workload,
     resolved_image,
     rolling_hash,

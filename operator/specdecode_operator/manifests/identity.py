@@ -5,6 +5,7 @@
 | worker | serve requests: prompts and decoding | yes, unless routers are ready |
 | prefill | compute prompts only, and pass the KV cache on | no |
 | router | accept requests and choose a worker for each | yes, once one is ready |
+| prefetch | fill the model caches of nodes | no |
 | job | train or evaluate drafts; they end by themselves | no |
 
 Selectors are immutable, so a later version may add roles and must not change these.
@@ -25,6 +26,7 @@ class Role(StrEnum):
     worker = "worker"
     prefill = "prefill"
     router = "router"
+    prefetch = "prefetch"
     job = "job"
 
 
@@ -40,7 +42,6 @@ NAME_LABEL = f"{GROUP}/name"
 ROLE_LABEL = f"{GROUP}/role"
 VARIANT_LABEL = f"{GROUP}/variant"
 VARIANT = "stable"
-PLAN_KEY = "plan.json"
 REVISIONS_KEY = "revisions.json"
 """Key of the plan's ConfigMap with the commits of models whose URI names none."""
 SPEC_HASH_ANNOTATION = f"{GROUP}/spec-hash"
@@ -55,6 +56,11 @@ def worker_name(name: str) -> str:
 def prefill_name(name: str) -> str:
     """Return the name of the Deployment of the prefill workers."""
     return f"{name}-prefill"
+
+
+def prefetch_name(name: str) -> str:
+    """Return the name of the DaemonSet that fills the model caches of nodes."""
+    return f"{name}-prefetch"
 
 
 def policy_name(name: str) -> str:
@@ -95,7 +101,7 @@ def demand_name(name: str) -> str:
 def child_names(name: str) -> tuple[str, ...]:
     """Return the names of all objects that the operator creates for a deployment."""
     own = (worker_name, headless_name, plan_name, state_name, tokens_name)
-    return name, *(make(name) for make in (*own, prefill_name, router_name, demand_name))
+    return name, *(make(name) for make in (*own, prefill_name, prefetch_name, router_name, demand_name))
 
 
 def service_url(namespace: str, name: str, *, tls: bool = False) -> str:

@@ -12,10 +12,12 @@ from specdecode_operator.api.v1alpha1 import DraftSpec, NamedDraftSpec, Spec, co
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.config import CACHE_DIR, model_uris, threads, unpinned_uris, worker_config
 from specdecode_operator.manifests.identity import (
+    NAME_LABEL,
     ROLE_LABEL,
     SPEC_HASH_ANNOTATION,
     Role,
     metadata,
+    prefetch_name,
     prefill_name,
     public_port_name,
     selector,
@@ -310,6 +312,51 @@ def prefill_workload(deployment: Deployment, template: Mapping[str, Any], spec_h
         "labels": {**made["metadata"]["labels"], **labels},
     }
     return {**made, "metadata": named, "spec": {**made["spec"], "selector": {"matchLabels": labels}}}
+
+
+def prefetch_daemon_set(deployment: Deployment, template: Mapping[str, Any]) -> Manifest:
+    """Return the DaemonSet whose pods run `pull` of the workers on the nodes of spec.prefetch, and then sleep.
+
+    Args:
+        deployment: Owner of the child.
+        template: Pod template of the workers, whose tolerations, volumes and pull secrets the pods have.
+
+    Raises:
+        SpecError: The model cache is no folder of the node.
+    """
+    pod, prefetch = template["spec"], deployment.spec.prefetch
+    assert prefetch is not None, "the deployment has a prefetch"
+    sources = {volume["name"]: volume for volume in pod["volumes"]}
+    if "hostPath" not in sources.get("model-cache", {}):
+        raise SpecError(
+            "prefetch fills folders of nodes: set modelCache.hostPath, in a namespace of Pod Security level privileged"
+        )
+    pull = next(one for one in pod["initContainers"] if one["name"] == "pull")
+    mounted = {mount["name"] for mount in pull["volumeMounts"]}
+    labels = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.prefetch.value}
+    kept = ("automountServiceAccountToken", "enableServiceLinks", "securityContext", "imagePullSecrets", "tolerations")
+    shared = ("image", "imagePullPolicy", "securityContext")
+    sleep = {"name": "filled", "command": ["sleep", "infinity"], "resources": {"requests": {"cpu": "1m"}}}
+    filled = {
+        **{field: pod[field] for field in kept if field in pod},
+        "nodeSelector": dict(prefetch.node_selector),
+        "terminationGracePeriodSeconds": 1,
+        # Those of a worker would be reserved for as long as the pod sleeps.
+        "initContainers": [{**pull, "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}}}],
+        "containers": [{**{field: pull[field] for field in shared}, **sleep}],
+        "volumes": [source for name, source in sources.items() if name in mounted],
+    }
+    made = metadata(deployment, prefetch_name(deployment.name))
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {**made, "labels": {**made["labels"], **labels}},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": "100%"}},
+            "template": {"metadata": {"labels": labels}, "spec": filled},
+        },
+    }
 
 
 def resolved_image(template: Mapping[str, Any]) -> str:

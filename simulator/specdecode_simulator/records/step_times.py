@@ -167,10 +167,12 @@ def published(document: Mapping[str, Any]) -> dict[str, StepTable]:
 
 
 def _composed(name: str, device: Mapping[str, Any]) -> StepTable:
-    weights, token = device["weights_seconds"], device["token_seconds"]
+    token, experts = device["token_seconds"], device.get("experts", 1)
 
     def step(sequences: float, nodes: int, context: float) -> float:
         tokens, depth = sequences * (nodes + 1), min(nodes, DEPTHS - 1)
+        chosen = experts * (1 - (1 - 1 / experts) ** tokens)
+        weights = device["weights_seconds"] + chosen * device.get("expert_seconds", 0.0)
         networks = (weights**3 + (token * tokens) ** 3) ** (1 / 3)
         speculation = device["speculation_seconds"] + depth * draft(sequences, context) if depth else 0.0
         kv = device["kv_token_seconds"] * sequences * context * (1 + device.get("kv_node_share", 0.0) * nodes)

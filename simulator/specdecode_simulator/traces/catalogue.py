@@ -10,6 +10,7 @@ from specdecode_simulator.traces.job import Limits
 from specdecode_simulator.traces.trace import Curve, Kind, Trace, flat, knots, square, wave
 
 CPU, BUSY, GPU, SLOW_GPU, ENGINE = "smollm2-cpu", "smollm2-cpu-busy", "h200-8b", "l40s-8b", "plain-engine-8b"
+SCOUT, MAVERICK = "h200-scout", "8-h200-maverick"
 DWELL_SECONDS = 60.0
 _CPU_LIMITS = Limits(max_num_seqs=16, max_num_batched_tokens=512, kv_tokens=32768)
 _GPU_LIMITS = Limits(max_num_seqs=32, max_num_batched_tokens=2048, kv_tokens=400_000)
@@ -295,5 +296,21 @@ def no_capacity(seconds: float) -> Trace:
     return _scaled("no-capacity", seconds, wave(seconds / 2, 0.5, 6.0), capacity=room)
 
 
-OF_RECORD = tuple(name for name in TRACES if name != "untrained-lengths")
-"""Traces that the figures of record are of. The oracles have one row for all contexts, so none is fair to this one."""
+# --- experts --------------------------------------------------------------------------------------------------------
+
+
+@trace
+def scout_swings(seconds: float) -> Trace:
+    """Of 16 experts, few tokens read some and many read all: what a node costs falls with load."""
+    return _gpu("scout-swings", seconds, table=SCOUT, curve=wave(3600.0, 0.02, 0.7), ttit_seconds=0.05)
+
+
+@trace
+def maverick_swings(seconds: float) -> Trace:
+    """Of 128 experts, every token reads others at all loads that fit."""
+    return _gpu("maverick-swings", seconds, table=MAVERICK, curve=wave(3600.0, 0.05, 1.5), ttit_seconds=0.03)
+
+
+OF_RECORD = tuple(name for name in TRACES if name not in ("untrained-lengths", "scout-swings", "maverick-swings"))
+"""Traces that the figures of record are of. The oracles have one row for all contexts, so none is fair to the first of
+the others; the step times of the last are computed alone."""

@@ -45,7 +45,6 @@ def proxy(api: KindCopy) -> Iterator[httpx.Client]:
     words = [api.cluster.program, "proxy", "--port=0"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(api.cluster.environment))
     try:
-        assert process.stdout is not None
         address = process.stdout.readline().split()[-1]
         with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=30) as client:
             yield client

@@ -156,7 +156,6 @@ async def test_a_foreign_service_is_not_overwritten(
     if labelled:
         await seconds_until("the record", lambda: children.record(("Service", namespace, name)), limit=2)
     problem = await children.apply({**manifest, "spec": {"ports": [{"port": 80}], "selector": {"a": "b"}}}, owner[1])
-    assert problem is not None
     assert (problem.reason, problem.kind, problem.name) == ("NotOwned", "Service", name)
     assert "has no controller" in problem.message
     assert cluster.get("service", name, namespace) == before
@@ -176,6 +175,5 @@ async def test_an_orphan_is_adopted_with_its_uid(
 async def test_a_refusal_is_the_servers_sentence(children: Children, owner: tuple[str, str], namespace: str) -> None:
     manifest = {**child(namespace, "refused", owner), "data": {"not a key!": "1"}}
     problem = await children.apply(manifest, owner[1])
-    assert problem is not None
     assert problem.reason == "Refused"
     assert problem.message.startswith('ConfigMap "refused" is invalid: data[not a key!]')

@@ -44,7 +44,6 @@ async def test_errors_have_a_class_each(api: KubeClient, namespace: str) -> None
 async def test_metadata_has_no_data(api: KubeClient, namespace: str) -> None:
     await api.apply(config_map(namespace, "large", a="x" * 1000), force=True)
     resource = await api.get_metadata(CONFIG_MAPS, namespace, "large")
-    assert resource is not None
     assert resource["metadata"]["name"] == "large"
     assert "data" not in resource
 

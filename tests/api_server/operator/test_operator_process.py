@@ -54,7 +54,6 @@ def test_a_resource_gets_children_and_a_status_that_stays_the_same(
     made = wait_for(
         "its status", lambda: s if (s := cluster.get("sdd", "made", namespace)).get("status") else None, timeout_s=30
     )
-    assert made is not None
     assert "finalizers" not in made["metadata"]
     assert made["status"]["observedGeneration"] == 1
     assert made["status"]["url"] == f"http://made.{namespace}.svc/v1"
@@ -168,7 +167,6 @@ def test_a_refused_child_is_named_and_the_others_are_applied(
     bad = {"workers": {"template": {"spec": {"containers": [{"name": "worker", "image": ""}], "restartPolicy": "No"}}}}
     cluster.apply(resource("refused", **bad), namespace=namespace)
     stalled = wait_for("the condition", lambda: conditions(cluster, namespace, "refused").get("Stalled"), timeout_s=30)
-    assert stalled is not None
     assert "refused-worker" in stalled["message"]
     assert "restartPolicy" in stalled["message"]
     assert conditions(cluster, namespace, "refused")["Ready"]["status"] == "False"
@@ -297,7 +295,6 @@ def test_the_operator_survives_a_connection_loss_to_the_api_server(
         change_grace(cluster, own_namespace, "cut", 77)
         time.sleep(8)
         assert grace(cluster, own_namespace, "cut") != 92, "no change while it is cut off"
-        assert operator.process is not None
         assert operator.process.poll() is None, "the operator died with its API server"
         wire.whole = True
         wait_for("the change is applied", lambda: grace(cluster, own_namespace, "cut") == 92, timeout_s=30)
@@ -311,7 +308,6 @@ def test_the_operator_waits_for_an_api_server_that_starts_later(
 ) -> None:
     wire.cut()
     with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=tmp_path / "kubeconfig") as operator:
-        assert operator.process is not None
         with pytest.raises(subprocess.TimeoutExpired):
             operator.process.wait(timeout=6)
         wire.whole = True
@@ -364,7 +360,6 @@ def test_a_stopped_leader_writes_nothing_after_it_was_replaced(
         wait_for("the workload", lambda: cluster.get("deploy", "kept-worker", own_namespace), timeout_s=30)
         with OperatorProcess(cluster, own_namespace, tmp_path / "b", identity="b", **settings):
             time.sleep(3)
-            assert first.process is not None
             first.process.send_signal(signal.SIGSTOP)
 
             def replaced() -> bool:

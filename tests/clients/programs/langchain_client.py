@@ -36,7 +36,6 @@ def main(base_url: str) -> None:
     chat = model()
     said = chat.invoke([SystemMessage("Be brief."), HumanMessage([{"type": "text", "text": "Name three colors."}])])
     assert said.content
-    assert said.usage_metadata is not None
     assert said.usage_metadata["output_tokens"] > 0
 
     chunks = list(model(stream_usage=True).stream("Name three colors."))
@@ -59,7 +58,6 @@ def main(base_url: str) -> None:
     joined = None
     for chunk in named.stream(history):
         joined = chunk if joined is None else joined + chunk
-    assert joined is not None
     assert joined.tool_calls[0]["args"]["city"] in ("Oslo", "Rome")
     assert chat.bind_tools([get_weather], tool_choice="none").invoke(history).content
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from specdecode_worker.engine.kernel_class import use_compiled_kernels
 from support.kernels.interpreted import kernel_modules
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -96,13 +97,14 @@ TILES_OF_64 = ("attention, 256 trees", "attention, head dimension 96, fp16", "in
 FEW_ROWS = ("attention, a token", "attention, 64 chains", "small_linear", "small_linear, gated")
 
 
-def compile_all(*words: str, paths: tuple[str, ...] = ()) -> dict[str, Any]:
+def compile_all(*words: str, paths: tuple[str, ...] = (), cache: Path | None = None) -> dict[str, Any]:
+    cached = {"TRITON_CACHE_DIR": str(cache)} if cache else {}
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, SUPPORT / "compile_all.py", *words],
         capture_output=True,
         text=True,
-        env=environment | {"PYTHONPATH": os.pathsep.join([*paths, *(path for path in sys.path if path)])},
+        env=environment | cached | {"PYTHONPATH": os.pathsep.join([*paths, *(path for path in sys.path if path)])},
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     report: dict[str, Any] = json.loads(ran.stdout)
@@ -218,3 +220,21 @@ def test_every_kernel_is_launched(launches: dict[str, Any]) -> None:
         there |= {name for name in vars(sys.modules[module]) if name.endswith("_kernel")}
     compiled = {kernel for launch in launches.values() for kernel in launch["kernels"]}
     assert compiled == there
+
+
+def test_kernels_of_an_image_are_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process finds them through the files that a worker copies to the cache of its pod."""
+    image, pod = tmp_path / "image", tmp_path / "pod"
+
+    def compiled(cache: Path) -> set[str]:
+        """Compile a kernel, and return the names of the files in the cache."""
+        compile_all("90", "rms_norm without", cache=cache)
+        return {path.name for path in cache.rglob("*") if path.is_file()}
+
+    made = compiled(image)
+    assert any(name.endswith(".cubin") for name in made)
+    monkeypatch.setenv("SPECDECODE_KERNELS", str(image))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(pod))
+    use_compiled_kernels()
+    assert compiled(pod) == {name for name in made if name.startswith("__grp__")}
+    assert compiled(tmp_path / "empty") == made

@@ -25,8 +25,6 @@ ROOT = Path(__file__).parents[3]
 def draft_depths(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     spec = importlib.util.spec_from_file_location("draft_depths", ROOT / "benchmarks" / "draft_depths.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "draft_depths", module)
     spec.loader.exec_module(module)
@@ -136,8 +134,6 @@ PATH = Path(__file__).parents[3] / "benchmarks" / "host_cost.py"
 @pytest.fixture
 def host_cost(monkeypatch: pytest.MonkeyPatch) -> Any:
     spec = importlib.util.spec_from_file_location("host_cost", PATH)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(__import__("sys").modules, "host_cost", module)
     spec.loader.exec_module(module)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from specdecode_simulator.records.step_times import published
+
 ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
 # test_gpu_stages.py runs every stage. Here one engine stage runs through the whole pipeline of figures.
@@ -149,10 +151,27 @@ def test_the_computed_maverick_has_its_published_size(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(GPU)
     import roofline
 
-    layers = roofline.MOE_LAYERS * roofline._EXPERT
-    shared = 48 * roofline._ATTENTION + roofline.DENSE_LAYERS * roofline._DENSE + layers
-    table = roofline.MAVERICK_VOCABULARY * roofline.MAVERICK_HIDDEN
-    assert shared + roofline.EXPERTS * layers + 2 * table == pytest.approx(400e9, rel=0.005)
-    assert shared + layers + 2 * table == pytest.approx(17.2e9, rel=0.005)
-    step = roofline.maverick_step(roofline.Gpu(1e12, 1e15), 0)
-    assert step.bytes == pytest.approx(1e3 * (shared + layers + 2 * table) / 8 / 1e12)
+    model = roofline.MAVERICK
+    layers, table = model.moe_layers * roofline._EXPERT, roofline.VOCABULARY * roofline.HIDDEN
+    assert model.whole + model.experts * layers + 2 * table == pytest.approx(400e9, rel=0.005)
+    assert model.whole + layers + 2 * table == pytest.approx(17.2e9, rel=0.005)
+    step = roofline.rank_step(roofline.Gpu(1e12, 1e15), model, 0)
+    assert step.bytes == pytest.approx(1e3 * (model.whole + layers + 2 * table) / 8 / 1e12)
+    scout = roofline.SCOUT
+    assert scout.whole + scout.experts * 48 * roofline._EXPERT + 2 * table == pytest.approx(107.8e9, rel=0.005)
+
+
+def test_the_simulator_has_the_computed_steps_of_llama4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain step of one row is that of the roofline, and more rows read the experts that they choose."""
+    monkeypatch.syspath_prepend(GPU)
+    import roofline
+
+    document = json.loads((ROOT / "benchmarks/recordings/steps-composed.json").read_text())
+    gpu, tables = roofline.GPUS["H200"], published(document)
+    for model, name in ((roofline.SCOUT, "h200-scout"), (roofline.MAVERICK, "8-h200-maverick")):
+        assert document["devices"][name] == roofline.step_figures(gpu, model)
+        step, seconds = roofline.rank_step(gpu, model, 0), tables[name].seconds
+        assert 1e3 * seconds(1, 1, 0, 0) == pytest.approx(step.bytes + step.launches + step.collectives, rel=0.01)
+        drafted = roofline.rank_step(gpu, model, 3)
+        whole = drafted.bytes + drafted.launches + drafted.collectives
+        assert 1e3 * seconds(1, 4, 3, 0) == pytest.approx(whole, rel=0.01)

@@ -119,5 +119,4 @@ def test_page_compares_domains_and_pieces_make_the_draft_again(tmp_path: Path) -
     assert max(piece.stat().st_size for piece in pieces) <= 15_000_000
     with tarfile.open(fileobj=io.BytesIO(b"".join(piece.read_bytes() for piece in pieces))) as tar:
         weights = tar.extractfile("head/model.safetensors")
-        assert weights is not None
         assert weights.read() == (run / "head" / "model.safetensors").read_bytes()

@@ -18,7 +18,8 @@ ALL_STAGES = ROOT / "tests" / "support" / "all_gpu_stages.py"
 NAMES = (
     "copy", "engine-8b", "engine-8b-batches", "attention", "sampling", "serving", "prefill-attention",
     "products", "peers", "trees", "multi-round", "two-drafts", "texts", "quantised", "engine-8b-eager",
-    "engine-8b-int4-draft", "engine-70b-eighth",
+    "engine-8b-int4-draft", "engine-70b-eighth", "engine-scout-int4", "engine-scout-fp8",
+    "engine-maverick-eighth",
 )  # fmt: skip
 PATH = os.pathsep.join(str(ROOT / place) for place in ("worker", "kernels", "kernels/bench"))
 NOT_MEASURED = {"tree attention over FlashInfer's unmasked decode"}
@@ -80,6 +81,9 @@ def test_steps_of_the_engine_stages_run_through_graphs(rows: list[dict[str, Any]
         "engine-8b-eager": False,
         "engine-8b-int4-draft": True,
         "engine-70b-eighth": True,
+        "engine-scout-int4": True,
+        "engine-scout-fp8": True,
+        "engine-maverick-eighth": True,
     }
 
 

@@ -114,7 +114,6 @@ def broken_run(site: Site, break_it: Any) -> tuple[str, WorkerProcess, float]:
             break_it(victim)
             last = time.monotonic()
     assert victim is not None
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == CHAT["max_tokens"]
     assert chunks[-2].choices[0].finish_reason == "length"
     return text_of(chunks), victim, gap
@@ -174,7 +173,6 @@ def test_false_suspicion_changes_nothing(site: Site) -> None:
         chunks = list(other.client.chat.completions.create(**fields, **options))
         assert other.metric("specdecode_router_hedges_total") >= 1
     assert text_of(chunks) == expected
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == fields["max_tokens"]
 
 

@@ -48,7 +48,6 @@ async def test_frames_carry_the_answer_of_the_public_port(
         one["heads"] = [(head[0], head[1]) for head in one.get("heads", ())]
     assert answer == expected
     assert [step.index for step in journal.steps] == list(range(0, 24, 3))
-    assert journal.start is not None
     assert (journal.start.stream, bool(journal.start.opening)) == (stream, stream and route == CHAT)
     assert journal.start.headers == (("X-Specdecode-Ignored", "unheard_of"),)
     assert public.headers["X-Specdecode-Ignored"] == "unheard_of"
@@ -144,7 +143,6 @@ async def test_streams_need_a_token(admin: httpx.AsyncClient) -> None:
 async def test_resume_of_another_request_is_refused(admin: httpx.AsyncClient, change: str) -> None:
     request = opened(logprobs=1)
     start = (await Journal(request).follow(admin)).start
-    assert start is not None
     progress = ChoiceProgress(ids=(1, 2), logprobs=((-1.0, 1, (), ()),) * 2)
     replace, choices = msgspec.structs.replace, (progress,)
     match change:

@@ -63,7 +63,6 @@ class Namespace:
         environment = dict(self.cluster.environment)
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         try:
-            assert process.stdout is not None
             line = process.stdout.readline()
             match = re.search(r"127\.0\.0\.1:(\d+)", line)
             assert match, f"kubectl port-forward {target}: {line!r}"

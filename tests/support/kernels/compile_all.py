@@ -6,7 +6,8 @@ The capability is 90 (an H100) if none is given; hack/gpu-compile runs it for se
 leave out the others. The launches "planted ...", which have what a hot loop must not have, are compiled only by name.
 
 It runs in a process of its own because Triton either compiles or interprets. The launchers run on CPU tensors; the
-launch itself is replaced by compilation to machine code. Prints JSON: {name of the launch: {"kernels": [...], the
+launch itself is left out. What is compiled stays in Triton's cache, where a launch of these arguments on such a GPU
+finds it: worker/Dockerfile fills that of the image. Prints JSON: {name of the launch: {"kernels": [...], the
 "matrix" instructions that it uses, and the maxima over its kernels of FIGURES}}.
 """
 
@@ -25,10 +26,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, mangle_type
+from triton.runtime.jit import JITFunction
 
 from specdecode_kernels import dependent, dispatch
 from specdecode_kernels.draft_input import kernel as draft_input
@@ -76,30 +75,20 @@ COPY = "LDGSTS"
 SHARED = ("LDGSTS", "LDSM", "STSM", "LDS", "STS")
 """Instructions that occupy the shared memory of an SM; a cycle for each 128 bytes of a warp."""
 compiled: list[dict[str, Any]] = []
+launched = JITFunction.run
+
+
+class Driver:
+    """Driver of one TARGET, which this machine need not have."""
+
+    get_current_target = staticmethod(lambda: TARGET)
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
 
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-    """Compile a kernel instead of launching it.
-
-    Replaces JITFunction.run; types and alignment are derived from the arguments as in the original.
-    """
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
-    values = dict(zip(self.arg_names, args, strict=False)) | kwargs
-    signature, constants, alignment = {}, {}, {}
-    for place, parameter in enumerate(self.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name], constants[parameter.name] = "constexpr", value
-            continue
-        signature[parameter.name] = mangle_type(value, specialize=not parameter.do_not_specialize)
-        if signature[parameter.name] == "constexpr":
-            constants[parameter.name] = value
-        elif parameter.do_not_specialize:
-            continue
-        elif isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
-            alignment[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=alignment)
-    binary = compile_kernel(source, target=TARGET, options=options)
+    """Compile a kernel as its launch does, without the launch, and note what was made of it."""
+    binary = launched(self, *args, grid=grid, warmup=True, **kwargs)
     usage, machine_code = disassembled(binary.asm["cubin"])
     compiled.append(
         {
@@ -419,6 +408,7 @@ def planted() -> None:
 
 
 def main() -> None:
+    triton.runtime.driver.set_active(Driver())
     JITFunction.run = compile_instead
     dispatch.has_fp8 = lambda _: TARGET.arch >= 89  # type: ignore[assignment]
     dispatch.is_hopper = lambda _: TARGET.arch >= 90  # type: ignore[assignment]

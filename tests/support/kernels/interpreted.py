@@ -67,8 +67,6 @@ def mutant(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
     path = folder / f"{module.__name__.replace('.', '_')}.py"
     path.write_text(source.replace(old, new))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     copied = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = copied  # dataclasses look up their module here
     with interpreting():

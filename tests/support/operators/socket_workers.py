@@ -111,7 +111,6 @@ class SocketWorkers:
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
-            assert task is not None
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):

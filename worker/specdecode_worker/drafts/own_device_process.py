@@ -370,7 +370,7 @@ class FolderDraft:
         else:
             torch.set_num_threads(self.threads)
         shared = _SHARED.get(self.config.method, ())
-        if self.config.uri is not None and "lm_head.weight" in read_tensor_headers(Path(self.config.uri)).tensors:
+        if self.config.uri is not None and "lm_head.weight" in read_tensor_headers(Path(self.config.uri)):
             shared = tuple(name for name in shared if name != "lm_head.weight")
         target = _shared_part(self.target_folder, shared, self.max_model_len, self.dtype, self.device)
         state = DeviceState(self.slots, self.max_model_len, self.dtype, self.device)

@@ -24,7 +24,12 @@ from specdecode_worker.drafts.registry import DraftLoader, DraftRegistry, Resolv
 from specdecode_worker.drafts.swap import describe_failure, worker_name
 from specdecode_worker.engine.cuda_graphs import CaptureBackend, StagedBackend, StepGraphs, capture_backend
 from specdecode_worker.engine.engine import Engine, EngineParts
-from specdecode_worker.engine.kernel_class import kernel_class, use_kernel_timings, warm_up_prefill
+from specdecode_worker.engine.kernel_class import (
+    kernel_class,
+    use_compiled_kernels,
+    use_kernel_timings,
+    warm_up_prefill,
+)
 from specdecode_worker.engine.memory import (
     Budget,
     CheckedDraftLoader,
@@ -73,6 +78,8 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
     threads = max(1, (config.engine.threads or cpu_limit()) // config.engine.tensor_parallel_size)
     if device.type == "cpu":
         torch.set_num_threads(threads)
+    else:
+        use_compiled_kernels()
     use_kernel_timings(config.engine, device)
     inventory = take_inventory(config, located, device)
     require_servable(inventory)

@@ -1,9 +1,11 @@
-"""Class of the kernels that serve a model on a device, and their measured times."""
+"""Class of the kernels that serve a model on a device, their measured times, and those that the image has."""
 
 from __future__ import annotations
 
 import logging
+import os
 import platform
+import shutil
 from pathlib import Path
 
 import torch
@@ -76,6 +78,21 @@ def use_kernel_timings(config: EngineConfig, device: torch.device) -> Timings:
     elif device.type == "cuda":
         log.info("no kernel timings: operations choose by rules")
     return measured
+
+
+def use_compiled_kernels() -> None:
+    """Let Triton find the kernels that were compiled when the image was built.
+
+    They are in $SPECDECODE_KERNELS, which only the image's build writes. Triton's cache, which is this pod's own, has a
+    file for each kernel that names its others; only these files are copied.
+    """
+    made, cache = os.environ.get("SPECDECODE_KERNELS"), os.environ.get("TRITON_CACHE_DIR")
+    if not made or not cache:
+        return
+    for path in Path(made).glob("*/__grp__*.json"):
+        folder = Path(cache) / path.parent.name
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / path.name)
 
 
 def warm_up_prefill(target: CausalLMConfig, dtype: torch.dtype, device: torch.device) -> None:

@@ -33,9 +33,7 @@ class Entry:
 
     def header(self, stacked: TensorHeader) -> TensorHeader:
         """Return the header of this matrix, which has the rows and columns of a matrix of a network."""
-        matrices, inputs, outputs = stacked.shape
-        shape = self.end - self.first, inputs
-        return replace(stacked, shape=shape, bytes=stacked.bytes * shape[0] // (matrices * outputs))
+        return replace(stacked, shape=(self.end - self.first, stacked.shape[1]))
 
     def places(self, rows: slice, columns: slice) -> tuple[slice, slice, slice]:
         """Return the slices of the stacked tensor that hold these rows and columns."""
@@ -118,7 +116,7 @@ def open_checkpoint(
     tensors: dict[str, TensorHeader] = {}
     origins: dict[str, str] = {}
     entries: dict[str, Entry] = {}
-    for origin, header in read_tensor_headers(folder).tensors.items():
+    for origin, header in read_tensor_headers(folder).items():
         if (renamed := rename(origin)) is None:
             continue
         held = entries_of(renamed, header.shape)

@@ -1,4 +1,4 @@
-"""Contents of a model folder, read from its safetensors headers: names, shapes, dtypes and sizes of tensors.
+"""Contents of a model folder, read from its safetensors headers: names, shapes and dtypes of tensors.
 
 No weights are loaded. Format: https://huggingface.co/docs/safetensors (eight bytes of length, a JSON header, then the
 data).
@@ -7,7 +7,6 @@ data).
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,25 +20,8 @@ from specdecode_worker.models.errors import WeightMismatch
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+|blocks\.\d+|lm_heads\.\d+)\.")
 
 INDEX = "model.safetensors.index.json"
-_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-}
-"""Bits per element of each safetensors dtype."""
+_DTYPE = re.compile(r"BOOL|[UI](8|16|32|64)|F8_E(4M3|5M2|8M0)|B?F16|F32|F64")
+"""Dtypes of the safetensors format that are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +33,6 @@ class TensorHeader:
 
     shape: tuple[int, ...]
     dtype: str
-    bytes: int
     file: str
 
     @property
@@ -60,20 +41,8 @@ class TensorHeader:
         return "F" in self.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class Headers:
-    """Tensor headers of a folder, by their names in the checkpoint."""
-
-    tensors: Mapping[str, TensorHeader]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.bytes for tensor in self.tensors.values())
-
-
-def read_tensor_headers(folder: Path) -> Headers:
-    """Return the headers of all weights of a folder.
+def read_tensor_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return the headers of all weights of a folder, by their names in the checkpoint.
 
     The rotary frequencies that old exporters stored (``inv_freq``) are left out.
 
@@ -87,7 +56,7 @@ def read_tensor_headers(folder: Path) -> Headers:
             if name in headers:
                 raise WeightMismatch(f"{folder}: {name} stands in both {headers[name].file} and {path.name}; keep one")
             headers[name] = header
-    return Headers({name: tensor for name, tensor in headers.items() if not name.endswith("inv_freq")})
+    return {name: tensor for name, tensor in headers.items() if not name.endswith("inv_freq")}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -125,20 +94,16 @@ def _headers_of(path: Path) -> Iterator[tuple[str, TensorHeader]]:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 - a safe_open is no dict
                 part = file.get_slice(name)
-                yield name, _header(path, name, tuple(part.get_shape()), part.get_dtype())
+                if not _DTYPE.fullmatch(dtype := part.get_dtype()):
+                    raise WeightMismatch(f"{path}: {name} has dtype {dtype}, which is not supported")
+                yield name, TensorHeader(tuple(part.get_shape()), dtype, path.name)
     except (SafetensorError, OSError) as error:
         raise WeightMismatch(f"{path} cannot be read as safetensors: {error}; copy it again") from None
 
 
-def _header(path: Path, name: str, shape: tuple[int, ...], dtype: str) -> TensorHeader:
-    if dtype not in _BITS:
-        raise WeightMismatch(f"{path}: {name} has dtype {dtype}, which is not supported")
-    return TensorHeader(shape, dtype, math.prod(shape) * _BITS[dtype] // 8, path.name)
-
-
-def infer_method(headers: Headers) -> Method | None:
+def infer_method(headers: Mapping[str, TensorHeader]) -> Method | None:
     """Return the draft method that the tensor names of a folder belong to, or None if they belong to no known one."""
-    names = [name.removeprefix("model.") for name in headers.tensors]
+    names = [name.removeprefix("model.") for name in headers]
     if "mask_hidden" in names:
         return "peagle"
     if "hidden_norm.weight" in names:

@@ -67,7 +67,6 @@ def test_the_pins_of_a_spec_are_read_as_one_text() -> None:
     assert pin_text(pins) == "none,code=tree:2,1"
     assert pin_text(SPEC) == ""
     pin = read_pin(pin_text(pins), pins)
-    assert pin is not None
     assert [pin.shape_of(task) for task in ("code", "chat")] == [TreeShape.levels(2, 1), chain(0)]
 
 

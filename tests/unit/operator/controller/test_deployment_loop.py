@@ -53,7 +53,7 @@ async def test_what_cannot_be_saved_takes_no_effect_until_it_is() -> None:
     assert "Deployment/demo-worker" in bench.cluster.writes, "children do not wait"
     bench.cluster.down = set()
     await bench.step()
-    assert bench.cluster.state is not None, "the decision of the step before is saved"
+    assert "demo-state" in bench.cluster.stored, "the decision of the step before is saved"
     assert [plans.keys() for plans in bench.calls.pushed] == [{POD.address}]
 
 
@@ -167,19 +167,21 @@ async def test_a_deployment_that_was_deleted_without_an_event_ends_its_loop() ->
 
 
 @pytest.mark.parametrize("owner", ["u1", "another"])
-async def test_a_policy_is_deleted_once_none_is_wanted(owner: str) -> None:
-    bench = Bench()
-    record = ChildRecord(kind="NetworkPolicy", namespace="ns", name="demo", uid="p1", controller_uid=owner)
-    bench.records[record.child] = record
-    await bench.step()
-    deleted = "deleted NetworkPolicy/demo p1" in bench.cluster.writes
-    assert deleted == (owner == "u1"), "a policy of a user stays"
-    wanted = replace(bench.shared.defaults, policy_peers=PolicyPeers())
-    bench.loop = DeploymentLoop(KEY, replace(bench.shared, defaults=wanted))
-    bench.cluster.writes.clear()
-    await bench.step()
-    assert "NetworkPolicy/demo" in bench.cluster.writes
-    assert not any(write.startswith("deleted") for write in bench.cluster.writes)
+async def test_policy_and_prefetch_are_deleted_once_none_is_wanted(owner: str) -> None:
+    cache = {"hostPath": {"path": "/models"}}
+    wanting = Cluster(modelCache=cache, prefetch={"nodeSelector": {"models": "llama"}})
+    names = {"NetworkPolicy": "demo", "DaemonSet": "demo-prefetch"}
+    for bench in (Bench(), Bench(wanting)):
+        wanted = replace(bench.shared.defaults, policy_peers=PolicyPeers() if bench.cluster is wanting else None)
+        bench.loop = DeploymentLoop(KEY, replace(bench.shared, defaults=wanted))
+        for kind, name in names.items():
+            record = ChildRecord(kind=kind, namespace="ns", name=name, uid="p1", controller_uid=owner)
+            bench.records[record.child] = record
+        await bench.step()
+        made = {f"{kind}/{name}" for kind, name in names.items()}
+        deleted = {f"deleted {one} p1" for one in made if owner == "u1" and bench.cluster is not wanting}
+        assert {write for write in bench.cluster.writes if write.startswith("deleted")} == deleted
+        assert (made <= set(bench.cluster.writes)) == (bench.cluster is wanting)
 
 
 @pytest.mark.parametrize("spec", [{}, {"tlsSecretRef": {"name": "certs"}}])

@@ -81,7 +81,6 @@ def test_memory_that_does_not_fit_is_shown_with_its_arithmetic() -> None:
     assert (shown.status, shown.reason) == ("False", "DoesNotFit")
     assert PROBLEM in shown.message
     assert "- reserve of 20%" in shown.message
-    assert status.memory is not None
     assert (status.memory.limit, status.memory.weights, status.memory.kv_tokens) == ("2.00Gi", "1.50Gi", 0)
     assert condition(status, "Ready").message == f"pod new: {PROBLEM}"
     assert condition(status, "Stalled").reason == "DoesNotFit"
@@ -94,7 +93,6 @@ def test_memory_that_fits_is_read_from_the_report() -> None:
         "True",
         "after the weights there is room for 5000 tokens of keys and values",
     )
-    assert status.memory is not None
     assert status.memory.model_dump(exclude_none=True) == {
         "limit": "4.00Gi",
         "weights": "1.00Gi",
@@ -110,7 +108,6 @@ def test_a_new_worker_that_does_not_fit_leaves_the_old_one_serving() -> None:
     assert condition(status, "MemoryFits").status == "False"
     assert condition(status, "Available").status == "True"
     assert condition(status, "Ready").reason == "DoesNotFit"
-    assert status.memory is not None
     assert status.memory.limit == "4.00Gi", "memory of the worker that serves"
 
 

@@ -36,7 +36,6 @@ def test_the_end_of_traffic_is_published_once_by_a_late_tick() -> None:
     for _ in range(3):
         poll(loop, 60.0, works=True)
     assert poll(loop, 59.0, works=False), "the window has the last traffic"
-    assert loop.deployment.status.traffic is not None
     assert loop.deployment.status.traffic.running
     assert poll(loop, PUBLISH_SECONDS - 10, works=False)
     assert loop.deployment.status.traffic.running == 0

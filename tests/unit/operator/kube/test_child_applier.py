@@ -193,7 +193,6 @@ async def test_an_object_of_others_is_never_written(
         world.catch_up()
     for _ in range(3):
         problem = await world.send()
-        assert problem is not None
         assert (problem.reason, problem.kind, problem.name) == ("NotOwned", "ConfigMap", "x-plan")
         assert f'ConfigMap "x-plan" exists already and {words}' in problem.message
         assert f'rename the {KIND} "x", or delete the ConfigMap' in problem.message
@@ -218,7 +217,6 @@ async def test_a_child_of_a_predecessor_is_waited_for(world: World, deleting: bo
     world.put(manifest)
     world.catch_up()
     problem = await world.send()
-    assert problem is not None
     assert problem.reason == "Unavailable"
     assert "is still being deleted" in problem.message
     assert world.requests == []
@@ -236,7 +234,6 @@ async def test_a_failure_backs_off_and_a_new_manifest_ends_that(world: World, er
     waited = []
     for _ in range(8):
         problem = await world.send()
-        assert problem is not None
         assert (problem.reason, problem.message) == (reason, error.sentence)
         sent = len(world.requests)
         seconds = world.retry_seconds()

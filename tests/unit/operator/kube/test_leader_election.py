@@ -28,7 +28,6 @@ class LeaseServer:
 
     @property
     def spec(self) -> dict[str, Any]:
-        assert self.lease is not None
         spec: dict[str, Any] = self.lease["spec"]
         return spec
 
@@ -46,7 +45,6 @@ class LeaseServer:
     async def update(self, kind: Any, lease: dict[str, Any], *, guarded: bool) -> dict[str, Any]:
         assert (kind, guarded) == (LEASES, False)
         await self._arrive("update")
-        assert self.lease is not None
         if lease["metadata"]["resourceVersion"] != self.lease["metadata"]["resourceVersion"]:
             raise Conflict("changed")
         return self._store(lease, int(lease["metadata"]["resourceVersion"]) + 1)

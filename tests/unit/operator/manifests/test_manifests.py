@@ -227,6 +227,29 @@ def test_every_child_is_owned_and_blocks_nothing() -> None:
         assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("u1", True, False)
 
 
+def test_prefetch_pulls_on_labelled_nodes_as_workers_do() -> None:
+    """Its pods reserve no worker's resources, and have the volumes of `pull` alone."""
+    tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
+    spec = {
+        "modelCache": {"hostPath": {"path": "/models"}},
+        "prefetch": {"nodeSelector": {"models": "llama"}},
+        "workers": {"template": {"spec": {"tolerations": tolerations}}},
+    }
+    rendered = template(**spec)
+    made = manifests.prefetch_daemon_set(deployment_with(**spec), rendered)
+    pod = made["spec"]["template"]["spec"]
+    assert made["spec"]["selector"]["matchLabels"].items() <= made["spec"]["template"]["metadata"]["labels"].items()
+    assert (pod["nodeSelector"], pod["tolerations"]) == ({"models": "llama"}, tolerations)
+    (pull,) = pod["initContainers"]
+    assert pull["command"] == container(rendered, "pull")["command"]
+    assert pull["resources"]["requests"]["memory"] == "512Mi"
+    assert {"name": "model-cache", "hostPath": {"path": "/models"}} in pod["volumes"]
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in pull["volumeMounts"]}
+    assert pod["securityContext"] == rendered["spec"]["securityContext"]
+    with pytest.raises(SpecError, match="Pod Security level privileged"):
+        manifests.prefetch_daemon_set(deployment_with(**spec), template(modelCache=CLAIM))
+
+
 def test_names_of_children_fit_labels() -> None:
     long = replace(deployment_with(), name="n" * 45)
     child = manifests.workload(long, {}, "h", 1)

@@ -329,8 +329,10 @@ def test_headless_service_has_both_ports_of_the_workers() -> None:
 
 
 def test_child_names_are_those_of_all_children() -> None:
-    deployment = deployment_with()
+    cache = {"hostPath": {"path": "/models"}}
+    deployment = deployment_with(modelCache=cache, prefetch={"nodeSelector": {"models": "llama"}})
     children = [
+        manifests.prefetch_daemon_set(deployment, manifests.pod_template(deployment, DEFAULTS)),
         manifests.service(deployment),
         manifests.headless_service(deployment),
         manifests.budget(deployment),
@@ -347,7 +349,7 @@ def test_child_names_are_those_of_all_children() -> None:
 
 
 def test_roles_are_labels_that_selectors_use() -> None:
-    assert [str(role) for role in manifests.Role] == ["worker", "prefill", "router", "job"]
+    assert [str(role) for role in manifests.Role] == ["worker", "prefill", "router", "prefetch", "job"]
     assert manifests.selector("demo")[manifests.ROLE_LABEL] == "worker"
     assert manifests.selector("demo").keys() == {f"specdecode.io/{name}" for name in ("name", "role", "variant")}
 

@@ -93,7 +93,6 @@ def test_the_joint_choice_is_the_best_of_all(
     bounds = Bounds(0, 2, 0, 6, 2)
     known = (TaskAcceptance(one, beside), TaskAcceptance(two, beside))  # type: ignore[arg-type]
     tasks = tuple(TaskLoad(name, bounds, rate, share=0.5, demand=0.5) for name, rate in zip("ab", known, strict=True))
-    assert times is not None
     load = Load(sequences, 500, n)
     search = ShapeSearch(times, load, tasks, Objective())
     seconds = {

@@ -268,7 +268,6 @@ def test_steps_with_a_few_sequences_more_than_an_edge_are_of_the_bucket_below() 
     """A mean of 2.04 comes from many steps with two sequences and a few with three."""
     found = buckets(8)
     times = StepTimeModel.fit((cost(2.04, 1, 0.015, count=500), cost(3.2, 1, 0.021, count=20)))
-    assert times is not None
     typical = [round(times.typical(found, concurrency, 0, 8).sequences, 2) for concurrency in range(4)]
     assert typical == [1, 2.04, 3.2, 8]
 

@@ -67,16 +67,12 @@ def test_a_trial_is_shown_with_its_gain() -> None:
     draft = draft_of(canary)
     (tried,) = canary.drafts
     assert (draft.phase, tried.status.phase, tried.status.pairs) == ("Canary", "Canary", 10)
-    assert tried.status.trial is not None
     assert tried.status.trial.pod == "pod-a"
     assert (tried.status.conditions[0].status, tried.status.conditions[0].reason) == ("False", "Canary")
-    assert draft.current is not None
-    assert draft.candidate is not None
     assert (draft.current.hash, draft.current.uri) == (OLD, "embedded://d")
     assert (draft.candidate.hash, draft.candidate.uri) == (NEW, "file:///new")
     assert tried.status.gain_percent == pytest.approx(4.0)
     condition = rollout_of(canary)
-    assert condition is not None
     assert (condition.status, condition.reason) == ("True", "Canary")
     assert "pod-a" in condition.message
     assert samples(metrics.DRAFT_PHASE) == {("Canary",): 1}
@@ -88,7 +84,6 @@ def test_a_promotion_is_an_event_and_history_with_its_gain() -> None:
     canary = trying()
     before = shown(canary)
     canary.finish_pairs(60, 0.10)
-    assert canary.decision is not None
     notices = event_notices(before, shown(canary), canary.decision.changes)
     (message,) = [notice.message for notice in notices if notice.reason == "DraftRollout"]
     assert message.startswith(f"drafts: Canary {NEW} -> Promoting {NEW}: the candidate is faster: ")
@@ -100,8 +95,6 @@ def test_a_promotion_is_an_event_and_history_with_its_gain() -> None:
     assert samples(metrics.DRAFT_PHASE) == {("Promoting",): 1}
     canary.until("Cooldown")
     draft = draft_of(canary)
-    assert draft.current is not None
-    assert draft.previous is not None
     assert (draft.current.hash, draft.previous.hash) == (NEW, OLD)
     (promoted,) = canary.drafts
     assert (promoted.status.outcome, promoted.status.gain_percent) == ("Promoted", pytest.approx(10.0))
@@ -116,7 +109,6 @@ def test_a_refused_candidate_is_the_reason_to_look_at() -> None:
     canary = canary_with({"uri": "file:///copy", "hash": OLD})
     canary.tick()
     condition = rollout_of(canary)
-    assert condition is not None
     assert (condition.status, condition.reason) == ("False", "CandidateRefused")
     assert (canary.deployment.status.reason or "").startswith("CandidateRefused")
 
@@ -129,7 +121,6 @@ def test_a_candidate_that_waits_says_for_what(mode: str, word: str) -> None:
         canary.pods = []
     canary.tick()
     condition = rollout_of(canary)
-    assert condition is not None
     assert condition.reason == "CandidateWaits"
     assert word in condition.message
 
@@ -139,7 +130,6 @@ def test_the_condition_says_which_draft_serves_in_place_of_that_of_the_spec() ->
     canary.finish_pairs(40, 0.3)
     canary.until("Cooldown")
     condition = rollout_of(canary)
-    assert condition is not None
     assert (condition.status, condition.reason) == ("False", "PromotedDraftServes")
     assert "run file:///new (new000new000)" in condition.message
     assert "whose SpecDecodeDraft has the role Serving" in condition.message
@@ -147,7 +137,6 @@ def test_the_condition_says_which_draft_serves_in_place_of_that_of_the_spec() ->
     canary.spec_draft = NEW
     canary.ticks(3)
     condition = rollout_of(canary)
-    assert condition is not None
     assert condition.reason == "NoRollout"
     assert [pod.draft for pod in canary.pods] == [NEW, NEW]
 
@@ -179,7 +168,6 @@ def test_commands_that_would_change_nothing_are_refused() -> None:
     assert (refusal_of("reject", canary), refusal_of("rollback", canary)) == ("", "")
     canary.finish_pairs(60, 0.10)
     condition = rollout_of(canary)
-    assert condition is not None
     assert condition.reason == "WaitsForUser"
     assert refusal_of("promote", canary) == ""
     canary.command("promote")

@@ -46,15 +46,12 @@ def reason_of(canary: Canary, problem: str = "") -> str:
     workers = tuple(pod.worker() for pod in canary.pods)
     observed = Observation(workload=workload_with(2), workers=workers, session=canary.session, jobs=tuple(canary.jobs))
     status = status_of(canary.deployment, observed, canary.decision, Outcome(job_problem=problem), now=canary.now)
-    assert status.draft is not None
-    assert status.draft.last_run is not None
     return status.draft.last_run.reason
 
 
 def test_a_failed_run_is_deleted_once_when_its_pods_have_ended() -> None:
     canary = failed()
     run = canary.record.undeleted_run
-    assert run is not None
     canary.tick(POD_END_SECONDS - 1)
     assert deletions(canary) == [], "its pods may still write"
     assert "is deleted after 1970-" in reason_of(canary)
@@ -101,8 +98,6 @@ def test_every_other_end_of_a_job_deletes_the_run(how: str) -> None:
                 canary.tick(150 if canary.phase == "Distilling" else 0)
                 canary.tick(0)
     canary.tick()
-    assert run is not None
-    assert canary.record.undeleted_run is not None
     assert (canary.record.undeleted_run.id, canary.record.undeleted_run.claim) == (run.id, "drafts")
     canary.tick(POD_END_SECONDS)
     assert deletions(canary) == [f"demo-delete-{run.id}"]
@@ -132,7 +127,6 @@ def test_a_run_is_not_deleted_while_its_job_exists() -> None:
     canary = failed()
     canary.tick(POD_END_SECONDS - 1, push=False)
     run = canary.record.undeleted_run
-    assert run is not None
     canary.tick(1)
     ended = replace(canary.jobs[0], name="held", run=run.id, deleting=True)
     canary.jobs = [ended]
@@ -183,7 +177,5 @@ def test_drafts_that_the_spec_names_by_their_place_are_needed() -> None:
 
 def test_the_job_of_a_run_keeps_the_draft_in_use() -> None:
     canary = distilling()
-    assert canary.decision is not None
     job = canary.decision.job
-    assert job is not None
     assert f"--keep-drafts={OLD}" in job["spec"]["template"]["spec"]["containers"][0]["command"]

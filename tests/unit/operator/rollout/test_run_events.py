@@ -25,7 +25,6 @@ def running(**spec: Any) -> Canary:
 
 
 def rules(canary: Canary) -> CaptureRules:
-    assert canary.decision is not None
     assert canary.decision.plan.capture is not None
     return canary.decision.plan.capture
 
@@ -43,13 +42,10 @@ def test_a_command_collects_and_enough_conversations_make_a_job() -> None:
     canary.tick()
     run = canary.record.run
     assert canary.phase == "Distilling"
-    assert run is not None
     assert canary.created_jobs == [f"demo-distill-{run.id}"]
     canary.ticks(3)
     assert len(canary.created_jobs) == 1
-    assert canary.record.run is not None
     assert canary.record.run.job_uid == "job-1"
-    assert canary.decision is not None
     assert canary.decision.job is None, "it is asked for until it was seen"
 
 
@@ -153,7 +149,6 @@ def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
     assert rules(canary).delete_before == canary.now
     assert [pod.captured for pod in canary.pods] == [0, 0]
     assert record.run is None
-    assert record.last_run is not None
     assert (record.last_run.outcome, record.last_run.gain_percent) == ("Better", 20.0)
     assert record.run_device_seconds == 600
     assert [job.name for job in decision.ended_jobs] == canary.created_jobs
@@ -204,7 +199,6 @@ def test_a_run_that_fails_says_why(status: JobStatus, outcome: str, words: str, 
     canary.job_ends(status)
     canary.tick()
     assert canary.phase == "Cooldown"
-    assert canary.record.last_run is not None
     assert canary.record.last_run.outcome == outcome
     assert words in canary.record.last_run.reason
     assert (rules(canary).delete_before == canary.now) == deletes
@@ -229,7 +223,6 @@ def test_a_draft_from_another_place_is_not_taken(draft: Artifact) -> None:
     canary.job_ends(verdict(draft=draft))
     canary.tick()
     assert (canary.phase, canary.record.candidate) == ("Cooldown", "")
-    assert canary.record.last_run is not None
     assert canary.record.last_run.outcome == "Failed"
 
 
@@ -257,7 +250,6 @@ def test_a_job_that_was_never_seen_is_not_lost() -> None:
     for _ in range(5):
         decision = canary.tick(push=False)
         assert decision.job is not None, "it may have been refused"
-    assert canary.record.run is not None
     assert canary.record.run.losses == 0
 
 
@@ -265,7 +257,6 @@ def test_a_job_that_is_being_deleted_counts_as_lost() -> None:
     canary = running()
     canary.jobs[0] = replace(canary.jobs[0], deleting=True)
     canary.tick(push=False)
-    assert canary.record.run is not None
     assert canary.record.run.losses == 1
 
 
@@ -289,7 +280,6 @@ def test_a_user_ends_a_run(phase: str) -> None:
     canary.command("reject")
     canary.tick()
     assert canary.phase == "Cooldown"
-    assert canary.record.last_run is not None
     assert canary.record.last_run.outcome == "Rejected"
     assert canary.jobs == []
 
@@ -322,7 +312,6 @@ def test_collecting_ends_when_capture_is_switched_off_and_after_max_age() -> Non
     assert slow.phase == "Collecting"
     slow.tick(10)
     assert (slow.phase, slow.record.run_outcomes) == ("Cooldown", {"Expired": 1})
-    assert slow.record.last_run is not None
     assert "with 0 of 100 captured conversations" in slow.record.last_run.reason
 
 

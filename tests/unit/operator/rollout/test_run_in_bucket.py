@@ -30,9 +30,7 @@ def test_a_better_draft_in_the_bucket_is_tried_and_assigned_by_its_place() -> No
     canary.tick()
     canary.finish_pairs(40, 0.3)
     canary.until("Cooldown")
-    assert canary.decision is not None
     assignment = canary.decision.plan.assignment
-    assert assignment is not None
     assert assignment.stable == Artifact(uri=PLACE, hash=TRAINED)
 
 
@@ -81,8 +79,6 @@ def test_another_key_does_not() -> None:
 
 def test_a_failed_run_leaves_nothing_to_delete_and_no_draft_is_deleted() -> None:
     canary = distilling(distillation={"storage": S3})
-    assert canary.decision is not None
-    assert canary.decision.job is not None
     command = canary.decision.job["spec"]["template"]["spec"]["containers"][0]["command"]
     assert not any(word.startswith("--keep-drafts") for word in command)
     canary.ticks(2)
@@ -98,6 +94,5 @@ def test_another_operator_goes_on_with_the_run() -> None:
     before = canary.record.run
     canary.restart_operator()
     canary.tick()
-    assert before is not None
     assert canary.record.run == before
     assert before.place == "s3://models/team"

@@ -67,7 +67,6 @@ def test_collecting_shows_how_many_conversations_there_are() -> None:
     canary = collecting()
     status = shown(canary)
     run = draft_of(status).run
-    assert run is not None
     assert (draft_of(status).phase, run.conversations, run.needed, run.job) == ("Collecting", 40, 100, None)
     condition = condition_of(status)
     assert (condition.status, condition.reason) == ("True", "Collecting")
@@ -82,7 +81,6 @@ def test_a_worker_that_cannot_capture_is_named() -> None:
     canary.pods[1].captured = None
     status = shown(canary)
     run = draft_of(status).run
-    assert run is not None
     assert "worker pod-b has no folder" in str(run.capture_problem)
     assert "worker pod-b has no folder" in condition_of(status).message
     assert "worker pod-b has no folder" in text_of(canary)
@@ -96,7 +94,6 @@ def test_the_count_changes_status_at_most_a_hundred_times() -> None:
     for count in range(0, 1200, 7):
         canary.pods[0].captured = count
         run = draft_of(shown(canary)).run
-        assert run is not None
         counts.add(run.conversations)
     assert len(counts) <= 101
     assert max(count for count in counts if count is not None) == 1000
@@ -120,7 +117,6 @@ def test_distilling_shows_the_job_in_the_words_of_the_cluster(
     canary.tick()
     seen = shown(canary)
     run = draft_of(seen).run
-    assert run is not None
     assert (run.job, run.job_state, run.job_reason) == (canary.created_jobs[0], state, reason)
     assert (condition_of(seen).status, condition_of(seen).reason) == ("True", "Distilling")
     assert state in condition_of(seen).message
@@ -130,13 +126,11 @@ def test_distilling_shows_the_job_in_the_words_of_the_cluster(
 def test_a_refused_and_a_lost_job_are_named() -> None:
     canary = distilling()
     run = draft_of(shown(canary, QUOTA)).run
-    assert run is not None
     assert (run.job_state, run.job_reason) == ("Refused", QUOTA)
     canary.ticks(2)
     canary.jobs = []
     canary.tick()
     run = draft_of(shown(canary)).run
-    assert run is not None
     assert (run.job_state, run.losses) == ("Absent", 1)
     assert "created again" in str(run.job_reason)
 
@@ -149,7 +143,6 @@ def test_the_latest_run_is_shown_with_its_gain_and_counted() -> None:
     status = shown(canary)
     last = draft_of(status).last_run
     assert draft_of(status).run is None
-    assert last is not None
     assert (last.outcome, last.gain_percent, last.least_gain_percent, last.most_gain_percent) == (
         "NotBetter",
         1.0,

@@ -91,7 +91,6 @@ def test_an_objective_out_of_reach_is_reported() -> None:
     result = capacity(MIX, pace, replace(LIMITS, itl_seconds=0.005))
     assert not result.attainable
     limit = scaling_limit(ScalingSpec(max_replicas=9), 3, result)
-    assert limit is not None
     assert limit.reason == "ObjectiveOutOfReach"
 
 
@@ -157,7 +156,6 @@ def test_a_worker_that_adapts_carries_more_than_one_of_fixed_depth() -> None:
 
 def test_prompt_time_is_learned_from_steps_with_prefill() -> None:
     times = StepTimeModel.fit(FULL)
-    assert times is not None
     x = (1.0, 4.0, 4.0, 2000.0, 0.0, 300.0)
     seconds = times.linear((*x[:-1], 0.0)) + 300 * 0.0002
     values = (10, 10 * seconds, 10 * seconds**2, 40, *(10 * v for v in x), *(0.0,) * 27)
@@ -183,11 +181,9 @@ def test_the_first_answers_are_not_as_long_as_all_that_run() -> None:
     """Five came, one of them has ended after 32 tokens; the other four have said half as much."""
     sums = (TrafficCell(task="other", sums=(5, 1, 100, 0, 32 + 4 * 16)),)
     result = workload.request_of(LearnedState(traffic=sums, load=LoadState(sequences=4)))
-    assert result is not None
     assert result.output == pytest.approx(32)
     waiting = (TrafficCell(task="other", sums=(50, 10, 100, 0, 10 * 32 + 4 * 16)),)
     result = workload.request_of(LearnedState(traffic=waiting, load=LoadState(sequences=4)))
-    assert result is not None
     assert result.output == pytest.approx(32), "waiting requests have no output yet"
 
 

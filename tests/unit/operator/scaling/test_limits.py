@@ -16,7 +16,5 @@ def test_unschedulable_pods_are_reported_before_the_maximum() -> None:
     assert scaling_limit(SPEC, 3, ONE) is None
     at_most = scaling_limit(SPEC, 9, ONE)
     unplaced = scaling_limit(SPEC, 9, ONE, placement_problems=[None, placement_problem(None, workers)])
-    assert at_most is not None
-    assert unplaced is not None
     assert (at_most.reason, unplaced.reason) == ("AtMaximum", "Unschedulable")
     assert "1 pods" in unplaced.message

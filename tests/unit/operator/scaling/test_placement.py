@@ -183,12 +183,10 @@ def test_a_new_node_ends_the_back_off() -> None:
 def test_the_condition_says_so_before_and_after_the_withdrawal() -> None:
     cluster = cluster_with_unplaced()
     before = cluster.poll()
-    assert before.limited is not None
     assert before.limited.message == "2 pods cannot be scheduled: Unschedulable: 0/1 nodes are available"
     reasons = [decision.reason for decision in cluster.polls(TIMEOUT) if decision.replicas == 2]
     assert reasons[0] == "no node for 2 of 4 workers"
     after = cluster.poll()
-    assert after.limited is not None
     assert after.limited.reason == "Unschedulable"
     assert "demand asks for 4 workers, but only 2 could be placed; the next attempt is at" in after.limited.message
     assert cluster.poll().limited == after.limited, "status is written on change"

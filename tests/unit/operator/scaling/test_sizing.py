@@ -59,11 +59,9 @@ def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = 
 def test_arrivals_over_capacity_make_replicas() -> None:
     """A sequence alone brings some 60 tokens a second, 13 of them several times that: 5 requests of 50 fit one."""
     few, many = decided(1, **OPERATOR), decided(40, **OPERATOR)
-    assert few.scale.capacity is not None
     assert few.scale.capacity.limited_by == "slots"
     assert (few.scale.replicas, few.scale.wanted) == (1, 1)
     assert many.scale.wanted is not None
-    assert many.scale.capacity is not None
     assert many.scale.wanted == pytest.approx(40 / many.scale.capacity.rate, abs=1)
     assert many.scale.replicas == min(6, many.scale.wanted)
     assert many.scale.arrivals == pytest.approx(40, rel=0.05)
@@ -75,7 +73,6 @@ def test_a_burst_is_no_lasting_rate() -> None:
     few, many = (list(accumulate((1, 1, 1, new, 1, 1, 1))) for new in (4, 20))
     asked = decisions(few, output=800, **OPERATOR)
     carried = asked[3].scale.capacity
-    assert carried is not None
     assert carried.rate < (1 + 1 + 4) / 15, "of the look in which they came"
     assert [decision.scale.replicas for decision in asked] == [1] * 7
     assert decisions(many, output=800, **OPERATOR)[-1].scale.replicas > 1
@@ -96,7 +93,6 @@ def test_an_external_owner_reads_the_desired_replicas() -> None:
 
 def test_an_unschedulable_pod_is_reported() -> None:
     result = decided(40, trouble="Unschedulable: 0/1 nodes are available", **OPERATOR)
-    assert result.scale.limited is not None
     assert result.scale.limited.reason == "Unschedulable"
 
 
@@ -104,7 +100,5 @@ def test_a_tighter_objective_means_less_capacity() -> None:
     loose, tight = (
         decided(4, speculation={"objective": {"itl": f"{most}ms"}}, **OPERATOR).scale.capacity for most in (100, 10)
     )
-    assert loose is not None
-    assert tight is not None
     assert tight.rate < 0.8 * loose.rate
     assert tight.limited_by == "itl"

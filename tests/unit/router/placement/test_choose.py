@@ -29,7 +29,6 @@ def affinity(number: int, task: str = "") -> Affinity:
 
 def name_of(workers: Sequence[WorkerView], key: Affinity, **more: Any) -> str:
     placement = place(workers, key, **more)
-    assert placement is not None
     return placement.worker.endpoint.name
 
 
@@ -70,7 +69,6 @@ def test_keys_are_shared_by_weight() -> None:
 def test_no_worker_gets_more_than_its_bound(loads: list[int], weights: list[float], number: int) -> None:
     workers = [worker(f"w{i}", load, weight=weights[i]) for i, load in enumerate(loads)]
     placement = place(workers, affinity(number))
-    assert placement is not None
     chosen = placement.worker
     share = chosen.endpoint.weight / sum(weights[: len(loads)])
     assert load_of(chosen) + 1 <= math.ceil(LOAD_FACTOR * (sum(loads) + 1) * share + 1e-9)
@@ -82,7 +80,6 @@ def test_the_next_worker_of_the_rank_takes_over_from_a_loaded_one() -> None:
     second = name_of(idle, affinity(7), exclude=frozenset({first}))
     loaded = [worker(name, 9 if name == first else 2) for name in "abcd"]
     placement = place(loaded, affinity(7))
-    assert placement is not None
     assert (placement.worker.endpoint.name, placement.outcome) == (second, PlacementOutcome.spill)
     assert place(idle, affinity(7)).outcome is PlacementOutcome.affinity  # type: ignore[union-attr]
 

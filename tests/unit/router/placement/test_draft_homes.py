@@ -100,7 +100,6 @@ def drafts_per_worker(gather: bool) -> tuple[float, float]:
         task = CODE if draws.random() < 0.5 else CHAT
         affinity = Affinity("", task.name, draws.randbytes(8))
         placement = place(homes.assign(views) if gather else views, affinity)
-        assert placement is not None
         homes.record(task.draft)
         running.append((placement.worker.endpoint.name, task.draft))
         if len(running) > 40:

@@ -179,7 +179,6 @@ class Simulation:
 
 def by_affinity(views: Sequence[WorkerView], affinity: Affinity, expected: dict[str, float]) -> str:
     placement = place(views, affinity, expected=expected)
-    assert placement is not None
     return placement.worker.endpoint.name
 
 

@@ -72,7 +72,6 @@ def test_turns_are_by_tokens_and_not_by_requests() -> None:
     used = dict.fromkeys("abc", 0)
     for _ in range(2000):
         item = queue.pop(always)
-        assert item is not None
         prompt, output = tokens[item[0]]
         queue.settle(Tenant(item[0]), queue.start(Tenant(item[0]), prompt), prompt, output)
         used[item[0]] += prompt + 2 * output
@@ -84,7 +83,6 @@ def test_a_tenant_does_not_get_all_places_while_its_first_requests_run() -> None
     started = []
     for _ in range(20):
         item = queue.pop(always)
-        assert item is not None
         queue.start(Tenant(item[0]), 0)
         started.append(item[0])
     assert Counter(started) == {"a": 10, "b": 10}

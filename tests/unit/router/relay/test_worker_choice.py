@@ -27,7 +27,6 @@ def place(state: PlacementState, text: str, task: str | None = None, *, ends: bo
     """Choose a worker for a request, which may also end. Return the name of the worker."""
     choice = choice_of(state, text, task)
     worker = choice.choose(WORKERS, "", frozenset())
-    assert worker is not None
     if ends:
         choice.record_end(worker.endpoint.name, End(body=b"", prompt_tokens=20, completion_tokens=5))
     return worker.endpoint.name

@@ -25,7 +25,6 @@ SLOW_IMPORT += "(print('importing', flush=True), time.sleep(30))[0] if name.ends
 def test_first_process_of_a_container_ends_by_sigterm_while_it_imports_its_command() -> None:
     words = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", SLOW_IMPORT + PROGRAM]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as outer:
-        assert outer.stdout is not None
         assert outer.stdout.readline() == "importing\n"
         (inner,) = map(int, Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split())
         began = time.monotonic()

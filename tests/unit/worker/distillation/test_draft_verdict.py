@@ -76,7 +76,6 @@ def test_gain_in_one_domain_does_not_hide_a_loss_in_another() -> None:
     rng = np.random.default_rng(0)
     parts = [domain(rng, 0.6, name="loved", weight=0.8), domain(rng, -0.06, name="other", weight=0.2)]
     draft_verdict = compute_verdict(parts, SAME, wanted_gain=0.02)
-    assert draft_verdict.mix is not None
     assert draft_verdict.mix.lower > 0.1
     assert draft_verdict.finding == "worse"
 
@@ -88,7 +87,6 @@ def test_slower_steps_offset_the_gain() -> None:
     dearer = PairedStepCosts(SECONDS, SECONDS * 1.1)
     draft_verdict = compute_verdict(parts, dearer, wanted_gain=0.02)
     assert draft_verdict.finding != "better"
-    assert draft_verdict.mix is not None
     assert abs(draft_verdict.mix.estimate) < 0.03
 
 
@@ -98,8 +96,6 @@ def test_noisy_step_costs_widen_the_interval() -> None:
     noisy = PairedStepCosts(SECONDS * np.exp(rng.normal(0, 0.5, 40)), SECONDS * np.exp(rng.normal(0, 0.5, 40)))
     mix = compute_verdict(parts, noisy, wanted_gain=0.0).mix
     steady = compute_verdict(parts, SAME, wanted_gain=0.0).mix
-    assert mix is not None
-    assert steady is not None
     assert mix.upper - mix.lower > 5 * (steady.upper - steady.lower)
 
 
@@ -126,7 +122,6 @@ def test_mix_weights_domains_by_their_tokens() -> None:
     faster = Domain("a", 0.25, tokens, tokens / 2, tokens / 2.5)
     same = Domain("b", 0.75, tokens, tokens / 2, tokens / 2)
     draft_verdict = compute_verdict([faster, same], SAME, wanted_gain=0.0)
-    assert draft_verdict.mix is not None
     assert draft_verdict.mix.estimate == pytest.approx(0.5 / (0.25 * 0.4 + 0.75 * 0.5) - 1)
     assert (draft_verdict.mix.lower, draft_verdict.mix.upper) == pytest.approx((draft_verdict.mix.estimate,) * 2), (
         "nothing to doubt"
@@ -144,7 +139,6 @@ def test_verdict_invariants(rows: list[tuple[int, int, int]], cost: float, wante
     costs = PairedStepCosts(SECONDS, SECONDS * cost)
     draft_verdict = compute_verdict([Domain("d", 1.0, tokens, a, b)], costs, wanted_gain=wanted)
     mix, alone = draft_verdict.mix, draft_verdict.domains["d"]
-    assert mix is not None
     assert mix.lower <= mix.upper
     assert mix.estimate == pytest.approx(a.sum() / (b.sum() * cost) - 1)
     assert (mix.lower, mix.upper) == pytest.approx((alone.lower, alone.upper)), "a mix of one domain is that domain"
@@ -184,6 +178,5 @@ def test_confidence_bounds_have_the_stated_coverage() -> None:
     for seed in range(200):
         rng = np.random.default_rng(5000 + seed)
         mix = compute_verdict([domain(rng, 0.1, count=100, noise=0.15)], SAME, wanted_gain=0.0).mix
-        assert mix is not None
         held += mix.lower <= 0.1 <= mix.upper
     assert 180 <= held <= 198

@@ -49,7 +49,6 @@ def test_job_exits_with_0_and_writes_the_verdict(
     assert "64 conversations" in verdict.reasons[0]
     assert verdict.draft == Artifact(uri=f"file://{out / 'head'}", hash=model_hash(out / "head"))
     assert {(d.name, d.kind) for d in verdict.domains} >= {("alpha", "captured"), ("golden/g", "golden")}
-    assert verdict.gain is not None
     assert verdict.gain.lower <= verdict.gain.estimate <= verdict.gain.upper
     assert 60 < verdict.conversations <= 90
     assert EARLIER_SECONDS < verdict.seconds < EARLIER_SECONDS + 300
@@ -229,6 +228,4 @@ def test_killed_training_goes_on_to_the_same_draft(flags: list[str], tmp_path: P
     whole, resumed = (
         DistillationVerdict.model_validate_json(messages[name].read_text()) for name in ("whole", "killed")
     )
-    assert whole.draft is not None
-    assert resumed.draft is not None
     assert whole.draft.hash == resumed.draft.hash

@@ -67,8 +67,6 @@ def test_few_forged_records_do_not_change_the_draft(
     flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records, *forged]))
     assert run(flags, tmp_path / "mixed-out") == 0
     mixed = read(message)
-    assert honest.draft is not None
-    assert mixed.draft is not None
     assert (mixed.draft.hash, mixed.conversations) == (honest.draft.hash, honest.conversations)
 
 

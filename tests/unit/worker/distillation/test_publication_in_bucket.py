@@ -58,7 +58,6 @@ def test_a_published_draft_is_taken_by_the_operator_and_pulled(
     out = tmp_path / "scratch" / "6740f2a1"
     assert run(flags, out, "--prune", publish) == 0
     draft = read(message).draft
-    assert draft is not None
     assert problem_of_draft(draft, published_prefix(RUN.place, "demo")) == ""
     assert draft.uri == f"s3://heads/team/drafts/demo/{model_hash(out / 'head')}"
     cache = tmp_path / "cache"

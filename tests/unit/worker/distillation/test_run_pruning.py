@@ -276,7 +276,6 @@ def test_a_job_deletes_earlier_runs_and_goes_on_with_its_own(
     assert run(flags, out, *more) == 0
     verdict = read(message)
     assert verdict.verdict == "inconclusive"
-    assert verdict.draft is not None
     assert [path.name for path in out.parent.iterdir()] == [OWN], "runs that appeared meanwhile are deleted at the end"
     assert not (set(os.listdir(out)) & TEXT_FOLDERS)
     assert {path.name for path in (claim / "drafts" / "demo").iterdir()} == {NEEDED, verdict.draft.hash}

@@ -57,15 +57,12 @@ def opened(role: str, peers: Sequence[str] = (), **options: object) -> Engine:
     engine.set_plan(PLAN.model_copy(update={"prefill": tuple(peers)}))
     engine.open_exchange(("127.0.0.1", 0), lambda: None)
     engine._scheduler._prefill_limit.token_seconds = 1.0 if role == "worker" else 1e-4
-    assert engine._exchange is not None
     for peer in engine._exchange._peers.values():
         peer.token_seconds = 1e-4
     return engine
 
 
 def port(engine: Engine) -> int:
-    assert engine._exchange is not None
-    assert engine._exchange.server is not None
     return engine._exchange.server.port
 
 
@@ -202,8 +199,6 @@ def test_peer_that_is_gone_costs_no_request(two: Two) -> None:
 
 def test_peer_that_was_slow_once_is_asked_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop amid a step makes a peer look hopeless to itself and to others, who would never learn that it is not."""
-    assert two.prefill._exchange is not None
-    assert two.prefill._exchange.server is not None
     two.prefill._scheduler._prefill_limit.token_seconds = 1e6
     two.prefill._exchange.server.load = 0, 1e6
     two.run([submit("a", PROMPTS[0])])
@@ -312,7 +307,6 @@ def test_prefill_worker_has_the_keys_of_its_draft_without_a_plan() -> None:
 def test_blocks_in_flight_are_bounded(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = two.prefill._exchange
     assert isinstance(exchange, BlockExchange)
-    assert exchange.server is not None
     one = sum(exchange._parts.sizes(_request(two.worker), draft=True).values())
     monkeypatch.setattr(remote_prefill, "MAX_FRAME_BYTES", one)
     monkeypatch.setattr(exchange.server.budget, "_most", 2 * one)

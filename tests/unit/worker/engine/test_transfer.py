@@ -106,8 +106,6 @@ def test_blocks_arrive_in_order_with_the_load_of_the_server(server: BlockServer)
     outgoing.finish(AllSent())
     assert ended(made) == ""
     first, second = made.take(), made.take()
-    assert first is not None
-    assert second is not None
     assert bytes(first.payload) == b"x" * (SIZE + 5)
     assert (bytes(second.payload), second.blocks.parts) == (b"y" * SIZE, (TARGET_PART,))
     assert [(one.queued_tokens, one.token_seconds) for one in loads] == [(7, 0.5)]
@@ -379,8 +377,12 @@ STRANGERS: dict[str, bytes] = {
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_strangers_leave_no_trace(stranger: str, server: BlockServer) -> None:
     for _ in range(MAX_CONNECTIONS + 4):
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        # A reset is an end too.
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port)) as connection:
             connection.sendall(STRANGERS[stranger])
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(4096):  # else one that is not accepted yet may take the place of the fetch below
+                pass
     until(lambda: server._slots._value == MAX_CONNECTIONS)
     made = fetch(server.port)
     one_want(server).finish(AllSent())

@@ -107,7 +107,6 @@ def servers(
             yield started, router, request.param
         report = Report.model_validate(started.call_admin(Route.report).json())
         assert report.draft.problem is None
-        assert report.start is not None
         assert min(report.start.read, report.start.fuse, report.start.compile, report.start.calibrate) > 0
         assert report.drafts > 0, "the answers with a tree must be speculative"
 

@@ -31,7 +31,6 @@ def test_mss_requests_are_captured_only_if_greedy(
 
 
 def end(builder: RecordBuilder | None) -> None:
-    assert builder is not None
     builder.process(Tokens(request_id="r", tokens=(4,)))
     builder.end()
 

@@ -60,7 +60,6 @@ def test_verified_depths_remove_their_scores_and_change_no_others(
 ) -> None:
     everything = scores(ShadowDraft(0, tuple(ranked), 0, cut_depth), tokens)
     unverified = scores(ShadowDraft(0, tuple(ranked), verified, cut_depth), tokens)
-    assert everything is not None
     assert unverified == [score for score in everything if score.depth > verified]
     assert [score.rank for score in everything[:-1]] == [0] * (len(everything) - 1)
     assert all(score.rank == MAX_RANKS for score in everything if score.depth > cut_depth)

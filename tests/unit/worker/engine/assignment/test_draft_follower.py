@@ -231,7 +231,6 @@ def test_a_trial_runs_pairs_in_the_order_of_the_coin_and_texts_stay_the_same(run
     run.push(None, trial())
     run.serve(*names)
     state = run.follower.trial
-    assert state is not None
     assert (state.state, state.pair, [pair.index for pair in state.pairs]) == ("Running", 5, [0, 1, 2, 3, 4])
     order = [hash_ for pair in range(6) for hash_ in (("new", "d") if candidate_first("t", pair) else ("d", "new"))]
     assert run.installed == order[:11], "every block begins with a swap"
@@ -252,7 +251,6 @@ def test_requests_that_run_at_a_swap_belong_to_no_block(run: Harness) -> None:
     run.engine.add(submit("next", max_tokens=6))
     run.turn_until(lambda: run.follower.trial is not None and run.follower.trial.pairs)
     assert run.engine._requests.keys() == {"long"}
-    assert run.follower.trial is not None
     (pair,) = run.follower.trial.pairs
     second = pair.incumbent if candidate_first("t", 0) else pair.candidate
     assert sum(cost.tokens for cost in second) == 5
@@ -280,7 +278,6 @@ def test_a_plan_waits_for_the_end_of_the_pair(run: Harness) -> None:
     assert run.engine.report().plan.version == first.version
     run.serve("d")
     assert run.engine.report().plan.version == second.version
-    assert run.follower.trial is not None
     assert [pair.index for pair in run.follower.trial.pairs] == [0]
     run.serve("e", "f")
     assert [pair.index for pair in run.follower.trial.pairs] == [0, 1], "the new size of a block counts too"
@@ -305,7 +302,6 @@ def test_a_plan_that_ends_the_trial_is_taken_at_once(run: Harness, end: str) -> 
     stable = {"promoted": "new", "ignored": "d"}.get(end, "old")
     loads = len(run.loads)
     if end == "another":
-        assert run.follower.trial is not None
         assert (run.follower.trial.id, run.follower.trial.state) == ("u", "Running")
         run.push("old", None)
     assert (run.hash, run.follower.trial, len(run.loads)) == (stable, None, loads)
@@ -317,32 +313,27 @@ def test_a_candidate_without_a_hash_is_tried_and_its_hash_is_reported(run: Harne
     unknown = Artifact(uri="file:///new", hash="")
     run.push(None, DraftTrial(id="t", candidate=unknown, pod="me", block_requests=2))
     state = run.follower.trial
-    assert state is not None
     assert (state.state, state.hash) == ("Running", "new")
     run.push(None, trial(id="t-2"))
     state = run.follower.trial
-    assert state is not None
     assert (state.id, state.state, state.hash) == ("t-2", "Running", "new"), "the trial of the known hash begins anew"
 
 
 def test_a_candidate_that_cannot_be_loaded_fails_the_trial(run: Harness) -> None:
     run.push("old", trial("bad-candidate"))
     state = run.follower.trial
-    assert state is not None
     assert (state.state, "fc.weight is missing" in (state.problem or "")) == ("Failed", True)
     assert (run.hash, "fc.weight" in run.problem) == ("old", True)
     plan = run.push("old", trial("bad-candidate"))
     assert run.engine.report().plan.version == plan.version
     assert run.loads.count("file:///bad-candidate") == 1, "a failed trial is not tried again"
     run.push("old", trial("new", id="u"))
-    assert run.follower.trial is not None
     assert run.follower.trial.state == "Running"
 
 
 def test_an_incumbent_that_cannot_be_loaded_fails_the_trial(run: Harness) -> None:
     run.push("bad", trial())
     state = run.follower.trial
-    assert state is not None
     assert (state.state, "the incumbent cannot be loaded" in (state.problem or "")) == ("Failed", True)
     assert run.hash == "d"
 
@@ -360,7 +351,6 @@ def test_a_swap_that_fails_between_blocks_fails_the_trial(run: Harness, monkeypa
     monkeypatch.setattr(run.engine, "set_draft", refuse_the_candidate)
     run.serve("b", "c", "d")
     state = run.follower.trial
-    assert state is not None
     assert (state.state, state.problem, run.hash) == ("Failed", "too little memory for the states", "d")
 
 
@@ -371,7 +361,6 @@ def test_a_draft_of_a_person_ends_the_trial(run: Harness) -> None:
     assert run.hash == "d", "the incumbent runs until the draft is there"
     run.settle()
     state = run.follower.trial
-    assert state is not None
     assert (run.hash, state.state, "PUT /v1/draft" in (state.problem or "")) == ("mine", "Failed", True)
     run.push(None, trial())
     assert run.hash == "d", "the next plan with an assignment wins"
@@ -436,7 +425,6 @@ def test_tasks_with_a_draft_of_their_own_and_continued_requests(run: Harness) ->
     run.push(None, trial(block_requests=3), tasks=tasks)
     run.serve("a", task="t1")
     block = run.engine._recorder.block
-    assert block is not None
     assert (block.cells, block.is_complete) == ({}, False)
     continued = submit("b", task="t2")
     run.engine.add(msgspec.structs.replace(continued, emitted=(4, 5)))
@@ -448,11 +436,9 @@ def test_the_report_with_a_large_trial_keeps_its_limit(run: Harness) -> None:
     run.push(None, trial(block_requests=1))
     run.serve(*(f"r{index}" for index in range(4)))
     follower = run.follower._run
-    assert follower is not None
     cells = {CostCell("t" * 32, load, load): CellSums(1.23456789, 10**6) for load in range(MAX_CELLS)}
     for index in range(MAX_PAIRS):
         follower.schedule._pairs.append(pair_of(index, cells, cells))
     report = run.engine.report(trial=run.follower.trial)
-    assert report.trial is not None
     assert report.trial.pairs[-1].index == MAX_PAIRS - 1
     assert len(report.trial.model_dump_json()) < MAX_PAIRS_BYTES + 1024

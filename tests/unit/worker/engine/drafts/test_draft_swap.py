@@ -59,7 +59,6 @@ def test_drafts_load_in_the_background_and_finish_in_order() -> None:
     assert swaps.pending
     assert list(swaps.finished()) == []
     pending = swaps.status()[""].pending
-    assert pending is not None
     assert (pending.uri, pending.hash, pending.since_seconds) == ("file:///a", "of file:///a", 7.0)
     load.gate.set()
     assert [(swap.name, swap.loaded) for swap in wait(swaps)] == [

@@ -35,7 +35,6 @@ def test_only_the_steps_of_a_failed_capture_run_without_a_graph() -> None:
     wanted = texts(whole, asked)
     made, backend = engine(0)  # the largest graph is captured first
     assert whole._graphs is not None
-    assert made._graphs is not None
     assert len(made._graphs) == len(whole._graphs) - 1
     captures = backend.captures
     assert texts(made, asked) == wanted
@@ -50,7 +49,6 @@ def test_an_engine_serves_without_any_graph() -> None:
     asked = [submit(index, sampled=False, tokens=8) for index in range(2)]
     whole, _ = engine()
     made, _ = engine(*range(100))
-    assert made._graphs is not None
     assert len(made._graphs) == 0
     assert texts(made, asked) == texts(whole, asked)
     assert made._graphs.replayed == 0

@@ -57,7 +57,6 @@ def engine() -> tuple[Engine, CountingBackend]:
     backend = CountingBackend()
     made = engine_of(networks(torch.float64), backend=backend, rows=ROWS, pipelined=True)
     made.set_plan(plan_of("chain:2"))
-    assert made._graphs is not None
     made._graphs._capture_after_steps = 3
     return made, backend
 
@@ -92,7 +91,6 @@ def serve_with_swap(made: Engine, loaded: LoadedDraft) -> dict[str, list[int]]:
 
 def waited(made: Engine) -> int:
     """Return the number of decode steps that ran eagerly because their graph was not captured yet."""
-    assert made._graphs is not None
     assert set(made._graphs.eager) <= {"prefill", "new"}
     return made._graphs.eager["new"]  # type: ignore[index]
 
@@ -106,7 +104,6 @@ def plain_texts() -> dict[str, list[int]]:
 def test_a_swap_keeps_plain_graphs_and_captures_those_of_the_plan_before_the_next_step() -> None:
     made, backend = engine()
     graphs = made._graphs
-    assert graphs is not None
     assert len(graphs) == len(backend.keys) == PLAIN_KEYS + PLAN_KEYS
     first = dict(graphs._graphs)
     assert serve_with_swap(made, other_draft(made)) == plain_texts()
@@ -135,7 +132,6 @@ def test_a_draft_without_passes_needs_no_capture() -> None:
     made, backend = engine()
     drafter = NgramDrafter(made._state, 61, 1, 4, host_is_current=False)
     made.set_draft("", LoadedDraft(drafter, DraftState(method="ngram", hash="other")))
-    assert made._graphs is not None
     assert len(backend.keys) == PLAIN_KEYS + PLAN_KEYS + (PLAIN_KEYS if backend.clears else 0)
     assert {key.passes for key in made._graphs._graphs} == {0}
 
@@ -171,7 +167,6 @@ def test_captures_of_a_swap_are_bounded_and_begin_with_the_most_used(monkeypatch
     made.set_plan(plan_of("chain:2", version=2).model_copy(update={"draft": "other"}))
     texts(made, [submit(index, sampled=True, tokens=40) for index in range(4)])
     assert len(backend.keys) > PLAIN_KEYS + PLAN_KEYS + len(again), "the others are captured when they are needed"
-    assert made._graphs is not None
     assert made._graphs.eager["failed"] == 0
 
 

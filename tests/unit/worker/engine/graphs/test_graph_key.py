@@ -65,7 +65,6 @@ def test_tables_describe_the_trees(trees: tuple[Tree, ...]) -> None:
     They give every packed token its sequence and ancestors, and every draft pass its nodes and their parents.
     """
     key = key_of(4, trees, 1, cuts=False)
-    assert key is not None
     at = Layout(tree_shapes(key)).views(topology(trees, key))
     starts = at["query_start"].tolist()
     for b, tree in enumerate(trees):
@@ -90,7 +89,6 @@ def test_tables_describe_the_trees(trees: tuple[Tree, ...]) -> None:
 def test_graphs_of_the_plan_are_captured_at_once_and_others_after_repeated_use() -> None:
     engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(1, 2))
     graphs = engine._graphs
-    assert graphs is not None
     graphs._capture_after_steps = 3
     engine.set_plan(plan_of("chain:2"))
     tokens = [key.tokens for key in graphs._graphs]

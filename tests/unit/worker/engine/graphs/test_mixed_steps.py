@@ -160,7 +160,6 @@ def test_the_measured_time_of_a_graph_decides(seconds: float, mixed: bool) -> No
     engine = engine_of(networks(torch.float64), backend=TimedBackend(seconds), budget=32)
     serve(engine, requests()[:3])
     graphs = engine._graphs
-    assert graphs is not None
     assert (graphs.mixed > 0) is mixed
     assert (EagerReason.MIXED in graphs.eager) is not mixed
 

@@ -35,7 +35,6 @@ def eager_steps(shape: str, requests: list[Any], **fields: Any) -> dict[str, int
     engine = engine_of(networks(torch.float64), backend=EagerBackend(), **fields)
     engine.set_plan(plan_of(shape))
     texts(engine, requests)
-    assert engine._graphs is not None
     return {reason: count for reason, count in engine._graphs.eager.items() if reason != EagerReason.PREFILL}
 
 
@@ -81,7 +80,6 @@ def test_features_are_not_captured_before_they_are_needed() -> None:
     engine = engine_of(networks(torch.float64), backend=EagerBackend())
     engine.set_plan(plan_of("chain:3"))
     graphs = engine._graphs
-    assert graphs is not None
     assert {key.features for key in graphs._graphs} == {NO_FEATURES}
     texts(engine, [submit(0, sampled=False, tokens=8, logprobs=1)])
     assert {key.features for key in graphs._graphs} == {NO_FEATURES, Features(logprobs=True)}
@@ -92,7 +90,6 @@ def test_a_longer_text_needs_a_longer_history(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(step_plan, "HISTORIES", (16, 32, 4096))
     engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(1,))
     texts(engine, [submit(0, sampled=False, tokens=40, presence_penalty=0.5)])
-    assert engine._graphs is not None
     assert {key.features.history for key in engine._graphs._graphs} - {0} == {16, 32, engine._state.scratch}
 
 

@@ -30,7 +30,6 @@ stuck()
 @pytest.fixture
 def stuck_process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path / "stacks")], stdout=subprocess.PIPE)
-    assert process.stdout is not None
     assert process.stdout.readline() == b"stuck\n"
     yield process
     process.kill()

@@ -181,7 +181,6 @@ def test_a_refused_allocation_takes_no_block() -> None:
 def test_a_sequence_grows_into_the_block_behind_its_last() -> None:
     pool = BlockPool(40, contiguous=True)
     mine = pool.allocate(3)
-    assert mine is not None
     mine += pool.allocate(2, after=mine[-1]) or []
     assert mine == list(range(mine[0], mine[0] + 5))
 
@@ -189,7 +188,6 @@ def test_a_sequence_grows_into_the_block_behind_its_last() -> None:
 def test_a_new_sequence_leaves_its_neighbour_space_to_grow() -> None:
     pool = BlockPool(40, contiguous=True)
     one, two = pool.allocate(2), pool.allocate(2)
-    assert one is not None
     assert two is not None
     grown = pool.allocate(8, after=one[-1])
     assert grown == list(range(one[-1] + 1, one[-1] + 9))
@@ -212,7 +210,6 @@ def test_the_padding_block_has_no_owner() -> None:
 def test_check_detects_wrong_owner_counts() -> None:
     pool = BlockPool(5)
     taken = pool.allocate(2)
-    assert taken is not None
     for owned in ([], taken[:1], [*taken, taken[0]]):
         with pytest.raises(AssertionError, match="more owners than it knows of, or fewer"):
             pool.check(owned)
@@ -224,7 +221,6 @@ def hold(pool: BlockPool, text: str) -> list[int]:
     blocks = pool.prefixes.find(own)
     pool.share(blocks)
     more = pool.allocate(len(own) - len(blocks), after=blocks[-1] if blocks else None)
-    assert more is not None
     for i, block in enumerate(more, start=len(blocks)):
         pool.register(block, own[i], own[i - 1] if i else b"")
     return [*blocks, *more]
@@ -275,7 +271,6 @@ def test_a_continuation_is_evicted_before_its_prefix() -> None:
     pool = BlockPool(6)
     pool.release(hold(pool, "a"))
     own = pool.allocate(2)
-    assert own is not None
     pool.register(own[0], b"a", b"")
     pool.register(own[1], b"ab", b"a")
     assert own[0] not in pool.prefixes, "the text has its block already"
@@ -292,7 +287,6 @@ def test_an_eviction_does_not_search_a_long_prefix_whose_continuation_is_in_use(
     pool = BlockPool(2000)
     cached = hold(pool, "a" * 500)
     own = pool.allocate(501)
-    assert own is not None
     pool.register(own[-1], b"a" * 501, b"a" * 500)
     pool.release(cached)
     while pool.free:

@@ -93,7 +93,6 @@ def test_the_operator_reads_what_a_worker_reports_and_what_happened_between() ->
     after = build_report(identity(), replace(MOMENT, clock_seconds=14.5), statistics)
     assert read_report(after.model_dump_json().encode()) == after
     delta = difference(before, after, at=100, buckets=Buckets())
-    assert delta is not None
     assert (delta.drafts, delta.draft_tokens, delta.accepted_tokens, delta.plain_steps) == (1, 5, 3, 0)
     assert set(delta.traffic) == {cell.task for cell in after.traffic}
 

@@ -75,7 +75,6 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
 def test_text_is_that_of_transformers(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, FOLDERS[name])
     theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), find_template(folder)
-    assert ours is not None
     for tools in ((), TOOLS):
         for start in (True, False):
             text = theirs.apply_chat_template(
@@ -88,7 +87,6 @@ def test_text_is_that_of_transformers(tmp_path: Path, name: str) -> None:
 def test_further_templates_alone_leave_the_default(tmp_path: Path) -> None:
     files = {"tokenizer_config.json": {"chat_template": TURNS}, "additional_chat_templates/tool_use.jinja": "tools"}
     template = find_template(write(tmp_path, files))
-    assert template is not None
     assert template.render(MESSAGES[3:]) == "<|start|>user\ngo<|end|>\n"
     assert template.render(MESSAGES, TOOLS) == "tools"
 
@@ -98,7 +96,6 @@ def test_another_template_is_used_instead(tmp_path: Path) -> None:
     (tmp_path / "other.jinja").write_text("other {{ bos_token }}")
     for given, text in ((str(tmp_path / "other.jinja"), "other "), ("text {{ messages | length }}", "text 4")):
         template = find_template(folder, given)
-        assert template is not None
         assert template.render(MESSAGES) == template.render(MESSAGES, TOOLS) == text
 
 

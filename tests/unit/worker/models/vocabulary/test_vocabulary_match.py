@@ -42,7 +42,6 @@ def test_added_tokens_may_differ(tmp_path: Path) -> None:
     target = tokenizer(special=("<eos>", "<user>", "<think>"))
     draft = tokenizer(special=("<unk>", "<eos>", "<bot>", "<user>"))
     tables = match(tmp_path, target, draft)
-    assert tables is not None
     eos, user, think = (target.token_to_id(name) for name in ("<eos>", "<user>", "<think>"))
     assert tables.draft_ids[:260] == tuple(range(260)), "ordinary tokens have the same ids"
     assert [tables.draft_ids[i] for i in (eos, user)] == [draft.token_to_id("<eos>"), draft.token_to_id("<user>")]
@@ -65,14 +64,12 @@ def test_added_tokens_may_differ(tmp_path: Path) -> None:
 def test_the_substitute_is_a_token_of_the_draft(tmp_path: Path, special: tuple[str, ...], wanted: str) -> None:
     draft = tokenizer(special=special)
     tables = match(tmp_path, tokenizer(special=("<none of them>",)), draft)
-    assert tables is not None
     assert tables.draft_ids[260] == draft.token_to_id(wanted)
 
 
 def test_a_special_token_is_not_the_text_that_it_is_written_as(tmp_path: Path) -> None:
     plain, marker = tokenizer(extra=("<user>",), special=()), tokenizer(special=("<eos>", "<user>"))
     tables = match(tmp_path, plain, marker)
-    assert tables is not None
     assert set(tables.proposals) == set(range(260))
     assert tables.draft_ids[260] == 260, "the substitute"
 
@@ -81,14 +78,12 @@ def test_added_tokens_match_whether_they_are_special_or_not(tmp_path: Path) -> N
     plain, marker = tokenizer(), tokenizer(special=("<user>", "<eos>"))
     plain.add_tokens([AddedToken("<user>", special=False)])
     tables = match(tmp_path, plain, marker)
-    assert tables is not None
     assert tables.proposals[260] == 261
 
 
 def test_ids_without_a_row_are_not_used(tmp_path: Path) -> None:
     names = tuple(f"<{i}>" for i in range(8))
     tables = match(tmp_path, tokenizer(special=names), tokenizer(special=names[::-1]), rows=266, draft_rows=264)
-    assert tables is not None
     assert len(tables.draft_ids) == 266
     assert max(tables.draft_ids) < 264
     assert {draft: target for draft, target in tables.proposals.items() if draft >= 260} == {262: 265, 263: 264}
@@ -108,7 +103,6 @@ def test_tokens_of_another_kind_of_tokenizer_match_by_their_bytes(tmp_path: Path
     """``▁the`` is ``Ġthe``, and a byte such as ``<0x0A>`` is the byte-level token of a line break."""
     target, draft = tokenizer(), sentencepiece(["▁the", "▁", "in", "A", "zebra"])
     tables = match(tmp_path, target, draft)
-    assert tables is not None
     theirs = {"Ġthe": "▁the", "Ġ": "▁", "in": "in", "A": "A", "Ċ": "<0x0A>", "z": "<0x7A>", "Ã": "<0xC3>"}
     for ours, wanted in theirs.items():
         assert draft.id_to_token(tables.draft_ids[target.token_to_id(ours)]) == wanted
@@ -123,7 +117,6 @@ def test_tokens_of_another_kind_of_tokenizer_match_by_their_bytes(tmp_path: Path
 
 def test_both_forms_of_a_byte_stay_distinct(tmp_path: Path) -> None:
     tables = match(tmp_path, sentencepiece(["A", "B"]), sentencepiece(["B", "A"]))
-    assert tables is not None
     assert tables.proposals == {**{i: i for i in range(258)}, 258: 259, 259: 258}
     assert tables.draft_ids[:260] == (*range(258), 259, 258)
     assert tables.coverage == 1
@@ -141,7 +134,6 @@ def test_a_draft_with_too_few_tokens_is_refused(tmp_path: Path) -> None:
         share = sum(i in frequent[:count] for i in ids) / len(ids)
         if share >= MIN_COVERAGE:
             tables = match(tmp_path, target, draft)
-            assert tables is not None
             assert tables.coverage == share
             break
         shares.append(share)
@@ -188,7 +180,6 @@ def test_a_mapped_model_computes_the_logits_of_its_own_ids(shape: dict[str, Any]
     randomise(draft, 5)
     before = draft.logits(draft(TOKENS, torch.arange(11), dense).hidden_TE)
     set_vocabulary(draft, VocabularyMatch((96, 3, 3, 0), {3: 1, 96: 0}), 4)
-    assert draft.vocabulary is not None
     assert draft.config.vocab_size == 97, "its matrices stay as they are"
     assert draft.vocabulary.inputs(torch.tensor([3, 2, 1, 0])).tolist() == [0, 3, 3, 96]
     assert torch.equal(draft.vocabulary.outputs(before), before[:, [3, 96]])

@@ -21,7 +21,6 @@ def load(flags: Sequence[str] = (), environ: dict[str, str] | None = None, **ser
 
 
 def names(credentials: Credentials, *keys: str) -> list[tuple[str, ...]]:
-    assert credentials.api_keys is not None
     return [credentials.api_keys.current.names_of(key) for key in keys]
 
 

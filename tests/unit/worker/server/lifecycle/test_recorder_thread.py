@@ -22,13 +22,11 @@ def test_rules_of_the_configuration_and_of_the_plan(tmp_path: Path) -> None:
     fixed = CaptureConfig(dir=str(tmp_path / "a"), max_bytes=2**20, max_age_seconds=60.0, task_shares={"code": 0.25})
     plan = Plan(capture=CaptureRules(share=0.5))
     recorder = open_recorder(config(fixed, tmp_path / "b"), plan)
-    assert recorder is not None
     assert recorder.folder == tmp_path / "a"
     assert recorder.retention == Retention(60.0, 2**20)
     assert (recorder.share_of("code"), recorder.share_of("other"), recorder.consent) == (0.25, 1.0, "OptOut")
     recorder.close()
     recorder = open_recorder(config(None, tmp_path / "b"), plan)
-    assert recorder is not None
     assert (recorder.folder, recorder.share_of("other")) == (tmp_path / "b", 0.5)
     recorder.close()
     assert open_recorder(config(), plan) is None

@@ -94,14 +94,12 @@ def _folder(tmp_path: Path, template: object) -> Path:
 )
 def test_features_of_published_templates_are_supported(tmp_path: Path, template: object, expected: str) -> None:
     chat_template = find_template(_folder(tmp_path, template))
-    assert chat_template is not None
     assert chat_template.render([{"role": "user", "content": "hi"}]) == expected
 
 
 def test_template_file_takes_precedence_over_the_config(tmp_path: Path) -> None:
     (_folder(tmp_path, "old") / "chat_template.jinja").write_text("new")
     chat_template = find_template(tmp_path)
-    assert chat_template is not None
     assert chat_template.render([]) == "new"
 
 
@@ -117,7 +115,6 @@ def test_template_file_takes_precedence_over_the_config(tmp_path: Path) -> None:
 )
 def test_failing_and_unsafe_templates_are_refused(tmp_path: Path, template: str) -> None:
     chat_template = find_template(_folder(tmp_path, template))
-    assert chat_template is not None
     with pytest.raises(TemplateRefused):
         chat_template.render([{"role": "user", "content": "hi"}])
 
