@@ -51,7 +51,7 @@ def s3_server(folder: Path, address: str = "127.0.0.1") -> Iterator[S3Server]:
     words = [_program(), "server", f"-dir={folder}", f"-ip={address}", f"-ip.bind={address}", "-filer", "-s3"]
     words += [f"-{name}={port}" for name, port in ports.items()]
     words += ["-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 'users.json'}"]
-    words += ["-master.telemetry=false", "-master.volumeSizeLimitMB=64"]
+    words += ["-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=200"]
     url = f"http://{address}:{ports['s3.port']}"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, cwd=folder)
