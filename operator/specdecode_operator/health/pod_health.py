@@ -97,7 +97,7 @@ def learn_pods(
     Args:
         learned: State of the deployment before the poll.
         deltas: Differences of each worker with a new reading.
-        present: Uids of the existing pods; their state is not dropped, however long they are idle.
+        present: Uids of the existing pods; their state is not dropped, however long they are idle. Others are no peers.
         now: Present time, in seconds since the epoch.
     """
     pods = {pod.uid: pod for pod in learned.pods if pod.uid in present or now - pod.at < TUNING.forget_seconds}
@@ -105,7 +105,8 @@ def learn_pods(
         if delta.draft == learned.draft:
             known = pods.get(uid, PodState(uid=uid, draft=learned.draft))
             pods[uid] = _updated(_for_boot(known, boot, learned.draft), delta, learned, now)
-    return tuple(_judged(pods[uid], [pods[other] for other in pods if other != uid], now) for uid in sorted(pods))
+    peers = {uid: pod for uid, pod in pods.items() if not present or uid in present}
+    return tuple(_judged(pods[uid], [peers[other] for other in peers if other != uid], now) for uid in sorted(pods))
 
 
 def suspected(learned: LearnedState) -> frozenset[str]:

@@ -71,13 +71,14 @@ def heal(inputs: HealInputs) -> Remediation:
     """Choose the actions on unhealthy workers."""
     states = {pod.uid: pod for pod in inputs.pods}
     known = [(worker, states[worker.uid]) for worker in inputs.workers if worker.uid in states and not worker.leaving]
+    peers = [pod for _, pod in known]  # a worker that has left is nobody's peer
     collapsed = [(worker, pod) for worker, pod in known if pod.collapsed_since is not None]
     disabled = [worker for worker, _ in collapsed if worker.address] if inputs.can_disable else []
     recycled_at = inputs.now if _is_replaced(inputs) else inputs.recycled_at
     evicted = _to_evict(inputs, collapsed, recycled_at)
     plan = plain_plan(inputs.plan)
     return Remediation(
-        unhealthy=tuple(one for worker, pod in known for one in _unhealthy(worker, pod, inputs)),
+        unhealthy=tuple(one for worker, pod in known for one in _unhealthy(worker, pod, peers, inputs.now)),
         own=frozenset(worker.address for worker in disabled if worker.address),
         own_plans={worker.address: plan for worker in disabled if worker.address and not _runs(worker, plan)},
         recycle=(evicted.name,) if evicted else (),
@@ -135,11 +136,11 @@ def _may_evict_ready(inputs: HealInputs, recycled_at: float | None) -> bool:
     return inputs.is_complete and serving > 1 and not is_early
 
 
-def _unhealthy(worker: Worker, pod: PodState, inputs: HealInputs) -> list[UnhealthyWorker]:
+def _unhealthy(worker: Worker, pod: PodState, peers: list[PodState], now: float) -> list[UnhealthyWorker]:
     """Return the findings on one worker, for the condition."""
     findings = []
     acceptance, usual = pod_health.expectation(pod) or (None, None)
-    step_time = pod_health.relative_pace(pod, inputs.pods)
+    step_time = pod_health.relative_pace(pod, peers)
     if pod.collapsed_since is not None:
         findings.append(
             UnhealthyWorker(
@@ -153,7 +154,7 @@ def _unhealthy(worker: Worker, pod: PodState, inputs: HealInputs) -> list[Unheal
                 pace=step_time,
             )
         )
-    if pod.slow_since is not None and step_time is not None and inputs.now - pod.slow_since >= TUNING.slow_seconds:
+    if pod.slow_since is not None and step_time is not None and now - pod.slow_since >= TUNING.slow_seconds:
         findings.append(
             UnhealthyWorker(
                 pod=worker.name,

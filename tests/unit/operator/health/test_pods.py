@@ -128,6 +128,8 @@ def test_a_slow_pod_is_reported_and_nothing_else() -> None:
     assert last.health.unhealthy[0].pace == pytest.approx(2, rel=0.2)
     assert not last.health.own_plans
     assert not last.health.recycle
+    del fleet.workers["p0"], fleet.workers["p1"]
+    assert not fleet.poll().health.unhealthy, "who is left has no peers"
 
 
 def of_both(learned: LearnedState, depth: int) -> float:
