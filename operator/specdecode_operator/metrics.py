@@ -9,9 +9,9 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.drafts.lifecycle import Phase
 from specdecode_operator.rollout.trial_evidence import gain_of
 from specdecode_operator.state.learned import DriftState
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures

@@ -28,11 +28,10 @@ from specdecode_router.listening import bind, end_process_on_error, listening, r
 from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.placement.traffic_split import TrafficSplit
-from specdecode_router.queueing.admission import Admission, QueueLimits
+from specdecode_router.queueing.admission import Admission
 from specdecode_router.queueing.tenants import TenantTable
-from specdecode_router.relay.context import RelayContext, RelayLimits
+from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.silence_monitor import SilenceMonitor
-from specdecode_router.relay.suspicion import SilenceLimits
 from specdecode_router.settings import LiveSettings, RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.backend_tokens import BackendTokens
@@ -103,7 +102,8 @@ async def running_router(
     certificate = read_certificate(settings)
     live = LiveSettings(settings)
     settings = live.current
-    relay = _relay(settings, registry, client)
+    monitor = SilenceMonitor(time.monotonic)
+    relay = RelayContext(registry, client, monitor, settings, RouterMetrics(), time.monotonic)
     state = _state(settings, relay, policy)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     registry.on_leave = state.placement.prefixes.remove_worker
@@ -141,46 +141,19 @@ async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
     return 1 if state.lifecycle.running else 0
 
 
-def _relay(settings: RouterSettings, registry: WorkerRegistry, client: WorkerClient) -> RelayContext:
-    monitor, limits = SilenceMonitor(time.monotonic), _relay_limits(settings)
-    return RelayContext(registry, client, monitor, limits, RouterMetrics(), time.monotonic)
-
-
-def _relay_limits(settings: RouterSettings) -> RelayLimits:
-    return RelayLimits(
-        open_seconds=settings.open_seconds,
-        no_worker_seconds=settings.no_worker_seconds,
-        hold_seconds=settings.hold_seconds,
-        max_refusals=settings.max_refusals,
-        max_crashes=settings.max_crashes,
-        silence=SilenceLimits(settings.min_silence_seconds, settings.max_silence_seconds),
-    )
-
-
-def _queue_limits(settings: RouterSettings) -> QueueLimits:
-    return QueueLimits(
-        max_waiting=settings.max_waiting,
-        max_waiting_per_tenant=settings.max_waiting_per_tenant,
-        max_held=settings.max_held,
-        hold_seconds=settings.hold_seconds,
-    )
-
-
 def _split(settings: RouterSettings) -> TrafficSplit:
     return TrafficSplit(settings.deployment, {one.name: one.percent for one in settings.backends})
 
 
 def _apply(live: LiveSettings, state: RouterState) -> None:
     """Use changed settings for the requests that come from now on."""
-    settings = live.current
-    state.relay.limits, state.admission.limits = _relay_limits(settings), _queue_limits(settings)
-    if (split := _split(settings)).percents != state.placement.split.percents:
+    state.relay.limits = state.admission.limits = live.current
+    if (split := _split(live.current)).percents != state.placement.split.percents:
         state.placement.split = split
 
 
 def _state(settings: RouterSettings, relay: RelayContext, policy: Policy) -> RouterState:
-    admission = Admission(_queue_limits(settings), time.monotonic, relay.workers.tenant_limit)
-    relay.metrics.follow_queue(admission)
+    admission = Admission(settings, time.monotonic, relay.workers.tenant_limit)
     return RouterState(
         settings=settings,
         relay=relay,

@@ -75,10 +75,13 @@ class RouterSettings(BaseModel):
     api_keys_path: str | None = None
     """Folder or file with the API keys of tenants; read again when it changes. None for clients without keys."""
     max_waiting: int = Field(default=1024, ge=0)
+    """Waiting requests of all tenants while there are workers. More get a 429."""
     max_waiting_per_tenant: int = Field(default=256, ge=0)
+    """Waiting requests of one tenant. More get a 429. It does not apply where clients are not authenticated."""
     max_held: int = Field(default=1024, ge=0)
+    """Held requests of all tenants while there is no worker. More get a 503."""
     hold_seconds: float = Field(default=300, gt=0)
-    """Bounds of the queue, as in ``QueueLimits``."""
+    """Longest time that a request is held. The model of a first worker is pulled and loaded in this time."""
 
     request_timeout_seconds: float = Field(default=3600, gt=0, allow_inf_nan=False)
     """Longest time of a request; the header X-Request-Timeout lowers it."""

@@ -97,6 +97,6 @@ def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
             endpoint.namespace.reach("service", endpoint.name, 80) as url,
             Traffic(url, model, concurrency=1, max_tokens=8) as traffic,
         ):
-            wait_for("the Service sends requests to it", lambda: traffic.finished >= 3, timeout_s=30)
+            wait_for("the Service sends requests to it", lambda: traffic.answered >= 3, timeout_s=30)
     finally:
         release.start()

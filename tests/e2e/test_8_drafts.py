@@ -175,13 +175,13 @@ class OperatorKiller(ClientThreads):
     def __init__(self, release: Release) -> None:
         super().__init__(1, join_seconds=60)
         self.kills = 0
-        self._release = release
+        self._release, self._moments = release, random.Random(8)
 
-    def _run(self) -> None:
-        moments = random.Random(8)
-        while not self._stop.wait(moments.uniform(15, 45)):
+    def _ask(self, number: int) -> str:
+        if not self._stop.wait(self._moments.uniform(15, 45)):
             self._release.kill()
             self.kills += 1
+        return ""
 
 
 @PROOF

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.e2e.traffic import Traffic
 from support.kube import wait_for
 from support.operator_faults.api_client import ApiError
 from support.operator_faults.client_traffic import DRAIN, assert_status_true, unnoticed
-from support.operator_faults.constant_clients import ConstantClients
 from support.operator_faults.figures import Figures
 from support.operator_faults.installation import Installation, kill_operator
 from support.operator_faults.tenant import ServedDeployment, Tenant
@@ -22,7 +22,7 @@ def served(tenant: Tenant, installation: Installation) -> Iterator[ServedDeploym
 
 
 @pytest.fixture
-def clients(served: ServedDeployment, figures: Figures, request: pytest.FixtureRequest) -> Iterator[ConstantClients]:
+def clients(served: ServedDeployment, figures: Figures, request: pytest.FixtureRequest) -> Iterator[Traffic]:
     """Yield running clients; afterwards their failures are recorded and must be none."""
     with unnoticed(served, figures, request.node.name.removeprefix("test_").replace("_", " ")) as clients:
         yield clients
@@ -30,7 +30,7 @@ def clients(served: ServedDeployment, figures: Figures, request: pytest.FixtureR
 
 @pytest.mark.timeout(240)
 def test_operator_killed(
-    served: ServedDeployment, clients: ConstantClients, installation: Installation, figures: Figures
+    served: ServedDeployment, clients: Traffic, installation: Installation, figures: Figures
 ) -> None:
     for pod in installation.pods():
         kill_operator(pod)
@@ -39,7 +39,7 @@ def test_operator_killed(
 
 @pytest.mark.timeout(240)
 def test_leader_changed(
-    served: ServedDeployment, clients: ConstantClients, installation: Installation, figures: Figures
+    served: ServedDeployment, clients: Traffic, installation: Installation, figures: Figures
 ) -> None:
     leader = installation.leader()["metadata"]["name"]
     installation.api.delete("pod", installation.home, leader)
@@ -48,7 +48,7 @@ def test_leader_changed(
 
 
 @pytest.mark.timeout(300)
-def test_each_worker_evicted(served: ServedDeployment, clients: ConstantClients, figures: Figures) -> None:
+def test_each_worker_evicted(served: ServedDeployment, clients: Traffic, figures: Figures) -> None:
     refusals = 0
     for pod in served.pods():
         name = pod["metadata"]["name"]
@@ -69,7 +69,7 @@ def test_each_worker_evicted(served: ServedDeployment, clients: ConstantClients,
 
 
 @pytest.mark.timeout(240)
-def test_admin_secret_deleted(served: ServedDeployment, clients: ConstantClients, figures: Figures) -> None:
+def test_admin_secret_deleted(served: ServedDeployment, clients: Traffic, figures: Figures) -> None:
     labels = "specdecode.io/name=traffic"
     for secret in served.api.list("secret", served.namespace, labels):
         served.api.delete("secret", served.namespace, secret["metadata"]["name"])

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from support.kube import wait_for
-from support.operator_faults.constant_clients import ConstantClients
+from support.operator_faults.client_traffic import clients_of
 from support.operator_faults.figures import Figures
 from support.operator_faults.tenant import ServedDeployment, Tenant
 
@@ -26,8 +26,7 @@ def test_workers_are_reached_after_their_secrets_are_deleted(tenant: Tenant, fig
         assert all(served.worker_state(pod)["unauthorized"] == 0 for pod in served.pods())
         names = secrets_of(served)
         assert names, "the operator made a Secret for its workers"
-        address = served.child("service")["spec"]["clusterIP"]
-        with ConstantClients(f"http://{address}") as clients:
+        with clients_of(served) as clients:
             for name in names:
                 served.api.delete("secret", served.namespace, name)
             started = time.monotonic()

@@ -22,7 +22,7 @@ import yaml
 
 from support.kube import Cluster, Manifest, wait_for
 from support.operator_faults.api_client import Api
-from support.operator_faults.constant_clients import ConstantClients
+from support.operator_faults.client_traffic import clients_of
 from support.operator_faults.counting_proxy import counting_proxy
 from support.operator_faults.figures import Figures
 from support.operator_faults.installation import Installation, install_crd
@@ -137,8 +137,7 @@ def test_upgrade_under_traffic(
     with tenant.deployment("upgraded", replicas=2, behaviour={"check_tokens": True}, **fields) as served:
         served.settled_plan_version()
         workers, since = served.restarts(), ready_since(served)
-        address = served.child("service")["spec"]["clusterIP"]
-        with ConstantClients(f"http://{address}") as clients:
+        with clients_of(served) as clients:
             install_crd(cluster, with_later_fields(revision, tmp_path))
             skewed = time.monotonic()
             defaults = ["Slow", {"share": 5}, True]

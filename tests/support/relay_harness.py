@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdecode_router.relay.context import RelayContext, RelayLimits
+from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.relay import Relay
 from specdecode_router.relay.silence_monitor import SilenceMonitor
-from specdecode_router.relay.suspicion import SilenceLimits
+from specdecode_router.settings import RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
@@ -21,13 +21,14 @@ from specdecode_router.workers.worker import Endpoint, WorkerView
 from specdecode_worker.contract.internal_stream import End, Open, OpenStream, Step
 from support.stand_in_worker import TOKEN, Script, StandInWorker, running
 
-LIMITS = RelayLimits(
+LIMITS = RouterSettings(
     open_seconds=0.5,
     no_worker_seconds=0.5,
     hold_seconds=1.5,
     max_refusals=3,
     max_crashes=2,
-    silence=SilenceLimits(0.3, 0.6),
+    min_silence_seconds=0.3,
+    max_silence_seconds=0.6,
 )
 
 

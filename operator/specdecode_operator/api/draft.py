@@ -7,6 +7,7 @@ and its end. It has no owner reference: like a claim, it outlives its deployment
 from __future__ import annotations
 
 import hashlib
+from enum import StrEnum
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -181,3 +182,28 @@ DRAFT_COLUMNS: tuple[dict[str, Any], ...] = (
     {"name": "Hash", "type": "string", "jsonPath": ".spec.hash", "priority": 1},
 )
 """Columns of ``kubectl get``; those of priority 1 only with ``-o wide``."""
+
+
+# Phases of a deployment's drafts, and ways of a candidate into service.
+
+
+class Phase(StrEnum):
+    """Phase of a deployment's drafts."""
+
+    SERVING = "Serving"
+    COLLECTING = "Collecting"
+    DISTILLING = "Distilling"
+    CANARY = "Canary"
+    PROMOTING = "Promoting"
+    ROLLING_BACK = "RollingBack"
+    COOLDOWN = "Cooldown"
+
+
+class Mode(StrEnum):
+    """Way of a candidate into service (spec: draftRollout.mode)."""
+
+    CANARY = "Canary"
+    DIRECT = "Direct"
+    """The verdict of the training Job is enough."""
+    MANUAL = "Manual"
+    """A user promotes, once the canary test says that the candidate is better."""

@@ -328,7 +328,7 @@ class SpeculationSpec(Api):
             ),
             rule(
                 "self.depth.min <= self.depth.initial && self.depth.initial <= self.depth.max",
-                "depth must satisfy min <= initial <= max",
+                "depth needs min <= initial <= max; initial is 3 where it is absent",
             ),
             rule(
                 "self.depth.initial <= self.tree.maxNodes",

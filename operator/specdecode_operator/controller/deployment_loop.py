@@ -24,8 +24,7 @@ from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.controller.admin_tokens import AdminTokens
 from specdecode_operator.controller.caches import Caches
 from specdecode_operator.controller.events import event_notices, record_events
-from specdecode_operator.controller.pods import add_mount_problems, workload_of
-from specdecode_operator.controller.resource import deployment_of, status_of_resource
+from specdecode_operator.controller.pods import add_mount_problems, deployment_of, status_of_resource, workload_of
 from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.decision.decide import decide

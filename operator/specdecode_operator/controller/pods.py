@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from specdecode_operator import manifests
-from specdecode_operator.errors import ClusterError
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.errors import ClusterError, SpecError
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import EVENTS
 from specdecode_operator.times import seconds_of_timestamp
-from specdecode_operator.types import Observation, TrainingJob, Worker, Workload
+from specdecode_operator.types import Deployment, Observation, TrainingJob, Worker, Workload
 from specdecode_worker.contract import CheckVerdict, Revisions
 
 log = logging.getLogger(__name__)
@@ -254,3 +255,36 @@ def _is_waiting(worker: Worker, now: float) -> bool:
     if not worker.placed or worker.ready or worker.leaving or worker.trouble or worker.address:
         return False
     return worker.created_at is not None and now - worker.created_at > MIN_AGE_SECONDS
+
+
+# Parsing of a SpecDecodeDeployment into the records that decisions use.
+
+
+def deployment_of(resource: Mapping[str, Any]) -> Deployment:
+    """Parse a resource.
+
+    Raises:
+        SpecError: The spec is invalid, because the CRD is of another version than this operator.
+    """
+    metadata = resource["metadata"]
+    try:
+        spec = Spec.model_validate(resource["spec"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise SpecError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return Deployment(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=metadata["generation"],
+        spec=spec,
+        status=status_of_resource(resource),
+    )
+
+
+def status_of_resource(resource: Mapping[str, Any]) -> Status:
+    """Return the present status, or an empty one if another version of the operator wrote it."""
+    try:
+        return Status.model_validate(resource.get("status") or {})
+    except ValidationError:
+        return Status()

@@ -9,18 +9,17 @@ stage; `decide` puts them together once.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from specdecode_operator import manifests
-from specdecode_operator.decision import in_use
+from specdecode_operator.decision import plan_stage
 from specdecode_operator.decision.drift_stage import watch_drift
+from specdecode_operator.decision.history import is_urgent, record
 from specdecode_operator.decision.learn_stage import Learnt, learn, stale_workers
-from specdecode_operator.decision.materialise_stage import Materialised, materialise, settle_revisions
+from specdecode_operator.decision.materialise_stage import materialise, settle_revisions
 from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.decision.plan_stage import Planned, plan
-from specdecode_operator.decision.record_stage import Recorded, is_urgent, record
-from specdecode_operator.decision.size_stage import SizeResult, is_complete, size_from
-from specdecode_operator.health.remediation import heal_from
+from specdecode_operator.decision.size_stage import is_complete, size_from
+from specdecode_operator.health.pod_health import heal_from
 from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
 from specdecode_operator.planning import figures as measurements
@@ -34,8 +33,6 @@ from specdecode_operator.types import (
     Deployment,
     Figures,
     Observation,
-    Remediation,
-    ReplicaDecision,
     Shown,
 )
 from specdecode_worker.contract import Buckets
@@ -67,7 +64,8 @@ def decide(
     merged = choose_merges(deployment, observed, drift.learned, learnt.delta, buckets, now=now)
     learnt = replace(learnt, learned=merged.learned)
     planned = plan(merged.deployment, observed, learnt.learned, buckets, now=now)
-    with_plan = _with_plan(learnt.learned, planned)
+    update = {"rows": planned.rows, "swept_at": planned.swept_at, "plan": planned.plan, "pin": planned.pin.text}
+    with_plan = learnt.learned.model_copy(update=update)
     healed = heal_from(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
     session = replace(
         observed.session,
@@ -77,11 +75,12 @@ def decide(
         round=observed.round,
     )
     sized = size_from(merged.deployment, observed, with_plan, session, learnt.delta, now)
-    with_size = _with_size(with_plan, healed, sized)
+    update = {"recycling": healed.recycling, "recycled_at": healed.recycled_at, "scaling": sized.state}
+    with_size = with_plan.model_copy(update=update)
     revisions = settle_revisions(deployment, learnt.learned.revisions, observed.workers)
     changes = (*rollout.changes, *drift.changes, *merged.changes, *planned.changes)
-    recorded = record(deployment, learnt.learned, with_size, changes, sized.decision, now=now)
-    materialised = materialise(
+    recorded, changes = record(deployment, learnt.learned, with_size, changes, sized.decision, now=now)
+    template, children, job = materialise(
         deployment,
         observed,
         planned.plan,
@@ -91,50 +90,27 @@ def decide(
         revisions=revisions,
         now=now,
     )
-    learned = recorded.learned.model_copy(update={"template": materialised.template, "revisions": dict(revisions)})
+    learned = recorded.model_copy(update={"template": template, "revisions": dict(revisions)})
     figures = _figures(deployment, observed, learnt, planned, learned, buckets, now)
-    session = replace(
-        session,
-        learned=learned,
-        published_at=now if figures else session.published_at,
-    )
-    stages = _Stages(learnt, planned, healed, sized.decision, recorded, materialised)
-    decision = _decision(deployment, observed, session, buckets, stages, figures, now)
+    session = replace(session, learned=learned, published_at=now if figures else session.published_at)
     is_due = figures is not None or bool(merged.changes)
-    merges = merged.texts if is_due or not merged.texts else None
-    return replace(decision, shown=replace(decision.shown, merges=merges)), session
-
-
-class _Stages(NamedTuple):
-    """Results of all stages."""
-
-    learnt: Learnt
-    planned: Planned
-    healed: Remediation
-    sized: ReplicaDecision
-    recorded: Recorded
-    materialised: Materialised
-
-
-def _with_plan(learned: LearnedState, planned: Planned) -> LearnedState:
-    return learned.model_copy(
-        update={
-            "rows": planned.rows,
-            "swept_at": planned.swept_at,
-            "plan": planned.plan,
-            "pin": planned.pin.text,
-        }
+    decision = Decision(
+        plan=planned.plan,
+        children=children,
+        pushes=plan_stage.workers_to_push(observed, planned.plan, healed.own),
+        job=job,
+        ended_jobs=jobs_to_delete(observed.jobs, deployment, session.drafts),
+        changes=changes,
+        urgent=is_urgent(observed.session.learned, learned),
+        learnt=learnt.delta is not None and not learnt.delta.idle,
+        scale=sized.decision,
+        health=healed,
+        shown=replace(
+            _shown(deployment, observed, session, buckets, planned, figures, now),
+            merges=merged.texts if is_due or not merged.texts else None,
+        ),
     )
-
-
-def _with_size(learned: LearnedState, healed: Remediation, sized: SizeResult) -> LearnedState:
-    return learned.model_copy(
-        update={
-            "recycling": healed.recycling,
-            "recycled_at": healed.recycled_at,
-            "scaling": sized.state,
-        }
-    )
+    return decision, session
 
 
 def _figures(
@@ -160,7 +136,7 @@ def _figures(
     ended = busy and all(delta.idle for delta in learnt.window)
     if now - observed.session.published_at < PUBLISH_SECONDS and not (turned or ended):
         return None
-    depths = in_use.task_depths(deployment, planned.plan, learned, buckets)
+    depths = plan_stage.task_depths(deployment, planned.plan, learned, buckets)
     return measurements.figures(
         learnt.window,
         learned.costs,
@@ -170,55 +146,43 @@ def _figures(
     )
 
 
-def _decision(
+def _shown(
     deployment: Deployment,
     observed: Observation,
     session: Session,
     buckets: Buckets,
-    stages: _Stages,
+    planned: Planned,
     figures: Figures | None,
     now: float,
-) -> Decision:
-    learnt, planned, healed, sized, recorded, materialised = stages
+) -> Shown:
+    """Return the values for status, Events and metrics."""
     learned, current = session.learned, planned.plan
-    depth = in_use.depth_in_use(deployment, observed, learned, current, buckets)
-    return Decision(
-        plan=current,
-        children=materialised.children,
-        pushes=in_use.workers_to_push(observed, current, healed.own),
-        job=materialised.job,
-        ended_jobs=jobs_to_delete(observed.jobs, deployment, session.drafts),
-        changes=recorded.changes,
-        urgent=is_urgent(observed.session.learned, learned),
-        learnt=learnt.delta is not None and not learnt.delta.idle,
-        scale=sized,
-        health=healed,
-        shown=Shown(
-            image=materialised.template.image,
-            url=manifests.service_url(
-                deployment.namespace, deployment.name, tls=deployment.spec.tls_secret_ref is not None
-            ),
-            selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
-            recommended=planned.recommended,
-            depth=depth,
-            suspended=in_use.suspended_shape(observed, learned, current, buckets),
-            nodes=in_use.nodes_in_use(current, learned, buckets, depth),
-            task_depths=in_use.task_depths(deployment, current, learned, buckets),
-            figures=figures,
-            measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
-            drafting_share=step_pace.drafting_share(
-                deployment.spec.speculation,
-                learned,
-                buckets,
-                current.shape(*loads.present_row(learned.load, buckets), learned.load.task),
-                deployment.spec.engine.max_num_seqs,
-            ),
-            context_rates=loads.context_rates(buckets, learned.contexts),
-            first_acceptance=measurements.first_acceptance(learned.acceptance),
-            history=learned.history,
-            pinned=learned.pin,
-            model_revision=learned.revisions.get(deployment.spec.model.uri),
-            pin_problem=planned.pin.problem,
-            silent=stale_workers(observed, session, now),
+    depth = plan_stage.depth_in_use(deployment, observed, learned, current, buckets)
+    return Shown(
+        image=learned.template.image if learned.template else "",
+        url=manifests.service_url(
+            deployment.namespace, deployment.name, tls=deployment.spec.tls_secret_ref is not None
         ),
+        selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
+        recommended=planned.recommended,
+        depth=depth,
+        suspended=plan_stage.suspended_shape(observed, learned, current, buckets),
+        nodes=plan_stage.nodes_in_use(current, learned, buckets, depth),
+        task_depths=plan_stage.task_depths(deployment, current, learned, buckets),
+        figures=figures,
+        measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
+        drafting_share=step_pace.drafting_share(
+            deployment.spec.speculation,
+            learned,
+            buckets,
+            current.shape(*loads.present_row(learned.load, buckets), learned.load.task),
+            deployment.spec.engine.max_num_seqs,
+        ),
+        context_rates=loads.context_rates(buckets, learned.contexts),
+        first_acceptance=measurements.first_acceptance(learned.acceptance),
+        history=learned.history,
+        pinned=learned.pin,
+        model_revision=learned.revisions.get(deployment.spec.model.uri),
+        pin_problem=planned.pin.problem,
+        silent=stale_workers(observed, session, now),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, seconds_of
@@ -19,7 +20,6 @@ from specdecode_operator.drafts.drift import (
     cause_of_loss,
     excess_loss,
 )
-from specdecode_operator.drafts.lifecycle import Phase
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, LearnedState, TaskDrift
 from specdecode_operator.telemetry.counters import NO_HITS, Hits

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec, Status
@@ -51,17 +50,6 @@ def _shown(spec: Spec, status: Status) -> Mapping[str, str]:
 # Stage 6, materialise: the pod template and the child objects. Pure.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Materialised:
-    """Result of the stage."""
-
-    template: TemplateState
-    children: tuple[Manifest, ...]
-    """In the order in which they are applied: the plan before the pods that mount it."""
-    job: Manifest | None
-    """Job to create, which trains a draft or deletes the folder of a run; None if none is due."""
-
-
 def materialise(
     deployment: Deployment,
     observed: Observation,
@@ -72,8 +60,11 @@ def materialise(
     prefill: int,
     revisions: Mapping[str, str],
     now: float,
-) -> Materialised:
-    """Make the manifests of all children. Raises SpecError if the spec cannot be turned into a pod template."""
+) -> tuple[TemplateState, tuple[Manifest, ...], Manifest | None]:
+    """Return the pod template, the children in the order in which they are applied, and the Job to create, if any.
+
+    The plan comes before the pods that mount it. Raises SpecError if the spec cannot be turned into a pod template.
+    """
     manifests.check_job_template(deployment, defaults)
     template = _template(deployment, observed, defaults)
     children = (
@@ -87,8 +78,7 @@ def materialise(
         *_prefill_children(deployment, observed, template, prefill),
         *_router_children(deployment, observed, defaults),
     )
-    job = _job(deployment, observed, defaults, now)
-    return Materialised(template=template, children=children, job=job)
+    return template, children, _job(deployment, observed, defaults, now)
 
 
 def _job(deployment: Deployment, observed: Observation, defaults: Defaults, now: float) -> Manifest | None:

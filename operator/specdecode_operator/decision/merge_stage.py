@@ -13,7 +13,7 @@ from specdecode_operator.api.v1alpha1 import SpeculationSpec, TaskSpec
 from specdecode_operator.decision import history
 from specdecode_operator.decision.plan_stage import read_pin_state
 from specdecode_operator.decision.size_stage import kv_tokens
-from specdecode_operator.merging import choice, credit, texts
+from specdecode_operator.merging import choice, credit
 from specdecode_operator.merging.choice import Option, Step, options_of
 from specdecode_operator.merging.subsets import Credit, Names, TaskDrafts, subsets_of
 from specdecode_operator.planning import loads, plan_rows, task_bounds, workload
@@ -113,15 +113,15 @@ def _decide(stage: _Stage, learned: LearnedState, task: TaskSpec) -> tuple[Learn
         rule = _rule(stage, learned, task.name)
         step = choice.next_step(step.choice, _options(stage, learned, running, rule), rule, stage.now)
     if step.because is None:
-        return _stored(learned, step.choice), None, texts.task_text(step.choice, running)
+        return _stored(learned, step.choice), None, choice.task_text(step.choice, running)
     before = known.drafts if known else declared
     is_news = step.because != "bounds" or set(before) != set(step.choice.drafts)
     was_trial = known is not None and known.before is not None
-    record = _record(stage, learned, texts.merge_text(before, is_trial=was_trial), step) if is_news else None
+    record = _record(stage, learned, choice.merge_text(before, is_trial=was_trial), step) if is_news else None
     if step.reason:
         learned = running.with_counts(learned, step.choice.drafts)
     learned = _stored(credit.carried(learned, task.name, stage.now), step.choice)
-    return learned, record, texts.task_text(step.choice, Credit.of(learned, drafts, step.choice.drafts))
+    return learned, record, choice.task_text(step.choice, Credit.of(learned, drafts, step.choice.drafts))
 
 
 def _as_declared(
@@ -134,12 +134,12 @@ def _as_declared(
         others = tuple(one for one in learned.merges if one.task != drafts.task)
         learned = learned if is_same else credit.carried(learned, drafts.task, stage.now)
         learned = learned.model_copy(update={"merges": others})
-    text = texts.task_text(whole, running)
+    text = choice.task_text(whole, running)
     rule = _rule(stage, learned, drafts.task) if mode == "Advisory" else None
     options = _options(stage, learned, running, rule)
     if options:
         step = choice.next_step(whole, options, rule, stage.now)
-        text += f"; mode Auto would merge {texts.listed(step.choice.drafts)}" if step.because else ""
+        text += f"; mode Auto would merge {choice.listed(step.choice.drafts)}" if step.because else ""
         text += f": {step.choice.reason}" if step.choice.reason else ""
     return learned, None, text
 
@@ -270,7 +270,7 @@ def _record(stage: _Stage, learned: LearnedState, before: str, step: Step) -> De
         measured=history.measured(learned, step.choice.task),
         load=f"every load, task {step.choice.task}",
         before=before,
-        after=texts.merge_text(step.choice.drafts, is_trial=step.choice.before is not None),
+        after=choice.merge_text(step.choice.drafts, is_trial=step.choice.before is not None),
         expected_gain_percent=round(100 * step.choice.loss, 1) if step.reason and step.choice.loss else None,
         cause=step.because,
         reason=reason,

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Spec
-from specdecode_operator.drafts.lifecycle import Phase
 from specdecode_worker.contract import Artifact
 from specdecode_worker.contract.distillation import JOB_CONTAINER, DistillationVerdict
 

@@ -3,7 +3,6 @@
 from specdecode_operator.manifests.config import is_pinned, model_uris, unpinned_uris, worker_config
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
-    PLAN_KEY,
     ROLE_LABEL,
     SPEC_HASH_ANNOTATION,
     VARIANT_LABEL,

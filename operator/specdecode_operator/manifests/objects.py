@@ -7,7 +7,6 @@ from typing import Any
 
 from specdecode_operator.manifests.identity import (
     NAME_LABEL,
-    PLAN_KEY,
     REVISIONS_KEY,
     ROLE_LABEL,
     Role,
@@ -23,6 +22,7 @@ from specdecode_operator.manifests.identity import (
     tokens_name,
     worker_name,
 )
+from specdecode_operator.state.learned import PLAN_KEY
 from specdecode_operator.types import Deployment, Manifest, PolicyPeers
 from specdecode_worker.contract import Plan, Port, Revisions
 

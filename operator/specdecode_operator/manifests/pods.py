@@ -21,8 +21,9 @@ from specdecode_operator.manifests.config import (
     quantity_value,
     unpinned_uris,
 )
-from specdecode_operator.manifests.identity import PLAN_KEY, REVISIONS_KEY, plan_name, tokens_name
+from specdecode_operator.manifests.identity import REVISIONS_KEY, plan_name, tokens_name
 from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import PLAN_KEY
 from specdecode_operator.types import Defaults
 from specdecode_worker.contract import Port
 

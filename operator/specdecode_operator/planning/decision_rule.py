@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance_model import lacking
 from specdecode_operator.planning.estimates import NORMAL, confidence
-from specdecode_operator.planning.row_states import next_row, recent_changes
 from specdecode_operator.planning.shape_search import RANK, Choice, Found, ShapeSearch
 from specdecode_operator.planning.tuning import HOUR_SECONDS, TUNING
 from specdecode_operator.state.learned import LearnedState, MergeChoice, RowState
@@ -270,3 +269,21 @@ def _text(choice: Choice, task: str) -> str:
     name = str(shape) if shape.is_chain and shape.nodes else f"tree {shape}" if shape.nodes else "plain"
     timed = "" if choice.is_timed else " (extrapolated)"
     return f"{name} {choice.seconds.mean * 1000:.1f} ms{timed} for {choice.by_task[task]:.2f} tokens"
+
+
+# State of a plan row: it runs its shape until another is worth a change, or it is on trial to be timed.
+
+
+def next_row(row: RowState, shape: TreeShape, now: float, *, is_trial: bool = False, counts: bool = True) -> RowState:
+    """Return the row after a change to ``shape``, which runs to be timed if ``is_trial``, or after the end of a trial.
+
+    ``counts`` says whether the change counts against the changes of the hour. The end of a trial does not.
+    """
+    moves = (*recent_changes(row.moves, now), now) if counts else row.moves
+    before = row.shape.parents if is_trial else None
+    return row.running(shape, since=row.since if shape == row.shape else now, moves=moves, before=before)
+
+
+def recent_changes(moves: tuple[float, ...], now: float) -> tuple[float, ...]:
+    """Return the times of changes within the last hour."""
+    return tuple(at for at in moves if now - at < HOUR_SECONDS)

@@ -110,6 +110,8 @@ def _compared(
         if not key.prefill and min(moments.count, moments.emitted, moments.x[_SEQUENCES]) >= 1:
             sequences = moments.mean_of(_SEQUENCES)
             plain = interpolated(points.get(key.context_bucket, ()), sequences)
+            if plain is not None:  # without drafts the same step is no longer; where it was, the machine was busy
+                plain = min(plain, moments.mean_seconds)
             plain_seconds = None if plain is None else plain * moments.emitted / sequences
             yield moments, plain_seconds if plain is None or key.draft_passes else moments.seconds
 

@@ -10,9 +10,8 @@ from operator import attrgetter
 from specdecode_operator.api.pins import Pin
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
-from specdecode_operator.planning.decision_rule import Change, LoadDecision
+from specdecode_operator.planning.decision_rule import Change, LoadDecision, next_row
 from specdecode_operator.planning.loads import present_row
-from specdecode_operator.planning.row_states import next_row
 from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, has_own, names, plans

@@ -13,7 +13,7 @@ from kubernetes.config.config_exception import ConfigException
 from specdecode_operator.api.draft import DRAFT_PLURAL
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, VERSION
 from specdecode_operator.errors import PluginError
-from specdecode_operator.state.learned import LearnedState, parse_state
+from specdecode_operator.state.learned import LearnedState, parse_state, plan_of
 
 Resource = dict[str, Any]
 
@@ -65,16 +65,19 @@ class Api:
 
     def learned_state(self, resource: Resource) -> LearnedState | None:
         """Return what the operator measured for a deployment, or None if it has not written anything readable yet."""
-        metadata = resource["metadata"]
-        response = self._call(
-            lambda: self._core.read_namespaced_config_map(
-                f"{metadata['name']}-state", metadata["namespace"], _preload_content=False, **_limits()
-            )
-        )
+        uid = resource["metadata"]["uid"]
         try:
-            return parse_state(json.loads(response.data).get("data") or {}, metadata["uid"])
+            plan = plan_of(self._config_map(resource["metadata"], "plan"), uid)
+            return parse_state(self._config_map(resource["metadata"], "state"), uid, plan)
         except (AttributeError, ValueError):
             return None
+
+    def _config_map(self, metadata: dict[str, Any], suffix: str) -> dict[str, str]:
+        name, namespace = f"{metadata['name']}-{suffix}", metadata["namespace"]
+        response = self._call(
+            lambda: self._core.read_namespaced_config_map(name, namespace, _preload_content=False, **_limits())
+        )
+        return json.loads(response.data).get("data") or {}
 
     def change(self, namespace: str, name: str, spec: dict[str, Any]) -> Resource:
         """Merge a change into the spec. Return the changed deployment."""

@@ -14,7 +14,7 @@ from specdecode_operator.drafts.drift import BATCH_REQUESTS
 from specdecode_operator.drafts.job_status import obstacle_in_phase, obstacle_in_spec
 from specdecode_operator.errors import PluginError
 from specdecode_operator.plugin.overview import ABSENT, age, figure, percent, spec_of, status_of, table, word, wrapped
-from specdecode_operator.rollout.drift_run import worth_of_drift
+from specdecode_operator.rollout.runs import worth_of_drift
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, TaskDrift
 
 # Lines of ``explain`` on the drift of the draft: speed by task against the baseline, and the worth of a run. Pure.

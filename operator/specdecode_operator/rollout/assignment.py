@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdecode_operator.api.draft import UNRESOLVED, SpecDecodeDraft
-from specdecode_operator.drafts.lifecycle import Phase
+from specdecode_operator.api.draft import UNRESOLVED, Phase, SpecDecodeDraft
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import Artifact, DraftAssignment, DraftTrial

@@ -18,11 +18,11 @@ from specdecode_operator.api.draft import (
     DraftPhase,
     DraftResourceSpec,
     DraftResourceStatus,
+    Phase,
     SpecDecodeDraft,
 )
 from specdecode_operator.api.schema import GROUP, VERSION
 from specdecode_operator.api.v1alpha1 import Condition, DraftLineageStatus, NameRef
-from specdecode_operator.drafts.lifecycle import Phase
 from specdecode_operator.rollout.runs import RUN_PHASES
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
 from specdecode_operator.state.draft_record import LINEAGE, DraftRecord

@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdecode_operator.api.draft import UNRESOLVED, SpecDecodeDraft, TrialRecord
+from specdecode_operator.api.draft import UNRESOLVED, Mode, Phase, SpecDecodeDraft, TrialRecord
 from specdecode_operator.api.status import Outcome, RunOutcome
 from specdecode_operator.api.v1alpha1 import Cause, DistillationCaptureSpec, DraftLineageStatus, seconds_of
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.drafts.crossover import Verdict
 from specdecode_operator.drafts.job_status import problem_of_draft, published_prefix
-from specdecode_operator.drafts.lifecycle import Mode, Phase
 from specdecode_operator.rollout.assignment import (
     Facts,
     assignment_of,
@@ -28,13 +27,14 @@ from specdecode_operator.rollout.assignment import (
     obstacle_of_offer,
     spec_hash_of,
 )
-from specdecode_operator.rollout.drift_run import TrainingReason, reason_to_train
 from specdecode_operator.rollout.runs import (
     RUN_PHASES,
+    TrainingReason,
     begun_run,
     captured_conversations,
     job_of_run,
     obstacle_of_run,
+    reason_to_train,
     storage_of,
     verdict_text,
     with_run_deleted,

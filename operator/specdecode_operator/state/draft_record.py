@@ -11,9 +11,8 @@ from collections.abc import Mapping
 
 from pydantic import Field
 
-from specdecode_operator.api.draft import TrialRecord
+from specdecode_operator.api.draft import Mode, Phase, TrialRecord
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus, DraftRunEndStatus
-from specdecode_operator.drafts.lifecycle import Mode, Phase
 from specdecode_operator.state.learned import Stored
 
 LINEAGE = 10

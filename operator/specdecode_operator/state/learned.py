@@ -127,7 +127,7 @@ class StepTimeCell(Stored):
 
 
 class RowState(Stored):
-    """State of one plan row: its shape, and the times of its last changes. planning.row_states reads its state."""
+    """State of one plan row: its shape, and the times of its last changes. planning.decision_rule reads its state."""
 
     concurrency: int
     context: int
@@ -476,6 +476,8 @@ def rounded_sums(values: tuple[float, ...]) -> tuple[float, ...]:
 FORMAT = 1
 STATE_KEY = "state"
 """Entry of the ConfigMap: JSON, compressed by zlib, in base64."""
+PLAN_KEY = "plan.json"
+"""Entry of the ConfigMap that workers mount."""
 MAX_STATE_BYTES = 640 * 1024
 """Bound of the entry; a ConfigMap has at most 1 MiB. 8 tasks, 64 sequences and 5 drafts make 200 KiB."""
 MAX_CONTENT_BYTES = 16 * 1024 * 1024
@@ -492,8 +494,8 @@ class LearnedState(Stored):
     uid: str = ""
     draft: str = ""
     """Hash of the current draft: the one that most workers run. The estimates below are of this draft."""
-    plan: Plan | None = None
-    """The published plan. Its version never falls."""
+    plan: Plan | None = Field(default=None, exclude=True)
+    """The published plan, stored only in the ConfigMap that workers mount. Its version never falls."""
     rows: tuple[RowState, ...] = ()
     swept_at: float = 0
     """Time when the rows of all loads were last chosen."""
@@ -547,8 +549,17 @@ def render_state(learned: LearnedState) -> dict[str, str]:
     return {STATE_KEY: text}
 
 
-def parse_state(data: Mapping[str, str], uid: str) -> LearnedState | None:
-    """Return the state that ``render_state`` wrote, or None if there is none or it is of another deployment.
+def plan_of(data: Mapping[str, str], uid: str) -> Plan | None:
+    """Return the plan in the data of a ConfigMap ``<name>-plan``; None if it is unreadable or of another deployment."""
+    try:
+        plan = Plan.model_validate_json(data.get(PLAN_KEY, ""))
+    except ValueError:
+        return None
+    return plan if plan.uid == uid else None
+
+
+def parse_state(data: Mapping[str, str], uid: str, plan: Plan | None = None) -> LearnedState | None:
+    """Return the state that ``render_state`` wrote, with its plan. None if it is absent or of another deployment.
 
     Raises:
         ValueError: The state cannot be read.
@@ -565,7 +576,7 @@ def parse_state(data: Mapping[str, str], uid: str) -> LearnedState | None:
     learned = LearnedState.model_validate_json(content)
     if learned.format > FORMAT:
         raise ValueError(f"format {learned.format} is of a newer operator; this one reads {FORMAT}")
-    return learned if learned.uid == uid else None
+    return learned.model_copy(update={"plan": plan}) if learned.uid == uid else None
 
 
 # Estimates of drafts, parked and restored in the learned state. Pure.

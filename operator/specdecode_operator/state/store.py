@@ -16,10 +16,10 @@ from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.errors import ClusterError, Refused
 from specdecode_operator.kube.apply import text_digest
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS, Kind
-from specdecode_operator.manifests import state_config_map, state_name
+from specdecode_operator.manifests import plan_name, state_config_map, state_name
 from specdecode_operator.rollout.draft_objects import DraftWrite, manifest_of
 from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, parse_training, render_training
-from specdecode_operator.state.learned import LearnedState, parse_state, render_state
+from specdecode_operator.state.learned import LearnedState, parse_state, plan_of, render_state
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import ChildProblem, Deployment, Key
 
@@ -82,13 +82,13 @@ class StateStore:
         Raises:
             ClusterError: The API server did not answer.
         """
-        config_map = await self._client.get(CONFIG_MAPS, key[0], state_name(key[1]))
-        if config_map is None or not _is_owned(config_map, uid):
-            return Session(learned=LearnedState(uid=uid), stored=False)
-        data = config_map.get("data") or {}
+        plan = plan_of(await self._data(key, plan_name(key[1]), uid) or {}, uid)
+        data = await self._data(key, state_name(key[1]), uid)
+        if data is None:
+            return Session(learned=LearnedState(uid=uid, plan=plan), stored=False)
         learned: LearnedState | None = None
         try:
-            learned = parse_state(data, uid)
+            learned = parse_state(data, uid, plan)
         except ValueError as error:
             log.warning("%s/%s: the state was not read: %s", *key, error)
         drafts = UNUSED
@@ -97,7 +97,14 @@ class StateStore:
         except ValueError as error:
             log.warning("%s/%s: the training runs were not read: %s", *key, error)
         self._written[uid] = _Written(digest=text_digest(data), training=data.get(TRAINING_KEY, ""))
-        return Session(learned=learned or LearnedState(uid=uid), stored=learned is not None, drafts=drafts)
+        return Session(learned=learned or LearnedState(uid=uid, plan=plan), stored=learned is not None, drafts=drafts)
+
+    async def _data(self, key: Key, name: str, uid: str) -> Mapping[str, str] | None:
+        """Return the data of a ConfigMap of the deployment with this uid; None if there is none."""
+        config_map = await self._client.get(CONFIG_MAPS, key[0], name)
+        if config_map is None or not _is_owned(config_map, uid):
+            return None
+        return config_map.get("data") or {}
 
     async def save(
         self, deployment: Deployment, session: Session, *, urgent: bool, learnt: bool = True, now: float

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import TracebackType
 
 from specdecode_router.queueing import refusals
@@ -19,20 +18,7 @@ from specdecode_router.queueing.fair_queue import FairQueue, PriorityQueue
 from specdecode_router.queueing.refusals import Refused
 from specdecode_router.queueing.service_rate import ServiceRate
 from specdecode_router.queueing.tenants import Tenant
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Bounds of the queue."""
-
-    max_waiting: int = 1024
-    """Waiting requests of all tenants while there are workers. More get a 429."""
-    max_waiting_per_tenant: int = 256
-    """Waiting requests of one tenant. More get a 429. It does not apply where clients are not authenticated."""
-    max_held: int = 1024
-    """Held requests of all tenants while there is no worker. More get a 503."""
-    hold_seconds: float = 300.0
-    """Longest time that a request is held. The model of a first worker is pulled and loaded in this time."""
+from specdecode_router.settings import RouterSettings
 
 
 class Place:
@@ -91,14 +77,14 @@ class Admission:
 
     def __init__(
         self,
-        limits: QueueLimits,
+        limits: RouterSettings,
         clock: Callable[[], float],
         tenant_limit: Callable[[str, int], int] = lambda tenant, limit: limit,
     ) -> None:
         """Start without places.
 
         Args:
-            limits: Bounds of the queue.
+            limits: Settings with the bounds of the queue.
             clock: Monotonic clock in seconds.
             tenant_limit: Returns the part of a tenant's ``max_in_flight`` that is this router's now.
         """

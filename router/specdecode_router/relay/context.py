@@ -7,24 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specdecode_router.relay.silence_monitor import SilenceMonitor
-from specdecode_router.relay.suspicion import SilenceLimits
+from specdecode_router.settings import RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import WorkerView
 from specdecode_worker.contract.internal_stream import End
-
-
-@dataclass(frozen=True, slots=True)
-class RelayLimits:
-    """Bounds of one request; times are in seconds."""
-
-    open_seconds: float
-    no_worker_seconds: float
-    hold_seconds: float
-    max_refusals: int
-    max_crashes: int
-    silence: SilenceLimits
 
 
 @dataclass(slots=True)
@@ -34,7 +22,7 @@ class RelayContext:
     workers: WorkerRegistry
     client: WorkerClient
     monitor: SilenceMonitor
-    limits: RelayLimits
+    limits: RouterSettings
     """Bounds of the requests that begin now. They are replaced when settings change."""
     metrics: RouterMetrics
     clock: Callable[[], float]

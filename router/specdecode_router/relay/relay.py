@@ -27,7 +27,6 @@ from specdecode_router.relay.context import Chooser, RelayContext
 from specdecode_router.relay.continuation_log import ContinuationLog, reason_of
 from specdecode_router.relay.journal import Journal
 from specdecode_router.relay.suspicion import is_suspect
-from specdecode_router.relay.worker_search import WorkerSearch
 from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, Stage
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import ALIVE_SECONDS, End, Error, Moved, Open, OpenStream, Step
@@ -40,6 +39,8 @@ _DEADLINE_GRACE_SECONDS = 1.0
 """Time after the deadline for the worker to report it: its error has the same text for every client."""
 _HEDGE_SECONDS = 0.25
 """Time until a second attempt is made again where no worker could be chosen."""
+_RETRY_SECONDS = 0.25
+"""Time until a worker is chosen again where none could be chosen."""
 
 
 class Relay:
@@ -70,7 +71,6 @@ class Relay:
         self._wake = asyncio.Event()
         self._journal: Journal | None = None
         self._history = AttemptHistory(context.limits.max_refusals, context.limits.max_crashes)
-        self._search = WorkerSearch(context, chooser, self._history)
         self._silence_factor = 1.0
         self._next_hedge = 0.0
         self._blocks_at = ""
@@ -129,11 +129,44 @@ class Relay:
             return False
         if not attempt.answered:
             return now - attempt.started > self._silence_factor * self._limits.open_seconds
-        return is_suspect(attempt.signs, now, ALIVE_SECONDS, self._limits.silence, self._silence_factor)
+        return is_suspect(attempt.signs, now, ALIVE_SECONDS, self._limits, self._silence_factor)
+
+    def _choose(self) -> Endpoint | None:
+        """Return a worker that can serve the request and is not busy with it; None without one."""
+        workers, began = self._context.workers, self._clock()
+        busy = (attempt.endpoint.name for attempt in self._running.values())
+        exclude = frozenset(self._history.excluded(began).union(busy))
+        view = self._chooser.choose(workers.views(), self._key, exclude)
+        self._context.metrics.observe_added_latency(Stage.place, self._clock() - began)
+        return None if view is None else view.endpoint
 
     async def _wait_for_worker(self) -> Endpoint:
-        continues = self._journal is not None or self._request.delivered is not None
-        return await self._search.wait(self._key, continues=continues, check=self._check_deadline)
+        """Return the worker of the next attempt.
+
+        While no worker accepts requests at all, the request waits as long as one that is held in the queue.
+
+        Raises:
+            RefusedByWorker: Every worker has refused the request.
+            ApiError: No worker can serve the request in time.
+        """
+        if (chosen := self._choose()) is not None:
+            return chosen
+        workers, limits = self._context.workers, self._context.limits
+        began = last_empty = self._clock()
+        with workers.stranded_request():
+            while True:
+                now = self._clock()
+                self._check_deadline(now)
+                if (chosen := self._choose()) is not None:
+                    return chosen
+                if (refusal := self._history.final_refusal()) is not None:
+                    raise RefusedByWorker(refusal)
+                if not workers.capacity:
+                    last_empty = now
+                if now >= min(last_empty + limits.no_worker_seconds, began + limits.hold_seconds):
+                    continues = self._journal is not None or self._request.delivered is not None
+                    raise self._history.no_worker(continues=continues)
+                await workers.wait_for_change(_RETRY_SECONDS)
 
     @property
     def _key(self) -> str:
@@ -170,8 +203,7 @@ class Relay:
                 if self._journal is None:
                     raise
                 return
-            busy = [attempt.endpoint.name for attempt in self._running.values()]
-            if (endpoint := self._search.choose(self._key, busy)) is not None:
+            if (endpoint := self._choose()) is not None:
                 self._log.begin_hedge(self._start(endpoint))
                 if self._journal is not None:
                     self._log.begin(ResumeReason.silence)

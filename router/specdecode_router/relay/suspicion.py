@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specdecode_router.settings import RouterSettings
+
 _MISSED_ALIVES = 4
 """Intervals of ``Alive`` that may pass: late frames of a busy network or process are no sign of a failure."""
 _STEP_FACTOR = 8
@@ -12,14 +14,6 @@ _MIN_STEP_SECONDS = 5.0
 """Least time inside of one step: the first long prompt takes longer than every step before it."""
 _PAUSE_SECONDS = 0.1
 """Longest write to a client that counts as none."""
-
-
-@dataclass(frozen=True, slots=True)
-class SilenceLimits:
-    """Bounds of the silence in seconds."""
-
-    min_seconds: float
-    max_seconds: float
 
 
 @dataclass(slots=True)
@@ -48,22 +42,22 @@ class WorkerSigns:
 
 
 def silence_bound(
-    alive_seconds: float, longest_step_seconds: float, limits: SilenceLimits, factor: float = 1.0
+    alive_seconds: float, longest_step_seconds: float, limits: RouterSettings, factor: float = 1.0
 ) -> float:
     """Return the silence in seconds after which a worker is suspected.
 
     Args:
         alive_seconds: Interval of ``Alive``.
         longest_step_seconds: Longest step of the worker; its process may beat only between two steps.
-        limits: Bounds of the result, before ``factor``.
+        limits: Settings with the bounds of the result, before ``factor``.
         factor: 2 to the number of false suspicions of this request.
     """
     bound = _MISSED_ALIVES * alive_seconds + longest_step_seconds
-    return factor * min(max(bound, limits.min_seconds), limits.max_seconds)
+    return factor * min(max(bound, limits.min_silence_seconds), limits.max_silence_seconds)
 
 
 def is_suspect(
-    signs: WorkerSigns, now: float, alive_seconds: float, limits: SilenceLimits, factor: float = 1.0
+    signs: WorkerSigns, now: float, alive_seconds: float, limits: RouterSettings, factor: float = 1.0
 ) -> bool:
     """Return whether a worker's frames have stopped, or its engine is inside of one step for too long."""
     if now - signs.last_frame > silence_bound(alive_seconds, signs.longest_step_seconds, limits, factor):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from enum import StrEnum
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -64,30 +63,6 @@ class HedgeOutcome(StrEnum):
     """The first attempt did: the suspicion was false."""
     failed = "failed"
     """Neither did."""
-
-
-class WorkerState(StrEnum):
-    """State of a worker as the router sees it."""
-
-    ready = "ready"
-    suspect = "suspect"
-    terminating = "terminating"
-
-
-class QueueState(Protocol):
-    """Counts of the admission queue."""
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a place on the workers."""
-
-    @property
-    def held(self) -> int:
-        """Requests that wait while there is no worker."""
-
-    @property
-    def oldest_held_seconds(self) -> float:
-        """Time since the arrival of the oldest held request."""
 
 
 class RouterMetrics:
@@ -163,18 +138,12 @@ class RouterMetrics:
                 self._resumes.labels(reason, outcome)
         for hedge in HedgeOutcome:
             self._hedges.labels(hedge)
-        for state in WorkerState:
-            self._workers.labels(state)
 
-    def follow_queue(self, queue: QueueState) -> None:
-        """Read the gauges of the queue from ``queue`` whenever they are exported."""
-        readings: dict[Gauge, Callable[[], float]] = {
-            self._waiting: lambda: queue.waiting,
-            self._held: lambda: queue.held,
-            self._oldest_held: lambda: queue.oldest_held_seconds,
-        }
-        for gauge, read in readings.items():
-            gauge.set_function(read)
+    def set_queue(self, *, waiting: int, held: int, oldest_held_seconds: float) -> None:
+        """Set the gauges of the admission queue."""
+        self._waiting.set(waiting)
+        self._held.set(held)
+        self._oldest_held.set(oldest_held_seconds)
 
     def observe_added_latency(self, stage: Stage, seconds: float) -> None:
         """Record time that the router added to a request."""
@@ -184,15 +153,12 @@ class RouterMetrics:
         """Record the time that a request waited for its place."""
         self._queue_time.observe(seconds)
 
-    @contextlib.contextmanager
-    def running_request(self) -> Iterator[None]:
+    def running_request(self) -> AbstractContextManager[None]:
         """Count a request as running while the block runs."""
-        with self._running.track_inprogress():
-            yield
+        return self._running.track_inprogress()
 
-    def set_workers(self, *, ready: int, suspect: int, terminating: int) -> None:
+    def set_workers(self, counts: Mapping[str, int]) -> None:
         """Set the number of workers in each state."""
-        counts = {WorkerState.ready: ready, WorkerState.suspect: suspect, WorkerState.terminating: terminating}
         for state, count in counts.items():
             self._workers.labels(state).set(count)
 

@@ -54,16 +54,6 @@ class WorkerState:
     """Failures since the last answer."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCounts:
-    """Number of workers in each state."""
-
-    ready: int
-    suspect: int
-    """Workers that are avoided: they are silent, or could not be reached."""
-    terminating: int
-
-
 class WorkerRegistry:
     """Workers by name. All methods are called on the event loop."""
 
@@ -149,13 +139,16 @@ class WorkerRegistry:
         state = self._workers.get(name)
         return state is not None and state.load is not None and state.load.settled
 
-    def counts(self) -> WorkerCounts:
-        """Return the number of workers in each state."""
+    def counts(self) -> dict[str, int]:
+        """Return the number of workers by state: those that are avoided, silent or out of reach, are suspect."""
         states = self._workers.values()
-        leaving = sum(state.draining or state.endpoint.terminating for state in states)
         accepting = [state for state in states if not (state.draining or state.endpoint.terminating)]
         suspect = sum(self._is_suspect(state) or not _accepts(state) for state in accepting)
-        return WorkerCounts(len(accepting) - suspect, suspect, leaving)
+        return {
+            "ready": len(accepting) - suspect,
+            "suspect": suspect,
+            "terminating": len(states) - len(accepting),
+        }
 
     def views(self) -> list[WorkerView]:
         """Return the workers that accept new streams."""

@@ -166,7 +166,7 @@ class Ours:
     def _restarted(self) -> None:
         """All that the process knew is gone but what the ConfigMap has."""
         self._was_away = False
-        learned = parse_state(render_state(self.memory.learned), "simulated")
+        learned = parse_state(render_state(self.memory.learned), "simulated", self.memory.learned.plan)
         self.memory = Session(learned=learned or LearnedState(uid="simulated"))
 
     def _observed(self, fleet: Fleet, now: float) -> Observation:

@@ -13,9 +13,16 @@ from specdecode_simulator.records.acceptance_walks import MOST_STEPS, PLAIN, For
 from specdecode_simulator.world.guard_schedule import steps_until_decision
 from specdecode_simulator.world.segment import Group, Load, Outcome, Segment
 from specdecode_worker.contract import Plan, PlanState
-from specdecode_worker.control.exploration import BURST_STEPS, DROPPED_STEPS, Exploration, changed_loads
 from specdecode_worker.control.guard import Guard
-from specdecode_worker.control.plan import Dispatcher, PlainStepTimes, PlanRefused
+from specdecode_worker.control.plan import (
+    BURST_STEPS,
+    DROPPED_STEPS,
+    Dispatcher,
+    Exploration,
+    PlainStepTimes,
+    PlanRefused,
+    changed_loads,
+)
 from specdecode_worker.control.plan import Load as PlanLoad
 
 SEGMENT_STEPS = 48

@@ -46,7 +46,7 @@ async def test_the_worst_case_is_accepted_and_read_back(api: KubeClient, deploym
     problem = await store.save(deployment, Session(learned=learned), urgent=True, now=0)
     assert problem is None
     config_map = await api.get(CONFIG_MAPS, deployment.namespace, f"{deployment.name}-state")
-    assert parse_state(config_map["data"], deployment.uid) == learned
+    assert parse_state(config_map["data"], deployment.uid, learned.plan) == learned
 
 
 @pytest.fixture(scope="module")

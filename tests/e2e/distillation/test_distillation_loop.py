@@ -202,9 +202,9 @@ def served(
         assert endpoint.running_drafts() == {model_hash(head)}
         with StreamTraffic(url, MODEL, CLIENTS) as traffic, Askers(url, ASKERS, different_questions(SPLITS)) as askers:
             yield Loop(endpoint, head.parent, askers)
-        print(f"{len(traffic.answers)} streamed answers compared, {askers.asked} others")
+        print(f"{len(traffic.answers)} streamed answers compared, {askers.answered} others")
         assert replaced or endpoint.identities() == before, "no pod was replaced"
-        assert askers.problems == []
+        assert askers.failures == []
         assert failures(traffic.answers, expected) == []
 
 

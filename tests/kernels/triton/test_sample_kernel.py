@@ -218,30 +218,18 @@ BUGS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
-    rows: list[Row] = [
-        (0.5, 4, 0.8, 0.0),
-        (1.9, 0, 0.9, 0.2),
-        (0.7, 3, 1.0, 0.0),
-        (1.0, 0, 0.3, 0.0),
-        (1.0, 150, 0.9, 0),
-    ]
+def finds_no_difference(module: ModuleType) -> bool:
+    rows: list[Row] = [(0.5, 4, 0.8, 0.0), (1.9, 0, 0.9, 0.2), (0.7, 3, 1.0, 0.0), (1.0, 0, 0.3, 0.0), (1, 150, 0.9, 0)]
     logits = logits_of(len(rows), 200, 2.0, torch.float16)
     logits[3, ::7] = 9.0
     logits[4] -= 20.0
-    assert not matches_reference(by_kernel(plant(kernel, *BUGS[bug]), logits, rows, 160), logits, rows)
+    return matches_reference(by_kernel(module, logits, rows, 160), logits, rows)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+    assert not finds_no_difference(plant(kernel, *BUGS[bug]))
 
 
 def test_unmodified_kernel_passes_the_bug_check() -> None:
-    rows: list[Row] = [
-        (0.5, 4, 0.8, 0.0),
-        (1.9, 0, 0.9, 0.2),
-        (0.7, 3, 1.0, 0.0),
-        (1.0, 0, 0.3, 0.0),
-        (1.0, 150, 0.9, 0),
-    ]
-    logits = logits_of(len(rows), 200, 2.0, torch.float16)
-    logits[3, ::7] = 9.0
-    logits[4] -= 20.0
-    assert matches_reference(by_kernel(kernel, logits, rows, 160), logits, rows)
+    assert finds_no_difference(kernel)

@@ -80,51 +80,6 @@ def test_a_run_continues_where_it_stopped(
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_heads_are_named_by_their_method_or_by_a_name_of_their_own(draft_depths: Any) -> None:
-    own, named = draft_depths.Head.of("peagle=file:///a"), draft_depths.Head.of("shipped:eagle3=embedded://b")
-    assert (own.name, own.method, own.uri) == ("peagle", "peagle", "file:///a")
-    assert (named.name, named.method, named.uri) == ("shipped", "eagle3", "embedded://b")
-
-
-def test_report_compares_with_plain_decoding_at_the_same_load(draft_depths: Any) -> None:
-    settings = {
-        "machine": "M",
-        "date": "D",
-        "prompts": 9,
-        "max_tokens": 4,
-        "dtype": "bfloat16",
-        "trained_tokens": {"eagle3": 1200, "dflash": None},
-    }
-
-    def cell(method: str, depth: int, load: int, ms: float, tokens: float = 1.0) -> dict[str, Any]:
-        same = 8 if (method, depth) == ("dflash", 3) else 9
-        columns = {"method": method, "depth": depth, "load": load, "milliseconds_per_token": ms}
-        return columns | {"tokens_per_step": tokens, "bound": 0.1, "prompts": 9, "same_text": same}
-
-    cells = [
-        cell("plain", 0, 1, 20.0),
-        cell("eagle3", 1, 1, 16.0, 1.5),
-        cell("eagle3", 3, 1, 10.0, 2.25),
-        cell("dflash", 3, 1, 25.0, 1.25),
-        cell("plain", 0, 8, 40.0),
-        cell("eagle3", 1, 8, 50.0, 1.5),
-    ]
-    text = draft_depths.report(settings, cells)
-    assert "trained on: eagle3 1,200, dflash unknown." in text
-    assert "Cells with the texts of plain decoding: 5 of 6." in text
-    assert "| 1 | 20.0 | eagle3 | 3 | 2.25 ± 0.10 | 10.0 | 2.00 |" in text
-    assert "| 8 | 40.0 | eagle3 | 1 | 1.50 ± 0.10 | 50.0 | 0.80 |" in text
-    assert "| 1 | 3 | 2.25 ± 0.10 | 10.0 | 2.00 | 1.25 ± 0.10 | 25.0 | 0.80 |" in text
-    assert "| 1 | 1 | 1.50 ± 0.10 | 16.0 | 1.25 | | | |" in text
-
-
-def test_plain_decoding_comes_first_at_each_load(draft_depths: Any) -> None:
-    keys = list(draft_depths.cells_of(["eagle3", "dflash"], [1, 2], [1, 8]))
-    assert len(keys) == len(set(keys)) == 10
-    assert keys[0] == ("plain", 0, 1)
-    assert keys[5] == ("plain", 0, 8)
-
-
 # The measurement of host time runs, and its steps are those that it says.
 
 

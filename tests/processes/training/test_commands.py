@@ -5,56 +5,29 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import comparison as engine_evaluation
-from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.training.conversations import DataSet, answer_length
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
-
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 258,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "eos_token_id": 257,
-}
-TEMPLATE = (
-    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}<e>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
+from support.small_model import write_target
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<e>", special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<e>"}))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    torch.manual_seed(0)
-    weights = CausalLM(causal_lm_config(CONFIG)).state_dict()
+    write_target(folder, config={"intermediate_size": 48, "max_position_embeddings": 512})
+    weights = load_file(folder / "model.safetensors")
     weights["model.embed_tokens.weight"] *= 0.1  # tied: at full size every token would predict itself
-    save_file({k: v.contiguous() for k, v in weights.items() if k != "lm_head.weight"}, folder / "model.safetensors")
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from specdecode_operator.plugin.drafts import change_for, offer
-from specdecode_operator.state.learned import parse_state
+from specdecode_operator.state.learned import parse_state, plan_of
 from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
 from support.e2e.kube import Namespace
 from support.kube import KubectlError, Manifest, wait_for
@@ -242,9 +242,10 @@ class Endpoint:
         """Return the state that the operator persisted for this deployment, as a document."""
         config_map = self.namespace.get("configmap", f"{self.name}-state")
         uid = config_map["metadata"]["ownerReferences"][0]["uid"]
-        learned = parse_state(config_map["data"], uid)
+        plan = plan_of(self.namespace.get("configmap", f"{self.name}-plan")["data"], uid)
+        learned = parse_state(config_map["data"], uid, plan)
         assert learned is not None, f"{self.name}-state cannot be read"
-        return learned.model_dump(mode="json")
+        return {**learned.model_dump(mode="json"), "plan": plan.model_dump(mode="json") if plan else None}
 
     def _token(self) -> str:
         """Return the current token of the scope operator."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ import openai
 
 from support.client_threads import ClientThreads
 from support.e2e.traffic import PROMPTS
-from support.kube import wait_for
 
 MAX_TOKENS = 48
 TEMPERATURE = 0.7
@@ -84,32 +83,18 @@ class StreamTraffic(ClientThreads):
     ) -> None:
         super().__init__(clients, join_seconds=180)
         self.api_key = api_key
-        self._headers = dict(headers or {})
         self.answers: list[StreamedAnswer] = []
-        self._url, self._model = url, model
-        self._prompts = itertools.cycle(PROMPTS)
+        self._headers, self._model, self._url = dict(headers or {}), model, url
+        self._clients = threading.local()
 
-    def count(self) -> int:
-        """Return the number of requests that have ended."""
+    def _ask(self, number: int) -> str:
+        if not hasattr(self._clients, "own"):
+            self._clients.own = connect(self._url)
+        options = self._clients.own.with_options(api_key=self.api_key, default_headers=self._headers)
+        answer = stream_answer(options, self._model, PROMPTS[number % len(PROMPTS)])
         with self._lock:
-            return len(self.answers)
-
-    def wait_for_answers(self, more: int) -> None:
-        """Wait until so many more requests have ended."""
-        before = self.count()
-        wait_for(f"{more} more answers", lambda: self.count() >= before + more, timeout_s=120)
-
-    def _run(self) -> None:
-        client = connect(self._url)
-        while not self._stop.is_set():
-            with self._lock:
-                prompt = next(self._prompts)
-            options = client.with_options(api_key=self.api_key, default_headers=self._headers)
-            answer = stream_answer(options, self._model, prompt)
-            with self._lock:
-                self.answers.append(answer)
-            if answer.problem:
-                self._stop.wait(0.5)
+            self.answers.append(answer)
+        return answer.problem
 
 
 def failures(answers: Sequence[StreamedAnswer], expected: Mapping[str, str]) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Sequence
 
 import httpx
@@ -28,10 +26,7 @@ def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
 
 
 class Traffic(ClientThreads):
-    """Background chat requests, used as ``with Traffic(url, model, concurrency=2) as traffic: ...``.
-
-    Failures are collected and raise nothing.
-    """
+    """Background chat requests, used as ``with Traffic(url, model, concurrency=2) as traffic: ...``."""
 
     def __init__(
         self,
@@ -41,28 +36,15 @@ class Traffic(ClientThreads):
         concurrency: int,
         max_tokens: int = 64,
         prompts: Sequence[str] = PROMPTS,
+        pause_seconds: float = 0,
+        timeout_s: float = 60,
     ) -> None:
-        super().__init__(concurrency, join_seconds=60)
-        self.failures: list[str] = []
-        self.finished = 0
-        self._bodies = itertools.cycle([chat_body(model, prompt, max_tokens) for prompt in prompts])
-        self._url = f"{url}/v1/chat/completions"
+        super().__init__(concurrency, join_seconds=60, pause_seconds=pause_seconds)
+        self._bodies = [chat_body(model, prompt, max_tokens) for prompt in prompts]
+        self._url, self._timeout_s = f"{url}/v1/chat/completions", timeout_s
 
-    def _run(self) -> None:
-        """Send requests over a new connection each, as many users would.
-
-        The Service therefore chooses a pod for every request.
-        """
-        while not self._stop.is_set():
-            with self._lock:
-                body = next(self._bodies)
-            try:
-                answer = httpx.post(self._url, json=body, timeout=60, trust_env=False)
-                problem = None if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"
-            except httpx.HTTPError as error:
-                problem = repr(error)
-            with self._lock:
-                self.finished += problem is None
-                self.failures += [f"{time.strftime('%T')} {problem}"] if problem else []
-            if problem:
-                self._stop.wait(0.5)
+    def _ask(self, number: int) -> str:
+        """Ask over a new connection, as many users would, so that the Service chooses a pod for every request."""
+        body = self._bodies[number % len(self._bodies)]
+        answer = httpx.post(self._url, json=body, timeout=self._timeout_s, trust_env=False)
+        return "" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from support.e2e.traffic import Traffic
 from support.kube import wait_for
-from support.operator_faults.constant_clients import ConstantClients
 from support.operator_faults.figures import Figures
 from support.operator_faults.tenant import ServedDeployment
 
@@ -17,18 +17,23 @@ RECOVERY_SECONDS = 30
 DRAIN = {"endpointDelay": "2s", "gracePeriod": "5s"}
 
 
+def clients_of(served: ServedDeployment) -> Traffic:
+    """Return clients that ask through the Service of a deployment, each request over a new connection."""
+    url = f"http://{served.child('service')['spec']['clusterIP']}"
+    return Traffic(url, "stand-in", concurrency=8, prompts=("hello",), pause_seconds=0.1, timeout_s=20)
+
+
 @contextmanager
-def constant_clients(served: ServedDeployment) -> Iterator[ConstantClients]:
+def constant_clients(served: ServedDeployment) -> Iterator[Traffic]:
     """Yield running clients; they go on for some seconds after the block."""
-    address = served.child("service")["spec"]["clusterIP"]
-    with ConstantClients(f"http://{address}") as clients:
+    with clients_of(served) as clients:
         wait_for("traffic", lambda: clients.answered > 8)
         yield clients
         time.sleep(SETTLE_SECONDS)
 
 
 @contextmanager
-def unnoticed(served: ServedDeployment, figures: Figures, label: str) -> Iterator[ConstantClients]:
+def unnoticed(served: ServedDeployment, figures: Figures, label: str) -> Iterator[Traffic]:
     """Yield running clients. Afterwards their failures are recorded and must be none."""
     with constant_clients(served) as clients:
         yield clients

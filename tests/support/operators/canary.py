@@ -276,7 +276,7 @@ class Canary:
 
     def restart_operator(self) -> None:
         """Drop everything but what the ConfigMap and the SpecDecodeDrafts have."""
-        before, learned = self.record, parse_state(render_state(self.session.learned), "u1")
+        before, learned = self.record, parse_state(render_state(self.session.learned), "u1", self.session.learned.plan)
         training = parse_training(render_training(self.record))
         self.session = Session(learned=learned or LearnedState(uid="u1"), drafts=training)
         self.session = self.observed().session

@@ -184,7 +184,7 @@ class Drifting:
 
     def restart_operator(self) -> None:
         """Drop everything but what the state's ConfigMap has."""
-        learned = parse_state(render_state(self.session.learned), "u1")
+        learned = parse_state(render_state(self.session.learned), "u1", self.session.learned.plan)
         self.session = Session(learned=learned or LearnedState(uid="u1"), drafts=self.session.drafts)
 
     def wait(self, seconds: float) -> None:

@@ -297,7 +297,7 @@ class Loop:
 
     def restart_operator(self) -> None:
         """All that the process knew is gone but what the ConfigMap has."""
-        learned = parse_state(render_state(self.memory.learned), "u1")
+        learned = parse_state(render_state(self.memory.learned), "u1", self.memory.learned.plan)
         self.memory = Session(learned=learned or LearnedState(uid="u1"))
 
 

@@ -31,8 +31,8 @@ class Cluster:
     def __init__(self, **spec: Any) -> None:
         self.writes: list[str] = []
         self.down: set[str] = set()
-        self.state: Mapping[str, Any] | None = None
-        """The ConfigMap with the state."""
+        self.stored: dict[str, Mapping[str, Any]] = {}
+        """ConfigMaps by name."""
         metadata = {"namespace": KEY[0], "name": KEY[1], "uid": "u1", "generation": 1, "resourceVersion": "1"}
         self.resources: dict[Key, Any] = {KEY: {"metadata": metadata, "spec": deep(SPEC, spec)}}
         self.is_deleted = False
@@ -60,8 +60,8 @@ class Cluster:
         kind, name = manifest["kind"], manifest["metadata"]["name"]
         if name in self.down:
             return ChildProblem(kind, name, "Unavailable", "no answer")
-        if name == "demo-state":
-            self.state = manifest
+        if kind == "ConfigMap":
+            self.stored[name] = manifest
         self.writes.append(f"{kind}/{name}")
         return None
 
@@ -79,7 +79,7 @@ class Cluster:
     async def get(self, kind: Kind, namespace: str, name: str) -> Any:
         if kind == DEPLOYMENTS:
             return None if self.is_deleted else self.resources[KEY]
-        return self.state if kind == CONFIG_MAPS else None
+        return self.stored.get(name) if kind == CONFIG_MAPS else None
 
     async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> Any:
         if kind.kind != "Event":

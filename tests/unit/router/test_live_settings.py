@@ -39,7 +39,7 @@ async def test_a_running_router_uses_changed_settings(tmp_path: Path, monkeypatc
             while dict(state.placement.split.percents) != {"next": 25}:
                 await asyncio.sleep(0.01)
         limits = state.relay.limits
-        assert (limits.hold_seconds, limits.no_worker_seconds, limits.silence.min_seconds) == (0.1, 5, 2)
+        assert (limits.hold_seconds, limits.no_worker_seconds, limits.min_silence_seconds) == (0.1, 5, 2)
         state.relay.workers.update([])
         status, _, body = await router.post("/v1/chat/completions", json={"messages": []})
         assert (status, b"within 0.1 s" in body) == (503, True)

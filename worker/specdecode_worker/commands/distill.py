@@ -1,7 +1,7 @@
 """Command ``distill``: train a better draft from captured traffic and compare it with the deployed draft.
 
 The work is done by ``training.distillation``. SIGTERM and SIGINT stop the command between two pieces of work; all
-finished work is kept. ``--job`` runs it as a Kubernetes Job (common/distillation_job.py).
+finished work is kept. ``--job`` runs it as a Kubernetes Job (commands/distillation_job.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from specdecode_worker.commands.distillation_job import (
     check_job_flags,
     run_as_job,
 )
-from specdecode_worker.commands.flags import (
-    print_progress,
-)
+from specdecode_worker.commands.flags import print_progress, settings_of
 from specdecode_worker.contract import TreeShape, adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.errors import ModelError
@@ -50,7 +48,6 @@ from specdecode_worker.training.split_target import TargetPlacement, placed_targ
 INTERRUPTED = 143
 """Exit code after a stop: 128 + SIGTERM, as for a process without a handler, so that a Kubernetes Job restarts it."""
 _USAGE = 64
-_DEFAULTS = StudentSettings()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -129,14 +126,13 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     # A run that was suspended goes on without what has expired since.
     delete_expired_from_runs([args.out, *args.replay], oldest_seconds, print_progress)
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (adapted_uri(args.model, args.adapter), args.draft))
-    job = DistillationSettings(
+    job = settings_of(
+        DistillationSettings,
+        args,
         target=target,
         parent=parent,
         capture=capture,
-        golden=args.golden,
         replay=tuple(args.replay),
-        replay_prompts=args.replay_prompts,
-        out=args.out,
         settings=settings,
         shape=args.shape or TreeShape.chain(3),
         wanted_gain=args.min_gain,
@@ -145,14 +141,8 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
         golden_tokens=args.max_tokens,
         max_not_reproduced=MAX_NOT_REPRODUCED if args.job else 1.0,
     )
-    placement = TargetPlacement(
-        folder=target.folder,
-        dtype=args.dtype,
-        device=device_of(args.device),
-        size=args.tensor_parallel_size,
-        threads=args.threads,
-        quantization=args.quantization,
-    )
+    device = device_of(args.device)
+    placement = settings_of(TargetPlacement, args, folder=target.folder, device=device, size=args.tensor_parallel_size)
     print_progress(f"distill: answering the prompts of {', '.join(map(str, job.asked.values())) or 'no file'}")
     chat = Chat(target.folder)
     answers = answer_prompts(placement, chat, job.asked, answer_tokens=job.golden_tokens, stopped=stopped)
@@ -176,17 +166,7 @@ def _settings(args: argparse.Namespace) -> StudentSettings:
         least["--time-limit"] = args.time_limit
     if wrong := [flag for flag, value in least.items() if value <= 0]:
         raise TrainingError(f"{wrong[0]} must be above 0")
-    return StudentSettings(
-        steps=args.steps,
-        minutes=args.minutes,
-        learning_rate=args.learning_rate,
-        batch_tokens=args.batch_tokens,
-        round_steps=args.round_steps,
-        patience=args.patience,
-        replay_share=args.replay_share,
-        depth=args.unroll,
-        seed=args.seed,
-    )
+    return settings_of(StudentSettings, args, depth=args.unroll)
 
 
 def _ancestor(uri: str, cache_dir: Path | None) -> Ancestor:

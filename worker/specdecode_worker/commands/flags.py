@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, get_args
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from pydantic import ValidationError
 
@@ -26,6 +27,11 @@ from specdecode_worker.contract import (
     TargetQuantization,
     TreeShape,
 )
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
 
 # Command-line flags that have the same meaning in several commands.
 
@@ -284,6 +290,15 @@ def _draft(word: str, name: str) -> NamedDraft:
         return NamedDraft.model_validate({"name": name, "method": method, "uri": uri or None})
     except ValidationError as error:
         raise ValueError(f"--merge {word!r}: {error.errors()[0]['msg']}") from None
+
+
+# Settings that take the values of flags of the same names.
+
+
+def settings_of(kind: type[T], args: argparse.Namespace, **other: Any) -> T:
+    """Build ``kind``, a dataclass, from the flags that have the names of its fields, and from ``other``."""
+    names = (entry.name for entry in fields(cast("type[DataclassInstance]", kind)))
+    return kind(**{name: getattr(args, name) for name in names if hasattr(args, name)} | other)
 
 
 # Progress of commands, on standard error.

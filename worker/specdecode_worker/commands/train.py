@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from specdecode_worker.commands.flags import print_progress
+from specdecode_worker.commands.flags import print_progress, settings_of
 from specdecode_worker.contract import adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.causal_lm import CausalLM
@@ -25,8 +25,6 @@ from specdecode_worker.training.prompts import read_prompts
 from specdecode_worker.training.recipe import DraftSettings, RecordingSettings, record_answers, train_draft
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
 from specdecode_worker.training.trainer import TrainSettings
-
-_DEFAULTS = TrainSettings()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,18 +43,20 @@ def run(args: argparse.Namespace) -> int:
 def _train(args: argparse.Namespace) -> Path:
     """Train the draft and return its folder."""
     folder = resolve(adapted_uri(args.model, args.adapter), args.cache_dir)
-    placement = TargetPlacement(
-        folder=folder,
-        dtype=args.dtype,
-        device=device_of(args.device),
-        size=args.tensor_parallel_size,
-        threads=args.threads,
+    device = device_of(args.device)
+    placement = settings_of(TargetPlacement, args, folder=folder, device=device, size=args.tensor_parallel_size)
+    recording = settings_of(
+        RecordingSettings,
+        args,
+        prompts=tuple(read_prompts(args.prompts)) if args.prompts else (),
+        held_out=tuple(read_prompts(args.held_out)) if args.held_out else (),
+        answer_tokens=args.max_tokens,
     )
-    record_answers(placement, Chat(folder), _recording_settings(args), args.seed, args.out, print_progress)
+    record_answers(placement, Chat(folder), recording, args.seed, args.out, print_progress)
     with placed_target(placement) as target:
         return train_draft(
             target,
-            _settings(args),
+            settings_of(TrainSettings, args, minutes=0.0 if args.steps else args.minutes),
             _draft_settings(args, target, folder),
             args.out,
             print_progress,
@@ -80,41 +80,11 @@ def _draft_settings(args: argparse.Namespace, target: CausalLM, folder: Path) ->
         origin = load_draft(args.method, parent[1], target, target_folder=folder, dtype=torch.float32, device=cpu)
         if isinstance(origin, CausalLM) and origin.vocabulary is not None:
             raise VocabularyMismatch(f"{args.draft}: a draft model with another tokenizer cannot be trained further")
-    return DraftSettings(
+    return settings_of(
+        DraftSettings,
+        args,
         target=(adapted_uri(args.model, args.adapter), folder),
-        method=args.method,
-        draft_vocab=args.draft_vocab,
-        layers=args.layers,
         origin=origin,
         parent=parent,
         normalise=not args.no_normalisers,
-        names=args.names,
-    )
-
-
-def _settings(args: argparse.Namespace) -> TrainSettings:
-    """Build the optimizer settings from the flags."""
-    return TrainSettings(
-        steps=args.steps,
-        minutes=0.0 if args.steps else args.minutes,
-        learning_rate=args.learning_rate,
-        batch_tokens=args.batch_tokens,
-        accumulate=args.accumulate,
-        depth=args.depth,
-        patience=args.patience,
-        seed=args.seed,
-        validate_every=args.validate_every,
-        validate_steps=args.validate_steps,
-    )
-
-
-def _recording_settings(args: argparse.Namespace) -> RecordingSettings:
-    """Build the description of the training data from the flags."""
-    return RecordingSettings(
-        tokens=args.tokens,
-        text=args.text,
-        prompts=tuple(read_prompts(args.prompts)) if args.prompts else (),
-        held_out=tuple(read_prompts(args.held_out)) if args.held_out else (),
-        rows=args.rows,
-        answer_tokens=args.max_tokens,
     )

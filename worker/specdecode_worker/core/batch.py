@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from specdecode_worker.contract import GuardCell, Plan, PlanState, TreeShape
-from specdecode_worker.control.exploration import DROPPED_STEPS, Exploration, changed_loads
 from specdecode_worker.control.guard import Guard
-from specdecode_worker.control.plan import Dispatcher, Load, PlainStepTimes
+from specdecode_worker.control.plan import DROPPED_STEPS, Dispatcher, Exploration, Load, PlainStepTimes, changed_loads
 from specdecode_worker.core.request import Request
 from specdecode_worker.sampling.trees import PLAIN, Tree, extended, given_chain, tree_of
 

@@ -12,10 +12,13 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import product
 from statistics import median
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.core.messages import Sampling, Submit
+
+if TYPE_CHECKING:
+    from specdecode_worker.engine.engine import Engine
 
 TIMED_STEPS, DROPPED_STEPS = 10, 3
 STEPS_OF_SHAPE = 7
@@ -25,49 +28,7 @@ PLAIN = TreeShape(())
 T = TypeVar("T")
 
 
-class CalibrationTarget(Protocol):
-    """Interface of an engine that can be calibrated."""
-
-    max_model_len: int
-
-    def calibration_loads(self) -> tuple[int, ...]:
-        """Return the numbers of sequences to time, ascending."""
-        ...
-
-    def calibration_shapes(self) -> tuple[TreeShape, ...]:
-        """Return the tree shapes to time at each load, besides plain decoding."""
-        ...
-
-    def add(self, submit: Submit) -> None:
-        """Queue a request. Raise ValueError if it cannot be served."""
-        ...
-
-    def step(self) -> list[Tokens]:
-        """Run one step and return the newly emitted tokens."""
-        ...
-
-    def abort(self, request_id: str, *, stopped: bool = False) -> None:
-        """End a request, which counts as finished if its text is complete (``stopped``)."""
-        ...
-
-    def force_shape(self, shape: TreeShape | None) -> None:
-        """Use this tree shape in all steps instead of the plan's; None returns to the plan."""
-        ...
-
-    def set_plain_step_time(self, sequences: int, seconds: float) -> None:
-        """Set the time of a plain step with this number of sequences."""
-        ...
-
-    def reset_step_costs(self) -> None:
-        """Reset the step costs."""
-        ...
-
-    def reset_traffic(self) -> None:
-        """Reset all statistics except the step costs."""
-        ...
-
-
-def calibrate(engine: CalibrationTarget, most_seconds: float) -> dict[int, float]:
+def calibrate(engine: Engine, most_seconds: float) -> dict[int, float]:
     """Measure step times and pass the plain ones to the engine.
 
     Plain steps are timed at ascending and then at descending loads, and the faster time counts. A process that has
@@ -111,12 +72,12 @@ def _in_time(items: Iterable[T], most_seconds: float) -> Iterator[T]:
             return
 
 
-def _plain_step_seconds(engine: CalibrationTarget, count: int) -> float:
+def _plain_step_seconds(engine: Engine, count: int) -> float:
     engine.force_shape(PLAIN)
     return median(_steps(engine, count, 0, DROPPED_STEPS + TIMED_STEPS)[DROPPED_STEPS:])
 
 
-def _steps(engine: CalibrationTarget, count: int, depth: int, steps: int) -> list[float]:
+def _steps(engine: Engine, count: int, depth: int, steps: int) -> list[float]:
     """Run ``steps`` steps of ``count`` synthetic requests, and return the seconds of each.
 
     A step emits at most ``depth`` + 1 tokens of each request. A short context has room for fewer steps.

@@ -13,19 +13,19 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from functools import partial
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 import zmq
 
-from specdecode_worker.contract import Plan, Report, SyntheticKnobs, TrialState, WorkerConfig
+from specdecode_worker.contract import Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.core.errors import RankLost, is_sticky_device_error
 from specdecode_worker.core.messages import (
     Abort,
@@ -48,74 +48,21 @@ from specdecode_worker.drafts.swap import (
     DraftFollower,
     DraftSwap,
     DraftSwapQueue,
-    FollowedEngine,
-    SwapStatus,
     start_draft,
 )
-from specdecode_worker.engine.calibration import CalibrationTarget, calibrate
+from specdecode_worker.engine.calibration import calibrate
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
 from specdecode_worker.stages import finish_start, stage
 from specdecode_worker.termination import write_termination_message
 
 if TYPE_CHECKING:
-    from specdecode_worker.drafts.base import LoadDraft, LoadedDraft
+    from specdecode_worker.drafts.base import LoadedDraft
+    from specdecode_worker.engine.engine import Engine
 
-# Interface of the engine that the loop of the engine process drives, and of the function that builds one.
-#
 # The server process imports this module, so it must not import torch.
 
-
-class DrivenEngine(CalibrationTarget, FollowedEngine, Protocol):
-    """Interface of the engine that the loop drives; ``engine.engine.Engine`` implements it."""
-
-    on_launch: Callable[[int, int], None] | None
-    """Called with the numbers of rows and prefill tokens of each step that is launched."""
-
-    @property
-    def idle(self) -> bool:
-        """True if there is nothing to compute until the next message."""
-        ...
-
-    def report(self, swaps: Mapping[str, SwapStatus] = ..., trial: TrialState | None = ...) -> Report:
-        """Return the worker report, with the swaps of drafts by name and the draft trial."""
-        ...
-
-    def open_exchange(self, address: tuple[str, int] | None, wake: Callable[[], None]) -> int:
-        """Begin to exchange cache blocks with other workers, and return the port that is listened on, 0 for none.
-
-        ``wake`` ends the sleep of the loop. Threads call it.
-        """
-        ...
-
-    @property
-    def draft_names(self) -> Sequence[str]:
-        """Names of the drafts, loaded or not; empty for the default draft."""
-        ...
-
-    def set_plan(self, plan: Plan) -> None:
-        """Replace the plan. Raise ValueError if the engine refuses it."""
-        ...
-
-    def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
-        """Replace the synthetic knobs; None clears them."""
-        ...
-
-    @property
-    def load_draft(self) -> LoadDraft | None:
-        """Callable that loads a draft in another thread while the engine runs; None if no draft can be loaded."""
-        ...
-
-    def set_draft(self, name: str, loaded: LoadedDraft) -> list[Tokens]:
-        """Replace the draft of this name. Return the tokens of the steps that were in flight.
-
-        Raises:
-            ModelError: The draft cannot be used; nothing has changed.
-        """
-        ...
-
-
-Build = Callable[[WorkerConfig], tuple[DrivenEngine, Loaded]]
+Build = Callable[[WorkerConfig], tuple["Engine", Loaded]]
 """Callable that loads the models. It runs in the engine process, which may import torch."""
 
 
@@ -465,9 +412,7 @@ EXIT_SECONDS = 3.0
 class EngineLoop:
     """Loop of the engine process: handle messages, take over loaded drafts, run a step, send its tokens."""
 
-    def __init__(
-        self, engine: DrivenEngine, port: EnginePort, heartbeat: HeartbeatWriter, config: WorkerConfig
-    ) -> None:
+    def __init__(self, engine: Engine, port: EnginePort, heartbeat: HeartbeatWriter, config: WorkerConfig) -> None:
         """Create the loop of an engine that was built from ``config``."""
         self._engine = engine
         self._port = port
@@ -574,7 +519,7 @@ class EngineLoop:
         return b""
 
 
-def warm_up(engine: DrivenEngine) -> None:
+def warm_up(engine: Engine) -> None:
     """Run one request to its end, so that one-time costs do not delay the first request of a client."""
     sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
     engine.add(Submit(request_id="warm-up", prompt=(1,) * 4, sampling=sampling, arrival_seconds=time.monotonic()))
@@ -630,7 +575,7 @@ def main(
     port.close()
 
 
-def _prepare(engine: DrivenEngine, heartbeat: HeartbeatWriter, plan: Plan | None, knobs_json: str | None) -> None:
+def _prepare(engine: Engine, heartbeat: HeartbeatWriter, plan: Plan | None, knobs_json: str | None) -> None:
     """Apply the initial plan and knobs, warm up and calibrate, each as a phase of the heartbeat."""
     if plan is not None:
         heartbeat.enter(Phase.CAPTURING)
@@ -679,7 +624,7 @@ def _crash_reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _build(config: WorkerConfig) -> tuple[DrivenEngine, Loaded]:
+def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:
     # These import torch, which the parent process must not do.
     from specdecode_worker.engine.factory import device_of, load_engine
     from specdecode_worker.engine.kernel_class import kernel_class

@@ -37,7 +37,7 @@ from specdecode_worker.contract import (
     TrafficCell,
     TrialState,
 )
-from specdecode_worker.control.exploration import ShadowDraft, scores
+from specdecode_worker.control.plan import ShadowDraft, scores
 from specdecode_worker.core.batch import Row
 from specdecode_worker.core.messages import Logprobs
 from specdecode_worker.core.request import Request

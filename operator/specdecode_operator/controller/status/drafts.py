@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from specdecode_operator import manifests
-from specdecode_operator.api.draft import UNRESOLVED
+from specdecode_operator.api.draft import UNRESOLVED, Phase
 from specdecode_operator.api.schema import MAX_TEXT
 from specdecode_operator.api.v1alpha1 import (
     ConditionType,
@@ -18,10 +18,8 @@ from specdecode_operator.api.v1alpha1 import (
 )
 from specdecode_operator.controller.status.condition_state import ConditionState
 from specdecode_operator.drafts.drift import BATCH_REQUESTS, DAY_SECONDS
-from specdecode_operator.drafts.lifecycle import Phase
 from specdecode_operator.rollout.assignment import Facts, next_offer, obstacle_of_offer
-from specdecode_operator.rollout.drift_run import worth_of_drift
-from specdecode_operator.rollout.runs import RUN_PHASES, captured_conversations, job_of_run
+from specdecode_operator.rollout.runs import RUN_PHASES, captured_conversations, job_of_run, worth_of_drift
 from specdecode_operator.rollout.trial_evidence import evidence_text
 from specdecode_operator.state.draft_record import DraftRecord, RunRecord
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, TaskDrift

@@ -21,7 +21,6 @@ from specdecode_operator.controller.status import status_of
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation, Outcome
 from specdecode_router.placement.choose import PlacementOutcome
-from specdecode_router.queueing.admission import Admission, QueueLimits
 from specdecode_router.queueing.refusals import RefusalReason
 from specdecode_router.telemetry.metrics import HedgeOutcome, ResumeOutcome, ResumeReason, RouterMetrics, Stage
 from specdecode_worker.contract import LatencyHistogram, Report
@@ -104,8 +103,8 @@ def router() -> Iterator[str]:
     The refused request is one that no alert counts: a tenant at its own limit says nothing of the workers.
     """
     metrics_of_router = RouterMetrics()
-    metrics_of_router.follow_queue(Admission(QueueLimits(), time.monotonic))
-    metrics_of_router.set_workers(ready=2, suspect=0, terminating=0)
+    metrics_of_router.set_queue(waiting=0, held=0, oldest_held_seconds=0.0)
+    metrics_of_router.set_workers({"ready": 2, "suspect": 0, "terminating": 0})
 
     def exposition() -> bytes:
         for stage in Stage:

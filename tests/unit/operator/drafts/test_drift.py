@@ -85,21 +85,6 @@ def test_the_detector_is_a_shiryaev_roberts_sum() -> None:
     assert detector.log_evidence == pytest.approx(math.log(sum(sums) / 3))
 
 
-def test_a_fall_is_detected_and_ordinary_noise_is_not(learnt: Baseline) -> None:
-    coins, detector, batches = random.Random(5), DriftDetector(), 0
-    threshold = batches_between_alarms(learnt, tasks=1)
-    for batch in range(4000):
-        at = (LEARNING_DAYS + 1) * DAY_SECONDS + batch * DAY_SECONDS / 96
-        detector = detector.add(excess_loss(learnt, at, cost_at(at) + coins.gauss(0, 0.05), 0.05))
-        assert not detector.alarms(threshold), batch
-    while not detector.alarms(threshold):
-        batches += 1
-        at += DAY_SECONDS / 96
-        loss = -math.log(0.8)
-        detector = detector.add(excess_loss(learnt, at, cost_at(at) + loss + coins.gauss(0, 0.05), 0.05))
-    assert batches <= 30
-
-
 def test_false_alarms_are_no_more_frequent_than_promised() -> None:
     """A loss of exactly the accepted size is the worst case of what must not raise alarms."""
     coins, detector, alarms = random.Random(6), DriftDetector(), 0

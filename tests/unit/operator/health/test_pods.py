@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.health.pod_health import learn_pods, suspected
-from specdecode_operator.health.remediation import plain_plan
+from specdecode_operator.health.pod_health import learn_pods, plain_plan, suspected
 from specdecode_operator.planning.learning import learn
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
@@ -128,6 +127,8 @@ def test_a_slow_pod_is_reported_and_nothing_else() -> None:
     assert last.health.unhealthy[0].pace == pytest.approx(2, rel=0.2)
     assert not last.health.own_plans
     assert not last.health.recycle
+    del fleet.workers["p0"], fleet.workers["p1"]
+    assert not fleet.poll().health.unhealthy, "who is left has no peers"
 
 
 def of_both(learned: LearnedState, depth: int) -> float:

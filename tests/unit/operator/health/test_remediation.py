@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.health.pod_health import TUNING
-from specdecode_operator.health.remediation import HealInputs, heal
+from specdecode_operator.health.pod_health import TUNING, HealInputs, heal
 from specdecode_operator.state.learned import PodState, PodTaskState
 from specdecode_operator.types import Remediation, Worker
 from specdecode_worker.contract import Plan, TreeShape

@@ -97,7 +97,7 @@ def test_the_stored_cells_are_bounded_and_the_latest_stay() -> None:
 def test_credit_and_choices_survive_a_restart_of_the_operator() -> None:
     choice = MergeChoice(task=TASK, drafts=(), declared=("head",), hashes=(OWN, HEAD), since=5, before=("head",))
     learned = learnt(polled()).model_copy(update={"uid": "u", "merges": (choice,)})
-    again = parse_state(render_state(learned), "u")
+    again = parse_state(render_state(learned), "u", learned.plan)
     assert again is not None
     assert (again.credit, again.merges) == (learned.credit, learned.merges)
 

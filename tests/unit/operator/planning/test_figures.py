@@ -45,6 +45,11 @@ def test_shadow_drafts_count_with_their_cost() -> None:
     assert speedup(dict([PLAIN, shadowed]), ()) == pytest.approx(2 / 2.25, rel=0.01)
 
 
+def test_plain_steps_of_a_busy_moment_claim_no_more_than_the_tokens_of_a_step() -> None:
+    measured = speedup(dict([steps(3, 10_000, 0.02, 2.0), steps(0, 10, 50 * PLAIN_SECONDS, 1.0)]), ())
+    assert measured == pytest.approx(2, rel=0.03), "else it is 50"
+
+
 def test_few_tokens_give_no_speedup() -> None:
     assert speedup(dict([steps(3, 20, 0.016, 2.0), steps(0, 20, PLAIN_SECONDS, 1.0)]), ()) is None
 

@@ -100,7 +100,12 @@ def demo(server: Server) -> str:
     resource = resource_of(loop)
     path = f"{ROOT}/namespaces/ns/specdecodedeployments/demo"
     server.answers[path] = 200, resource
+    assert loop.memory.learned.plan is not None
     server.answers[STATE] = 200, {"data": render_state(loop.memory.learned)}
+    server.answers[STATE.replace("-state", "-plan")] = (
+        200,
+        {"data": {"plan.json": loop.memory.learned.plan.model_dump_json()}},
+    )
     return path
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.drafts.lifecycle import Phase
-from specdecode_operator.rollout.drift_run import first_run_seconds, worth_of_drift
+from specdecode_operator.api.draft import Phase
+from specdecode_operator.rollout.runs import first_run_seconds, worth_of_drift
 from specdecode_operator.state.draft_record import UNUSED, DraftRecord, parse_training, render_training
 from support.operators.drifting import SLOWER, Drifting, drifting
 

@@ -34,7 +34,7 @@ STEPS = st.lists(
         st.tuples(st.just("pairs"), st.integers(1, 12), st.floats(-0.3, 0.3)),
         st.tuples(st.sampled_from(("lose", "restart", "fail", "deaf", "heal", "offer", "withdraw", "wait", "tick"))),
         st.tuples(st.just("command"), st.sampled_from(("promote", "reject", "rollback"))),
-        st.tuples(st.just("kill"), st.sampled_from(("before", "one", "two", "drafts", "after"))),
+        st.tuples(st.just("kill"), st.sampled_from(("before", "one", "two", "drafts", "state", "after"))),
     ),
     max_size=25,
 )
@@ -56,7 +56,7 @@ RUN_STEPS = st.lists(
         st.tuples(st.just("capture"), st.integers(1, 80)),
         st.tuples(st.just("job"), st.sampled_from(sorted(JOB_ENDS))),
         st.tuples(st.just("command"), st.sampled_from(("distill", "distill", "reject", "rollback"))),
-        st.tuples(st.just("kill"), st.sampled_from(("before", "one", "drafts", "after", "job"))),
+        st.tuples(st.just("kill"), st.sampled_from(("before", "one", "drafts", "state", "after", "job"))),
     ),
     max_size=25,
 )
@@ -67,7 +67,7 @@ LIMITS = {"before": 0, "one": 1, "two": 2}
 
 
 class Cluster:
-    """The drafts and the ConfigMap, and an operator that is killed between any two writes."""
+    """The drafts and the ConfigMaps of state and plan, and an operator that is killed between any two writes."""
 
     def __init__(self, canary: Canary, **spec: Any) -> None:
         self.canary, self.spec = canary, spec
@@ -81,6 +81,8 @@ class Cluster:
         if killed not in (*LIMITS, "drafts"):
             self.training = render_training(self.canary.record)
             self.state = render_state(self.canary.session.learned)
+            if killed != "state":
+                self.plan = self.canary.session.learned.plan
 
     def tick(self, killed: str = "") -> None:
         """Decide, write rollout and state, write Jobs, push. A kill loses what comes after it."""
@@ -95,7 +97,7 @@ class Cluster:
         self.canary.push()
 
     def restart(self) -> None:
-        learned = parse_state(self.state, "u1")
+        learned = parse_state(self.state, "u1", self.plan)
         assert learned is not None
         self.canary.session = Session(learned=learned, drafts=parse_training(self.training))
 

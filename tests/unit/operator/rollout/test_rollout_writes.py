@@ -23,7 +23,7 @@ async def carried_out(canary: Canary, *, down: bool = False) -> tuple[Outcome, B
 
 
 def stored_training(bench: Bench) -> Any:
-    return bench.cluster.state["data"].get(TRAINING_KEY) if bench.cluster.state else None
+    return bench.cluster.stored.get("demo-state", {"data": {}})["data"].get(TRAINING_KEY)
 
 
 async def test_the_rollout_is_written_before_the_plan() -> None:

@@ -57,7 +57,7 @@ class Running:
         self.deployment = replace(edited, generation=generation)
 
     def restart_operator(self) -> None:
-        learned = parse_state(render_state(self.session.learned), "u1")
+        learned = parse_state(render_state(self.session.learned), "u1", self.session.learned.plan)
         assert learned is not None
         self.session = Session(learned=learned)
 

@@ -116,7 +116,7 @@ states = st.builds(
 @settings(max_examples=30, phases=[Phase.explicit, Phase.generate])
 @given(states)
 def test_any_state_survives_the_round_trip(learned: LearnedState) -> None:
-    assert parse_state(render_state(learned), "u") == learned
+    assert parse_state(render_state(learned), "u", learned.plan) == learned
 
 
 WRITTEN = render_state(Crowd().learned(pods=1))

@@ -126,7 +126,7 @@ def test_parked_drafts_survive_a_restart_in_their_order() -> None:
     learned = measured("d0")
     for draft in ("a", "b", "c"):
         learned = learn(learned, seen(draft), now=NOW)
-    stored = parse_state(render_state(learned), "u")
+    stored = parse_state(render_state(learned), "u", learned.plan)
     assert stored is not None
     assert [parked.draft for parked in stored.parked] == ["b", "a", "d0"]
     assert stored.parked == learned.parked

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from specdecode_operator import manifests
 from specdecode_operator.errors import Conflict
 from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.rollout.draft_objects import draft_writes
@@ -22,6 +23,7 @@ from specdecode_operator.state.learned import STATE_KEY, LearnedState, LoadState
 from specdecode_operator.state.session import Baseline, Session
 from specdecode_operator.state.store import StateStore
 from specdecode_operator.types import ChildProblem, Deployment
+from specdecode_worker.contract import Plan, TreeShape
 from support.operators.canary import canary_with, trying
 from support.operators.crowd import Crowd
 from support.operators.fleet import SimulatedWorker, Truth, deployment_with, loop_over
@@ -63,7 +65,7 @@ class Cluster:
         self.drafts.append(f"deleted {name}")
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
-        return self.writes[-1] if self.writes else None
+        return next((one for one in reversed(self.writes) if one["metadata"]["name"] == name), None)
 
 
 def session_with(load: float = 1, uid: str = "u1", **fields: Any) -> Session:
@@ -170,7 +172,7 @@ async def test_a_new_process_reads_the_state_and_writes_nothing() -> None:
     restarted = await written(cluster, deployment, loop.memory)
     session = await restarted.load(deployment.key, deployment.uid)
     assert session.stored
-    assert session.learned == loop.memory.learned
+    assert session.learned == loop.memory.learned.model_copy(update={"plan": None}), "which is in the other ConfigMap"
     await restarted.save(deployment, session, urgent=True, now=1)
     assert len(cluster.writes) == 1, "the ConfigMap has this text"
 
@@ -216,6 +218,22 @@ async def test_data_that_expands_without_end_is_not_read() -> None:
         parse_state({STATE_KEY: text}, "u1")
 
 
+async def test_the_plan_is_read_from_the_config_map_that_workers_mount() -> None:
+    plan = Plan(uid="u1", draft="d", version=7, initial=TreeShape.chain(3), max_depth=5)
+    cluster, deployment = Cluster(), deployment_with()
+    store = await written(cluster, deployment, session_with(uid=deployment.uid, plan=plan))
+    assert (await store.load(deployment.key, deployment.uid)).learned.plan is None, "no worker could mount it yet"
+    await cluster.apply(manifests.plan_config_map(deployment, plan), deployment.uid)
+    assert (await store.load(deployment.key, deployment.uid)).learned.plan == plan
+    cluster.writes = [one for one in cluster.writes if one["metadata"]["name"] != f"{deployment.name}-state"]
+    lost = await store.load(deployment.key, deployment.uid)
+    assert (lost.stored, lost.learned.plan) == (False, plan), "its version goes on after a loss of the state"
+    foreign = manifests.plan_config_map(deployment, plan.model_copy(update={"uid": "u0"}))
+    for data in (foreign["data"], {"plan.json": "{"}, {}):
+        await cluster.apply({**foreign, "data": data}, deployment.uid)
+        assert (await store.load(deployment.key, deployment.uid)).learned.plan is None
+
+
 # --- size -------------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +241,7 @@ def test_the_worst_case_fits_and_is_read_back_as_it_was() -> None:
     learned = Crowd().learned()
     data = render_state(learned)
     assert len(data[STATE_KEY]) < learned_module.MAX_STATE_BYTES / 2
-    assert parse_state(data, "u") == learned
+    assert parse_state(data, "u", learned.plan) == learned
     assert render_state(learned) == data
 
 
@@ -232,7 +250,7 @@ def test_parked_drafts_that_do_not_fit_are_left_out_the_least_recently_used_firs
 ) -> None:
     learned = Crowd().learned()
     monkeypatch.setattr(learned_module, "MAX_STATE_BYTES", len(render_state(learned)[STATE_KEY]) - 1)
-    stored = parse_state(render_state(learned), "u")
+    stored = parse_state(render_state(learned), "u", learned.plan)
     assert stored == learned.model_copy(update={"parked": learned.parked[:-1]})
 
 

@@ -148,4 +148,4 @@ def test_any_reports_make_a_decision_within_bounds(looks: list[list[Report]]) ->
         assert len(decision.health.recycle) <= 1
         for row in decision.plan.rows:
             assert (row.shape.depth <= 4, row.shape.nodes <= 6, max(row.shape.ranks) < 2) == (True, True, True)
-        assert parse_state(render_state(memory.learned), "u1") is not None
+        assert parse_state(render_state(memory.learned), "u1", memory.learned.plan) is not None

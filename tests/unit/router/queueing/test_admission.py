@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from specdecode_router.queueing.admission import Admission, Place, QueueLimits
+from specdecode_router.queueing.admission import Admission, Place
 from specdecode_router.queueing.refusals import NO_WORKER_RETRY_SECONDS, RefusalReason, Refused
 from specdecode_router.queueing.tenants import Tenant
+from specdecode_router.settings import RouterSettings
 from support.virtual_loop import VirtualLoop, run_virtual
 
 A, B = Tenant("a"), Tenant("b")
@@ -17,7 +18,7 @@ BATCH = 1
 
 
 def admission(places: int, **limits: float) -> Admission:
-    created = Admission(QueueLimits(**limits), asyncio.get_running_loop().time)  # type: ignore[arg-type]
+    created = Admission(RouterSettings(**limits), asyncio.get_running_loop().time)  # type: ignore[arg-type]
     created.set_capacity(places)
     return created
 

@@ -7,13 +7,14 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_router.queueing.admission import Admission, Place, QueueLimits
+from specdecode_router.queueing.admission import Admission, Place
 from specdecode_router.queueing.refusals import Refused
 from specdecode_router.queueing.tenants import Tenant
+from specdecode_router.settings import RouterSettings
 from support.virtual_loop import VirtualLoop, run_virtual
 
 TENANTS = (Tenant("a"), Tenant("b", weight=3), Tenant("c", max_in_flight=1), Tenant("d", priority=1, max_in_flight=2))
-LIMITS = QueueLimits(max_waiting=8, max_waiting_per_tenant=4, max_held=6, hold_seconds=20)
+LIMITS = RouterSettings(max_waiting=8, max_waiting_per_tenant=4, max_held=6, hold_seconds=20)
 
 EVENTS = st.lists(
     st.one_of(

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from specdecode_router.queueing.admission import Admission, QueueLimits
+from specdecode_router.queueing.admission import Admission
 from specdecode_router.queueing.refusals import Refused
 from specdecode_router.queueing.tenants import Tenant
+from specdecode_router.settings import RouterSettings
 from support.virtual_loop import run_virtual
 
 PLACES = 8
@@ -34,7 +35,7 @@ class Times:
 async def times_of_small(large_rate: float, places: int = PLACES, weight: float = 1.0) -> Times:
     """Return the times of the small tenant while a large one sends ``large_rate`` requests per second."""
     loop = asyncio.get_running_loop()
-    queue = Admission(QueueLimits(), loop.time)
+    queue = Admission(RouterSettings(), loop.time)
     queue.set_capacity(places)
     times = Times()
 

@@ -8,8 +8,9 @@ from collections import Counter
 
 import pytest
 
-from specdecode_router.queueing.admission import Admission, QueueLimits
+from specdecode_router.queueing.admission import Admission
 from specdecode_router.queueing.tenants import Tenant
+from specdecode_router.settings import RouterSettings
 from specdecode_router.workers.router_share import RouterShare
 from support.virtual_loop import run_virtual
 
@@ -43,7 +44,7 @@ async def cost_of(weights: dict[str, float], seconds: float) -> Counter[str]:
 
     async with asyncio.TaskGroup() as group:
         for rank in range(ROUTERS):
-            queue = Admission(QueueLimits(), loop.time)
+            queue = Admission(RouterSettings(), loop.time)
             queue.set_capacity(RouterShare(ROUTERS, rank).places(PLACES, lendable=0, own=0, used=PLACES))
             for seed in range(4):
                 for name, weight in weights.items():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from specdecode_router.relay.silence_monitor import SWEEP_SECONDS, SilenceMonitor
-from specdecode_router.relay.suspicion import SilenceLimits, WorkerSigns, is_suspect, silence_bound
+from specdecode_router.relay.suspicion import WorkerSigns, is_suspect, silence_bound
+from specdecode_router.settings import RouterSettings
 
-LIMITS = SilenceLimits(1.0, 10.0)
+LIMITS = RouterSettings(min_silence_seconds=1, max_silence_seconds=10)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ async def test_no_worker_until_the_end_of_the_hold_time() -> None:
 async def test_request_that_leaves_its_only_worker_out_is_no_demand() -> None:
     async with harness(Script(close_at=5)) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.registry.counts().suspect == 1)
+        await wait_until(lambda: over.registry.counts()["suspect"] == 1)
         assert over.registry.demand == (0, 0.0), "the worker may answer again"
         with pytest.raises(ApiError):
             await task

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,15 +13,6 @@ from specdecode_router.telemetry.metrics import (
     RouterMetrics,
     Stage,
 )
-
-
-@dataclass
-class Queue:
-    """Counts of a queue."""
-
-    waiting: int = 0
-    held: int = 0
-    oldest_held_seconds: float = 0.0
 
 
 def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
@@ -64,9 +53,8 @@ def test_the_number_of_tenant_labels_is_bounded() -> None:
 
 
 def test_gauges_follow_the_queue() -> None:
-    metrics, queue = RouterMetrics(), Queue()
-    metrics.follow_queue(queue)
-    queue.waiting, queue.held, queue.oldest_held_seconds = 3, 4, 5.5
+    metrics = RouterMetrics()
+    metrics.set_queue(waiting=3, held=4, oldest_held_seconds=5.5)
     assert value(metrics, "num_requests_waiting") == 3
     assert value(metrics, "num_requests_held") == 4
     assert value(metrics, "oldest_held_seconds") == 5.5
@@ -103,7 +91,7 @@ def test_latency_placements_refusals_and_workers() -> None:
     metrics.observe_queue_time(2)
     metrics.count_placement("spill")
     metrics.count_refusal("queue_full")
-    metrics.set_workers(ready=2, suspect=1, terminating=0)
+    metrics.set_workers({"ready": 2, "suspect": 1, "terminating": 0})
     assert value(metrics, "added_latency_seconds_bucket", stage="write", le="0.005") == 1
     assert value(metrics, "added_latency_seconds_bucket", stage="write", le="0.002") == 0
     assert value(metrics, "request_queue_time_seconds_sum") == 2

@@ -24,7 +24,7 @@ async def test_loads_of_live_workers_do_not_wait_for_dead_ones() -> None:
         client = WorkerClient(lambda url: TOKEN, connect_seconds=1)
         task = asyncio.create_task(LoadPoller(registry, client, 0.2, "r1", lambda: False).run())
         async with asyncio.timeout(5):
-            while not registry.views()[-1].max_num_seqs or registry.counts().suspect < 1:
+            while not registry.views()[-1].max_num_seqs or registry.counts()["suspect"] < 1:
                 await asyncio.sleep(0.01)
         live = registry.views()[-1]
         assert (live.max_num_seqs, live.compatibility_key, live.suspect) == (7, "key-7", False)

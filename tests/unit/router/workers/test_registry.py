@@ -84,7 +84,7 @@ def test_a_lost_worker_has_no_capacity_until_it_answers() -> None:
         registry.record_failure("a")
     assert calls == [10]
     assert [view.endpoint.name for view in registry.views()] == ["b"]
-    assert (registry.counts().ready, registry.counts().suspect) == (1, 1)
+    assert (registry.counts()["ready"], registry.counts()["suspect"]) == (1, 1)
     report(registry, "a")
     assert calls == [10, 20]
 
@@ -93,7 +93,7 @@ def test_draining_and_terminating_workers_get_nothing_new() -> None:
     registry, _ = registry_of(A, B, Endpoint("c", "http://c", terminating=True))
     registry.record_draining("a")
     assert [view.endpoint.name for view in registry.views()] == ["b"]
-    assert registry.counts().terminating == 2
+    assert registry.counts()["terminating"] == 2
     report(registry, "a")
     assert len(registry.views()) == 2, "it came back under its name"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from specdecode_operator.drafts.crossover import Verdict
 from specdecode_simulator.drafts import generations
 from specdecode_simulator.drafts.canary_trials import run_trials
-from specdecode_simulator.drafts.drift_trials import count_false_alarms, requests_until_alarm
+from specdecode_simulator.drafts.drift_trials import count_false_alarms
 from specdecode_simulator.drafts.generations import KEPT, TOLERATED_LOSS, Draft, Year, gain_and_error, years
 from specdecode_simulator.drafts.request_costs import CostNoise, draw_requests
 
@@ -46,11 +45,6 @@ def test_two_months_of_stationary_traffic_raise_at_most_two_alarms() -> None:
     alarms, threshold = count_false_alarms(60, 2000, seed=5)
     assert alarms <= 2
     assert threshold == pytest.approx(30 * 2000 / 20, rel=0.1), "batches in a month"
-
-
-def test_a_fall_of_a_fifth_is_detected_within_600_requests() -> None:
-    waits = [requests_until_alarm(0.2, 1000, seed) for seed in range(15)]
-    assert statistics.median(wait or 10_000 for wait in waits) <= 600
 
 
 def test_noise_has_slow_parts_and_heavy_tails() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the other families against transformers: same folder, same logits, before and after fusion."""
+"""Every family against transformers: same folder, same logits, before and after fusion."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from specdecode_worker.models.config import LayerKind
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.llama import LLAMA
 from specdecode_worker.models.optimize import fuse
+from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm
 from support.worker.checkpoints import write
 
@@ -24,7 +25,22 @@ CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "grouped": ("Llama", {"num_key_value_heads": 2}),
+    "one-kv-head": ("Llama", {"num_key_value_heads": 1}),
+    "every-head-its-own": ("Llama", {"num_key_value_heads": 4}),
+    "llama3-rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama3-rope-tied-wide-heads": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True, "head_dim": 16}),
+    "another-eps": ("Llama", {"rms_norm_eps": 1e-2}),
     "llama-attention-bias": ("Llama", {"attention_bias": True}),
     "llama-mlp-bias": ("Llama", {"mlp_bias": True}),
     "llama-all-biases-tied": ("Llama", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
@@ -77,6 +93,31 @@ def test_logits_plain_and_fused(
     fuse(ours)
     assert sum(name.endswith("qkv_proj") for name, _ in ours.named_modules()) == 5
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@torch.inference_mode()
+def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path) -> None:
+    """The auxiliary states equal transformers' hidden_states[i], which is the input of layer i."""
+    theirs = saved(tmp_path, shape, "grouped", randomise)
+    ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
+    states = theirs(TOKENS[None], output_hidden_states=True).hidden_states
+    aux_states = ours(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4))).aux_TA
+    torch.testing.assert_close(aux_states, torch.cat([states[i][0] for i in (0, 2, 4)], dim=-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_older_transformers_configs_are_equivalent(
+    shape: dict[str, Any], randomise: Any, dense: Any, tmp_path: Path
+) -> None:
+    """A config with top-level rope_theta and rope_scaling, as before transformers 5, gives the same logits."""
+    saved(tmp_path, shape, "llama3-rope", randomise)
+    wanted = our_logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU), dense)
+    config = json.loads((tmp_path / "config.json").read_text())
+    nested = config.pop("rope_parameters")
+    old = config | {"rope_theta": nested.pop("rope_theta"), "rope_scaling": nested}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert torch.equal(our_logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU), dense), wanted)
 
 
 @torch.inference_mode()
@@ -140,7 +181,11 @@ def test_bf16_with_biases_and_norms_is_packed(
 @pytest.mark.parametrize(
     ("variant", "changes"),
     [
+        ("grouped", {"rms_norm_eps": 1e-2}),
         ("qwen3", {"rms_norm_eps": 1e-2}),
+        ("llama3-rope", {"rope_parameters": PLAIN | {"rope_theta": 500.0}}),
+        ("llama3-rope", {"rope_parameters": LLAMA3 | {"factor": 4.0}}),
+        ("llama3-rope", {"rope_parameters": LLAMA3 | {"high_freq_factor": 2.0}}),
         ("qwen2-yarn", {"rope_parameters": YARN | {"attention_factor": 1.0}}),
         ("qwen2-yarn", {"rope_parameters": YARN | {"beta_slow": 4.0}}),
         ("qwen2-yarn", {"rope_parameters": PLAIN | {"rope_theta": 1000.0}}),

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
-from specdecode_worker.control.exploration import (
+from specdecode_worker.control.guard import MIN_STEPS
+from specdecode_worker.control.plan import (
     BURST_STEPS,
     EXPECTED_LOSS,
     MIN_WINDOWS,
@@ -24,7 +25,6 @@ from specdecode_worker.control.exploration import (
     TimeBudget,
     changed_loads,
 )
-from specdecode_worker.control.guard import MIN_STEPS
 
 CHAIN = TreeShape.chain
 SECONDS = {0: 0.010, 1: 0.011, 2: 0.012, 3: 0.014, 4: 0.017, 5: 0.030}

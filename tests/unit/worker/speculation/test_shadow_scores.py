@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.control.exploration import Score, ShadowDraft, scores
+from specdecode_worker.control.plan import Score, ShadowDraft, scores
 
 TOKENS = [9, 8, 1, 2, 3, 4, 5]
 """Tokens of a sequence. The root is at index 1; the tokens emitted after it are 1, 2, 3, 4, 5."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specdecode_operator.telemetry.deltas import difference
-from specdecode_operator.telemetry.report_validation import read_report
+from specdecode_operator.telemetry.worker_client import read_report
 from specdecode_worker.contract import (
     MAX_RANKS,
     MAX_REPORT_BYTES,
@@ -88,6 +88,7 @@ def test_every_value_is_in_its_field() -> None:
 
 def test_the_operator_reads_what_a_worker_reports_and_what_happened_between() -> None:
     statistics = busy(2, 6, 40)
+    statistics.record_draft(4, 2)
     before = build_report(identity(), MOMENT, statistics)
     statistics.record_draft(5, 3)
     after = build_report(identity(), replace(MOMENT, clock_seconds=14.5), statistics)

@@ -9,21 +9,14 @@ from tokenizers import decoders, models
 
 from specdecode_worker.models.vocabulary import Vocabulary
 from specdecode_worker.server.tokenizer import Tokenizer
+from support.small_model import byte_tokenizer
 
 
 @given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
 def test_bytes_of_byte_level_tokens_join_to_the_text(text: str) -> None:
-    tokenizer = byte_level()
+    tokenizer = Tokenizer(byte_tokenizer(), None)
     joined = b"".join(tokenizer.vocabulary.bytes_of(token) for token in tokenizer.encode(text))
     assert joined.decode() == text
-
-
-def byte_level() -> Tokenizer:
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    model = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = decoders.ByteLevel()
-    return Tokenizer(model, None)
 
 
 def test_sentencepiece_writes_spaces_and_bytes() -> None:
