@@ -329,7 +329,7 @@ def prefetch_daemon_set(deployment: Deployment, template: Mapping[str, Any]) -> 
     sources = {volume["name"]: volume for volume in pod["volumes"]}
     if "hostPath" not in sources.get("model-cache", {}):
         raise SpecError(
-            "prefetch fills folders of nodes: set modelCache.hostPath, in a namespace of Pod Security level privileged"
+            "prefetch: it needs modelCache.hostPath, in a namespace of Pod Security level privileged"
         )
     pull = next(one for one in pod["initContainers"] if one["name"] == "pull")
     mounted = {mount["name"] for mount in pull["volumeMounts"]}
