@@ -328,9 +328,7 @@ def prefetch_daemon_set(deployment: Deployment, template: Mapping[str, Any]) -> 
     assert prefetch is not None, "the deployment has a prefetch"
     sources = {volume["name"]: volume for volume in pod["volumes"]}
     if "hostPath" not in sources.get("model-cache", {}):
-        raise SpecError(
-            "prefetch: it needs modelCache.hostPath, in a namespace of Pod Security level privileged"
-        )
+        raise SpecError("prefetch: it needs modelCache.hostPath, in a namespace of Pod Security level privileged")
     pull = next(one for one in pod["initContainers"] if one["name"] == "pull")
     mounted = {mount["name"] for mount in pull["volumeMounts"]}
     labels = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.prefetch.value}
