@@ -90,7 +90,7 @@ def test_speedup_is_what_bench_measures_in_the_pod(
     lines = "".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in QUESTIONS)
     endpoint.namespace.exec(pod, "sh", "-c", "cat > /tmp/prompts.jsonl", stdin=lines)
     flags = ["--dtype", DTYPE, "--threads", "1", "--depth", str(DEPTH), "--concurrency", str(CONCURRENCY)]
-    command = ["specdecode-worker", "bench", "--against", "plain", "--json", "--prompts", "/tmp/prompts.jsonl"]
+    command = ["specdecode-worker", "bench", "--json", "--prompts", "/tmp/prompts.jsonl"]
     cache = ["--cache-dir", "/var/cache/specdecode", "--max-tokens", str(MAX_TOKENS), "--rounds", str(ROUNDS)]
     document = json.loads(endpoint.namespace.exec(pod, *command, *flags, *cache, timeout_s=240))
     (level,) = document["concurrency"].values()
