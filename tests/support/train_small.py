@@ -1,4 +1,4 @@
-"""Script that trains a small head in fp32 with the trainer's own checkpoints, for tests with kills or several ranks.
+"""Script that trains a small head in fp32 with the trainer's own checkpoints, for tests with kills.
 
 With ``--kills`` it trains in child processes and kills them. The file ``last_step`` in the output folder holds the
 number of the last step.
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from specdecode_worker.training.conversations import Conversation, DataSet
 from specdecode_worker.training.heads import new_head
-from specdecode_worker.training.trainer import Trainer, TrainSettings, join
+from specdecode_worker.training.trainer import Trainer, TrainSettings
 from support.training_fixtures import small_target
 
 
@@ -26,21 +26,18 @@ class StepReportingTrainer(Trainer):
     """Trainer that writes the number of each completed step to ``last_step``."""
 
     last_step: Path
-    loss_sum = 0.0  # over this process's steps; shows a gradient that is too large by a factor, which Adam hides
 
     def step(self, group: list[list[Conversation]]) -> float:
         loss = super().step(group)
-        self.loss_sum += loss
-        if self.peers.rank == 0:
-            self.last_step.write_text(f"{self.progress.step}")
+        self.last_step.write_text(f"{self.progress.step}")
         return loss
 
 
 def train(args: argparse.Namespace, out: Path) -> None:
-    """Train to the end from the checkpoint in ``out`` and write the weights and the sum of losses."""
+    """Train to the end from the checkpoint in ``out`` and write the weights."""
     torch.set_num_threads(1)
     out.mkdir(exist_ok=True)
-    peers, target = join(), small_target()
+    target = small_target()
     settings = TrainSettings(
         steps=args.steps,
         learning_rate=3e-3,
@@ -51,13 +48,11 @@ def train(args: argparse.Namespace, out: Path) -> None:
         validate_steps=args.validate_steps,
     )
     data = DataSet(args.recorded, validation=2)
-    run = StepReportingTrainer(new_head(target, torch.arange(0, 64, 2)), target.lm_head.weight, data, settings, peers)
+    run = StepReportingTrainer(new_head(target, torch.arange(0, 64, 2)), target.lm_head.weight, data, settings)
     run.last_step = out / "last_step"
     run.restore(out)
     run.run(out, lambda _: None, lambda _: None)
-    if peers.rank == 0:
-        save_file(dict(run.master.state_dict()), out / "weights.safetensors")
-        (out / "loss_sum").write_text(f"{run.loss_sum}")
+    save_file(dict(run.master.state_dict()), out / "weights.safetensors")
 
 
 def fork_training(args: argparse.Namespace, out: Path) -> int:
