@@ -19,7 +19,7 @@ from support.kube import Cluster
 from support.small_llama4 import Served, write_served_llama4
 from support.tiers import skip_reason
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.proof("examples")]
 CLAIM = "llama4"
 
 
