@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -34,9 +35,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -198,23 +198,28 @@ async def report(session: aiohttp.ClientSession, one: dict[str, Any]) -> dict[st
         return await answer.json()  # type: ignore[no-any-return]
 
 
+async def pieces(session: aiohttp.ClientSession, url: str, **fields: Any) -> AsyncGenerator[float, None]:
+    """Stream a completion of the base URL, and yield the time of each piece of its text."""
+    body = {"model": NAME, "ignore_eos": True, "stream": True, **fields}
+    async with session.post(f"{url}/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                yield time.monotonic()
+
+
 async def stream(
     session: aiohttp.ClientSession, one: dict[str, Any], number: int, ends: float, gaps: list[tuple[float, float]]
 ) -> None:
     """Read streams one after the other, and record when each piece came and after what time."""
-    turn = 0
-    while time.monotonic() < ends:
-        turn += 1
-        body = {"prompt": f"Stream {number}, turn {turn}. Write a long story about a ship.", "max_tokens": 300,
-                "temperature": 0.7, "seed": 100 * number + turn, "ignore_eos": True, "stream": True}  # fmt: skip
-        last = None
-        async with session.post(one["public"] + "/v1/completions", json={"model": NAME, **body}) as answer:
-            async for line in answer.content:
-                now = time.monotonic()
+    for turn in itertools.count(1):
+        prompt = f"Stream {number}, turn {turn}. Write a long story about a ship."
+        seed, last = 100 * number + turn, None
+        fields = {"prompt": prompt, "max_tokens": 300, "temperature": 0.7, "seed": seed}
+        async with contextlib.aclosing(pieces(session, one["public"], **fields)) as times:
+            async for now in times:
                 if now >= ends:
                     return
-                if not line.startswith(b"data: {"):
-                    continue
                 if last is not None:
                     gaps.append((now, now - last))
                 last = now
@@ -228,22 +233,10 @@ async def long_prompt(
     waits: list[tuple[float, float]],
 ) -> None:
     """Send a long prompt that no cache knows, and record when it was sent and when its first token came."""
-    body = {
-        "model": NAME,
-        "prompt": unknown_ids(args, number),
-        "max_tokens": 4,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
     began = time.monotonic()
-    async with session.post(one["public"] + "/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                waits.append((began, time.monotonic()))
-                break
-        await answer.read()
+    asked = pieces(session, one["public"], prompt=unknown_ids(args, number), max_tokens=4, temperature=0)
+    first, *_ = [now async for now in asked]
+    waits.append((began, first))
 
 
 def unknown_ids(args: argparse.Namespace, number: int) -> list[int]:
@@ -307,7 +300,7 @@ async def moved_streams(workers: Sequence[dict[str, Any]], url: str, args: argpa
         workers[0]["process"].terminate()
         await asyncio.gather(*streams)
         after = await report(session, workers[1])
-    longest = sorted(max(b - a for a, b in pairwise(one) if b > drained) for one in times)
+    longest = sorted(max(b - a for a, b in itertools.pairwise(one) if b > drained) for one in times)
     moved = longest[len(longest) - running[0] :]
     return {
         "longest_gap_of_moved_seconds": round(median(moved), 4),
@@ -322,13 +315,9 @@ async def routed(
     session: aiohttp.ClientSession, url: str, args: argparse.Namespace, number: int, times: list[float]
 ) -> None:
     """Read one stream with a long prompt, and record when its pieces came."""
-    body = {"model": NAME, "prompt": unknown_ids(args, number), "max_tokens": 400, "temperature": 0.7,
-            "seed": number, "ignore_eos": True, "stream": True}  # fmt: skip
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                times.append(time.monotonic())
+    fields = {"prompt": unknown_ids(args, number), "max_tokens": 400, "temperature": 0.7, "seed": number}
+    async for now in pieces(session, url, **fields):
+        times.append(now)
 
 
 if __name__ == "__main__":

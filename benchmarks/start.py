@@ -1,4 +1,4 @@
-"""Seconds of a worker's start by stage, by where its model is, beside bytes over what this machine moves.
+"""Measure the stages of a worker's start for each place of its model, and compare them with the bandwidth at hand.
 
     python benchmarks/start.py --gigabytes 1 --folder /tmp/start --out out/start.json      # about 3 minutes
 

@@ -22,7 +22,7 @@ from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, Method, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.core.messages import Sampling, Submit
-from specdecode_worker.drafts.registry import DraftRegistry
+from specdecode_worker.drafts.registry import StepProposals
 from specdecode_worker.guided.grammars import json_grammar
 from specdecode_worker.models.fetch import default_cache_dir
 
@@ -106,7 +106,7 @@ def answer(local: LocalEngine, prompts: Sequence[tuple[Sequence[int], str]], mos
     """Answer the prompts one after the other, and return the figures."""
     steps, spent = [0] * len(prompts), [0.0]
     texts: list[list[int]] = [[] for _ in prompts]
-    propose = DraftRegistry.propose
+    propose = StepProposals.propose
 
     def timed(*args: Any) -> Any:
         began = time.process_time()
@@ -115,7 +115,7 @@ def answer(local: LocalEngine, prompts: Sequence[tuple[Sequence[int], str]], mos
         finally:
             spent[0] += time.process_time() - began
 
-    DraftRegistry.propose = timed  # type: ignore[method-assign]
+    StepProposals.propose = timed  # type: ignore[method-assign]
     try:
         for index, (prompt, grammar) in enumerate(prompts):
             sampling = Sampling(max_tokens=most, seed=index, temperature=0.0, grammar=grammar)
@@ -125,7 +125,7 @@ def answer(local: LocalEngine, prompts: Sequence[tuple[Sequence[int], str]], mos
                     texts[index] += new.tokens
                     steps[index] += 1
     finally:
-        DraftRegistry.propose = propose  # type: ignore[method-assign]
+        StepProposals.propose = propose  # type: ignore[method-assign]
     tokens = [len(text) for text in texts]
     mean = sum(tokens) / sum(steps)
     error = math.sqrt(sum((made - mean * taken) ** 2 for made, taken in zip(tokens, steps, strict=True))) / sum(steps)

@@ -107,9 +107,9 @@ class Bench:
         self.engine.set_synthetic(None if chance is None else SyntheticKnobs(acceptance=(chance,)))
 
     def bytes_of(self, batch: int, shape: TreeShape, context: int) -> int:
-        """What a step must read: the target and all keys once, the draft and its keys in every pass.
+        """Return the bytes that a step must read: the target and all keys once, the draft and its keys in every pass.
 
-        Of the experts, as many as tokens that choose evenly do.
+        Tokens are assumed to choose experts evenly.
         """
         passes, keys = shape.depth, batch * context
         chosen = self.experts * (1 - (1 - 1 / self.experts) ** (batch * (1 + shape.nodes)))

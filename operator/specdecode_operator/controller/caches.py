@@ -16,21 +16,7 @@ from specdecode_operator.controller.training_jobs import job_of, job_view
 from specdecode_operator.kube.apply import ChildRecord, project_child
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import InformerSet
-from specdecode_operator.kube.kinds import (
-    BUDGETS,
-    CONFIG_MAPS,
-    DAEMON_SETS,
-    DRAFTS,
-    JOBS,
-    NETWORK_POLICIES,
-    PODS,
-    ROLE_BINDINGS,
-    ROLES,
-    SERVICE_ACCOUNTS,
-    SERVICES,
-    WORKLOADS,
-    Child,
-)
+from specdecode_operator.kube.kinds import APPLIED, CONFIG_MAPS, DRAFTS, JOBS, PODS, WORKLOADS, Child
 from specdecode_operator.manifests import ROLE_LABEL, Role
 from specdecode_operator.types import Key, TrainingJob, Worker, Workload
 from specdecode_worker.contract.demand import HeldRequests, read_demand
@@ -49,16 +35,7 @@ ROUTER_LABELS = f"{GROUP}/name,{GROUP}/role=router"
 """Label selector of the ConfigMaps in which routers report held requests."""
 DEMAND = "Demand"
 """Name of the informer of these ConfigMaps, with their data."""
-METADATA_KINDS = (
-    DAEMON_SETS,
-    SERVICES,
-    CONFIG_MAPS,
-    BUDGETS,
-    NETWORK_POLICIES,
-    SERVICE_ACCOUNTS,
-    ROLES,
-    ROLE_BINDINGS,
-)
+METADATA_KINDS = tuple(kind for kind in APPLIED.values() if kind != WORKLOADS)
 """Kinds of which only the metadata is cached."""
 
 

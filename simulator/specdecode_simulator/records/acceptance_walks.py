@@ -164,7 +164,10 @@ class Records:
         return known[path]
 
     def tail_ranks(self, domain: str, quality: float) -> Array:
-        """Return the share of each rank but 0 by depth, on and beside the main path: [2, DEPTH, MAX_RANKS + 1]."""
+        """Return how often each rank above 0 is the target's token, by depth: [2, DEPTH, MAX_RANKS + 1].
+
+        The first row is of nodes on the main path, the second of all others.
+        """
         key = (domain, rounded(quality))
         if key not in self._tails:
             ranks, visits = self._of_quality(key[1]), self._visited(*key)

@@ -301,13 +301,13 @@ def no_capacity(seconds: float) -> Trace:
 
 @trace
 def scout_swings(seconds: float) -> Trace:
-    """Of 16 experts, few tokens read some and many read all: what a node costs falls with load."""
+    """Return the trace of Scout, whose 16 experts are all read by large batches, so that a node costs less at load."""
     return _gpu("scout-swings", seconds, table=SCOUT, curve=wave(3600.0, 0.02, 0.7), ttit_seconds=0.05)
 
 
 @trace
 def maverick_swings(seconds: float) -> Trace:
-    """Of 128 experts, every token reads others at all loads that fit."""
+    """Return the trace of Maverick, where each token reads other experts of 128 at every load that fits."""
     return _gpu("maverick-swings", seconds, table=MAVERICK, curve=wave(3600.0, 0.05, 1.5), ttit_seconds=0.03)
 
 
