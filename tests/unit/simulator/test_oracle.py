@@ -74,7 +74,7 @@ def test_trees_are_wider_where_verified_tokens_cost_nothing(library: Library) ->
     assert dear.nodes < cheap.nodes
 
 
-@pytest.mark.parametrize("name", ["steady-cpu-full", "load-swings", "task-mix"])
+@pytest.mark.parametrize("name", ["steady-cpu-full", "load-swings", pytest.param("task-mix", marks=pytest.mark.slow)])
 def test_no_fixed_depth_beats_the_oracles_by_more_than_noise(name: str, library: Library) -> None:
     fixed = [f"fixed-{depth}" for depth in range(4)]
     runs = dict(run_trace(name, 0.2, 3, [*fixed, "clairvoyant", "constrained"], library, {}))
