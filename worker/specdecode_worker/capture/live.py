@@ -557,7 +557,7 @@ class ControlThread:
         """Delete everything of earlier epochs."""
         self._stop_writer()
         with self._store.lock:
-            self._queue.discard(lambda item: item.epoch != state.epoch)
+            self._queue.discard(lambda item: item.epoch < state.epoch)
             self._store.clear()
             self._subjects.forget_stored()
         self._cleared_epoch = state.epoch
@@ -566,9 +566,14 @@ class ControlThread:
         self._counts.stored_bytes = 0
 
     def _prepare(self, rules: CaptureRules) -> None:
-        """Open the folder with the bounds of the rules, and delete the records that they forbid."""
+        """Open the folder with the bounds of the rules, and delete the records that they forbid.
+
+        Rules that were replaced meanwhile delete nothing: the newer ones may permit what was just written.
+        """
         with self._store.lock:
             state = self._current.state
+            if state.rules is not rules:
+                return
             gone = self._queue.discard(lambda item: state.forbids(item.record, item.epoch))
             self._counts.drop(Dropped.deleted, gone)
             self._store.open(Retention(rules.max_age_seconds, rules.max_bytes))
