@@ -57,7 +57,7 @@ def _wait(layout: Layout, what: str, words: list[str]) -> None:
     wait_for(
         what,
         lambda: answers(layout, *words),
-        timeout_s=120,
+        timeout_s=300,
         check=lambda: daemons.check_alive(
             layout, *(name for name in DAEMONS if (layout.pids / f"{name}.json").exists())
         ),
