@@ -13,11 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.release import Release
 from support.kube import Cluster, Manifest, wait_for
+from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -61,7 +63,7 @@ def hub(watched: Namespace, release: Release) -> Iterator[None]:
         watched.apply(manifest)
     watched.kubectl("wait", "pod", HUB, "--for=condition=Ready", "--timeout=180s")
     yield
-    watched.kubectl("delete", "pod,service,configmap", HUB, "--grace-period=1")
+    watched.kubectl("delete", "pod,service,configmap", HUB, "--grace-period=1", "--ignore-not-found")
 
 
 def hub_manifests(image: str) -> list[Manifest]:
@@ -134,3 +136,54 @@ def test_the_example_is_scheduled_pulled_and_served(watched: Namespace, applied:
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 40
     assert applied.report(pod).drafts > 0, "it speculates with the head that was published as a pickle"
+
+
+@pytest.fixture
+def cache(cluster: Cluster, tmp_path: Path) -> Path:
+    """Make a folder of the node that is writable for the pods' user."""
+    if not cluster.local:
+        pytest.skip(skip_reason("local cluster", "the folder lies on this machine"))
+    for folder in (tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    tmp_path.chmod(0o777)
+    return tmp_path
+
+
+@pytest.fixture
+def prefetched(watched: Namespace, hub: None, cache: Path) -> Iterator[Endpoint]:
+    """Apply a deployment whose workers fit on no node yet, and whose models are wanted on nodes with a label."""
+    watched.kubectl("create", "secret", "generic", "hub-token", f"--from-literal=token={TOKEN}")
+    example = yaml.safe_load(EXAMPLE.read_text())
+    spec = {
+        "model": example["spec"]["model"],
+        "speculation": {"method": "ngram"},
+        "modelCache": {"hostPath": {"path": str(cache)}},
+        "prefetch": {"nodeSelector": {"models": "llama"}},
+        "scaling": {"owner": "External", "minReplicas": 1},
+        **patches(),
+    }
+    spec["workers"]["template"]["spec"]["nodeSelector"] = {"workers": "llama"}
+    watched.apply({**example, "metadata": {"name": "prefetched"}, "spec": spec})
+    yield Endpoint(watched, "prefetched")
+    watched.cluster.kubectl("label", "nodes", "--all", "models-", "workers-")
+    watched.kubectl("delete", "sdd", "prefetched", "--timeout=60s")
+    watched.kubectl("delete", "secret", "hub-token")
+
+
+def test_a_prefetched_model_is_served_without_the_hub(watched: Namespace, prefetched: Endpoint, cache: Path) -> None:
+    def counts() -> Manifest:
+        return watched.get("daemonset", "prefetched-prefetch")["status"]
+
+    wait_for("the DaemonSet is there", lambda: counts()["desiredNumberScheduled"] == 0, timeout_s=60)
+    assert not list(cache.iterdir()), "no node has the label"
+    watched.cluster.kubectl("label", "nodes", "--all", "models=llama")
+    wait_for("the node is filled", lambda: counts().get("numberReady") == 1, timeout_s=120, every_s=2)
+    watched.kubectl("delete", "pod", HUB, "--grace-period=1")
+    watched.cluster.kubectl("label", "nodes", "--all", "workers=llama")
+    prefetched.wait_ready(timeout_s=200)
+    with watched.reach("service", "prefetched", 80) as url:
+        body = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    prefetched.patch({"prefetch": None})
+    wait_for("the DaemonSet is gone", lambda: not watched.list("daemonset"), timeout_s=60)
