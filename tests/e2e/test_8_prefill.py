@@ -33,7 +33,9 @@ pytestmark = [pytest.mark.timeout(3600), pytest.mark.proof("prefill")]
 def apart(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.start()
     speculation = {"draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"}, "depth": {"initial": 3}}
-    with deployed(watched, NAME, speculation, {}, prefill={"replicas": 1}) as endpoint:
+    # An updated worker ends what it runs: on half of a slow core a long prompt takes more than the usual ten seconds.
+    drain = {"endpointDelay": "1s", "gracePeriod": "2m"}
+    with deployed(watched, NAME, speculation, {}, prefill={"replicas": 1}, drain=drain) as endpoint:
         wait_for("a prefill worker is ready", lambda: len(ready_prefill(endpoint)) == 1, timeout_s=300, every_s=2)
         wait_for("its address is published", lambda: endpoint.plan().prefill != (), timeout_s=60)
         yield endpoint
