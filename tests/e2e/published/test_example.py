@@ -162,6 +162,7 @@ def prefetched(watched: Namespace, hub: None, cache: Path) -> Iterator[Endpoint]
         "scaling": {"owner": "External", "minReplicas": 1},
         **patches(),
     }
+    spec["workers"]["accelerator"] = {"count": 0}
     spec["workers"]["template"]["spec"]["nodeSelector"] = {"workers": "llama"}
     watched.apply({**example, "metadata": {"name": "prefetched"}, "spec": spec})
     yield Endpoint(watched, "prefetched")
