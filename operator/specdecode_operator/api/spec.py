@@ -117,7 +117,11 @@ class EngineSpec(Api):
         examples=[4],
     )
     max_num_seqs: int = Field(
-        default=16, ge=1, le=1024, description="Sequences that one worker runs at a time. Others wait."
+        default=16,
+        ge=1,
+        le=1024,
+        description="Sequences that one worker runs at a time. Others wait. "
+        "`specdecode-worker --device cuda` without a resource takes 64.",
     )
     max_num_batched_tokens: int | None = Field(
         default=None,
@@ -142,12 +146,12 @@ class EngineSpec(Api):
         ge=5,
         le=100,
         description="Share of the accelerator's memory, or of the memory limit on CPUs, for weights and KV cache, in "
-        "percent (vLLM: gpu-memory-utilization).",
+        "percent (vLLM: gpu-memory-utilization). `specdecode-worker --device cuda` without a resource takes 90.",
     )
     sampler: Sampler = Field(
         default=_ENGINE.sampler,
-        description="How draft tokens are accepted. coupled: the text is that of plain decoding. mss: multi-round "
-        "sampling, which has the distribution of plain decoding.",
+        description="How draft tokens are accepted. coupled: for one seed the text of plain decoding, within the "
+        "limits of docs/explanation/losslessness.md. mss: multi-round sampling, with the distribution alone.",
     )
     extra_args: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\n]+$")], ...], Field(max_length=32)
@@ -532,7 +536,8 @@ class DrainSpec(Api):
     )
     grace_period: Duration = Field(
         default="60s",
-        description="Time after that for running requests to finish.",
+        description="Time after that for running requests to finish. Requests that came by a router "
+        "do not need it: they move to another worker at SIGTERM.",
         json_schema_extra=bounds("1s", "2h"),
     )
 
@@ -552,8 +557,8 @@ class ApiKeysRef(NameRef):
 
     key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=253)] | None = Field(
         default=None,
-        description="Entry that lists all API keys, one `name=key` or `key` a line. Absent: every entry of the Secret "
-        "is one API key, named after its client.",
+        description="Entry that lists all API keys, one `name=key` or `key` a line; tenants.json is then not read. "
+        "Absent: each entry is named after a client and has its keys, one a line. The entry tenants.json is no key.",
         examples=["keys.txt"],
     )
 

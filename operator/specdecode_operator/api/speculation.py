@@ -250,14 +250,14 @@ class TaskSpec(Api):
     match: Annotated[str, Field(max_length=256, min_length=1)] | None = Field(
         default=None,
         description="Text in the prompt of requests that belong to the task, unless the header says otherwise. "
-        "Absent: only the header counts.",
+        "Absent: header, metadata.task and clients decide.",
         examples=["```"],
     )
     clients: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(max_length=MAX_CLIENTS)
     ] = Field(
         default=(),
-        description="Customers whose requests belong to the task, unless the header says otherwise: names of entries "
+        description="Customers whose requests belong to the task, unless the header says otherwise: names of API keys "
         "of spec.apiKeysSecretRef, which are tenants at routers. With match, both must hold.",
         examples=[["acme"]],
     )
@@ -267,7 +267,7 @@ class TaskSpec(Api):
     )
     pin: Pinned | None = Field(
         default=None,
-        description="Shape of this task at every load, in every mode. Absent: speculation.pin.",
+        description="Shape of this task at every load, in every mode, also Off. Absent: speculation.pin.",
         examples=["chain:6"],
     )
     depth: TaskDepthSpec | None = Field(
@@ -354,8 +354,9 @@ class SpeculationSpec(Api):
     )
     mode: Literal["Off", "Static", "Advisory", "Auto"] = Field(
         default="Auto",
-        description="Off: the draft is loaded and not used. Static: depth.initial. Advisory: plan and replicas do not "
-        "change, and status.speculation.recommended shows what Auto would run. Auto: the plan follows measurements.",
+        description="Off: the draft is loaded and not used. Static: a chain of depth.initial. Advisory: plan and "
+        "replicas do not change, and status.speculation.recommended shows what Auto would run. Auto: the plan follows "
+        "measurements.",
     )
     pin: Pinned | None = Field(
         default=None,

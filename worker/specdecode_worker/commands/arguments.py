@@ -148,6 +148,7 @@ _SERVER_FLAGS = {
     "tls_cert_file": "FILE: PEM certificate chain for both ports; read again when it changes",
     "tls_key_file": "FILE: PEM key of the certificate, without a password",
 }
+_SAMPLER = "coupled: same text for one seed, in limits (losslessness.md); mss: same distribution"
 _MEMORY_FLAGS = {
     "max_num_seqs": f"N: requests in one batch ({default_by_device('max_num_seqs')})",
     "max_num_batched_tokens": f"N: tokens of one step ({default_by_device('max_num_batched_tokens')})",
@@ -159,7 +160,7 @@ _MEMORY_FLAGS = {
 _ENGINE_FLAGS = _MEMORY_FLAGS | {
     "enable_prefix_caching": "reuse cached prefixes of earlier prompts",
     "enable_chunked_prefill": "read long prompts in parts, beside decoding requests",
-    "sampler": "coupled: same text; mss: same distribution",
+    "sampler": _SAMPLER,
     "kernel_timings": "FILE: kernel times of this GPU, written by hack/gpu",
     "role": "prefill: compute prompts for other workers",
     "block_port": "PORT: port from which other workers get cache blocks",
@@ -176,7 +177,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add_shape_flags(parser)
     add_sampling_flags(parser, max_tokens=256)
     add_output_flags(parser)
-    _add_fields(parser, EngineConfig(), {"sampler": "coupled: same text for the same seed; mss: same distribution"})
+    _add_fields(parser, EngineConfig(), {"sampler": _SAMPLER})
 
 
 def _add_pull(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from specdecode_worker.commands.flags import (
     method_and_draft,
     model_config,
@@ -79,7 +81,7 @@ def _inventory(args: argparse.Namespace, config: WorkerConfig) -> Inventory:
     cache, memory = Path(config.cache_dir), None
     if args.memory:
         memory = _another(args.memory, config.engine)
-    device = device_of("cpu" if memory and memory.kind == "cpu" else "auto" if memory else config.engine.device)
+    device = torch.device(memory.kind) if memory else device_of(config.engine.device)
     return take_inventory(config, lambda uri: resolve(uri, cache), device, memory)
 
 

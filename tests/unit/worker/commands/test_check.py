@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import CheckVerdict
+from support.worker.quantized_folders import write_sparse
 from support.worker.small_folders import config_of, write_head, write_target, write_tokenizer
 
 FITS = """\
@@ -41,6 +42,19 @@ def test_arithmetic_output_is_exact(folders: list[str], capsys: Any) -> None:
     assert main(["check", *folders, "--memory", "2"]) == 0
     output = capsys.readouterr().out
     assert output == FITS
+
+
+def test_another_gpu_keeps_quantized_weights_packed(tmp_path: Path, capsys: Any) -> None:
+    """Also on a machine without a GPU, whose CPU would dequantize them."""
+    shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 16}
+    write_sparse(tmp_path / "t", "awq", **shape)
+    weights = []
+    for device in ("cuda", "cpu"):
+        flags = ["--model", f"file://{tmp_path / 't'}", "--method", "none", "--memory", "80", "--device", device]
+        assert main(["check", *flags, "--json"]) == 0
+        lines = CheckVerdict.model_validate_json(capsys.readouterr().out).arithmetic
+        weights += [float(line.split()[-2]) for line in lines if "weights of the target" in line]
+    assert weights == [-0.62, -0.99]
 
 
 def test_model_that_does_not_fit_returns_1_with_advice(folders: list[str], capsys: Any) -> None:
