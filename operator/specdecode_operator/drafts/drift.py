@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from specdecode_operator.drafts.crossover import TILTS, increments, log_mean
 
@@ -270,33 +269,6 @@ def excess_loss(baseline: Baseline, at: float, log_cost: float, min_loss: float)
 def batches_between_alarms(baseline: Baseline, tasks: int) -> float:
     """Return the threshold that lets all ``tasks`` together raise one false alarm a month on average."""
     return max(baseline.batches_per_month * max(tasks, 1), 1.0)
-
-
-class Cause(StrEnum):
-    """Cause of a loss, by what changed with it."""
-
-    TARGET_CHANGED = "TargetChanged"
-    """Captures and baseline are void."""
-    IMAGE_CHANGED = "ImageChanged"
-    """A new baseline is learnt."""
-    MIX_CHANGED = "MixChanged"
-    """The whole got slower and no task did. It is only reported."""
-    DRAFT_STALE = "DraftStale"
-    """A new draft may be worth training."""
-    NONE = "None"
-
-
-def cause_of_loss(
-    *, target_changed: bool, image_changed: bool, whole_alarms: bool, task_alarms: Collection[str]
-) -> Cause:
-    """Return the cause. A changed target or image explains a loss before any statistics do."""
-    if target_changed:
-        return Cause.TARGET_CHANGED
-    if image_changed:
-        return Cause.IMAGE_CHANGED
-    if task_alarms:
-        return Cause.DRAFT_STALE
-    return Cause.MIX_CHANGED if whole_alarms else Cause.NONE
 
 
 def _log_plus_one(log_value: float) -> float:

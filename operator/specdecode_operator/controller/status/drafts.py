@@ -59,7 +59,7 @@ def _slower(task: TaskDrift) -> str:
 def _learning(drift: DriftState, duration: str, now: float) -> str:
     """Return the time that is left, and what began the baseline."""
     renewed = f"; {drift.renewed}" if drift.renewed else ""
-    began = [task.began for task in drift.own_tasks if task.began]
+    began = [task.learning.began for task in drift.own_tasks if task.learning and task.learning.began]
     if not began:
         return f"the baseline takes {duration} from the first {BATCH_REQUESTS} requests on{renewed}"
     left = seconds_of(duration) - (now - min(began))

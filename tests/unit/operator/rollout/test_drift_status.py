@@ -80,7 +80,7 @@ def explained(served: Drifting) -> str:
 def test_the_condition_counts_in_the_largest_unit(waited: float, left: str) -> None:
     served = drifting(requests_per_day=240)
     served.serve(20)
-    began = served.session.learned.drift.own_tasks[0].began
+    began = served.session.learned.drift.own_tasks[0].learning.began
     assert began is not None
     served.wait(began + waited * DAY - served.now)
     condition = fresh(served)
