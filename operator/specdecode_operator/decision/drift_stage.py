@@ -13,6 +13,7 @@ from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, seconds_of
 from specdecode_operator.drafts.crossover import CHAIN, ChainCounts, log_cost
 from specdecode_operator.drafts.drift import (
+    ACCEPTED_LOSS,
     BATCH_REQUESTS,
     DAY_SECONDS,
     Baseline,
@@ -55,12 +56,11 @@ def is_full(known: TaskDrift) -> bool:
     return known.requests >= BATCH_REQUESTS and known.batch.is_enough
 
 
-def judged(known: TaskDrift, *, min_loss: float, seconds: float, tasks: int, may_alarm: bool, now: float) -> TaskDrift:
+def judged(known: TaskDrift, *, seconds: float, tasks: int, may_alarm: bool, now: float) -> TaskDrift:
     """Return the record after its full batch: with more of a baseline, or with more evidence.
 
     Args:
         known: Record of the task.
-        min_loss: Accepted loss of speed as a share.
         seconds: Time over which a baseline is learnt.
         tasks: Number of tasks that share the rate of false alarms.
         may_alarm: Whether an alarm may be raised now.
@@ -73,7 +73,7 @@ def judged(known: TaskDrift, *, min_loss: float, seconds: float, tasks: int, may
             return _learnt(emptied, learning, counts, seconds, now)
         baseline = learning.freeze(now - (learning.began or 0.0))
         emptied = emptied.model_copy(update={"learning": None, "baseline": baseline})
-    return _watched(emptied, baseline, log_cost(counts, known.known), tasks, min_loss, may_alarm, now)
+    return _watched(emptied, baseline, log_cost(counts, known.known), tasks, may_alarm, now)
 
 
 def _learnt(known: TaskDrift, learning: LearningBaseline, counts: ChainCounts, seconds: float, now: float) -> TaskDrift:
@@ -84,11 +84,9 @@ def _learnt(known: TaskDrift, learning: LearningBaseline, counts: ChainCounts, s
     return known.model_copy(update={"learning": learning.add(now, log_cost(counts, total), seconds), "known": total})
 
 
-def _watched(
-    known: TaskDrift, baseline: Baseline, cost: float, tasks: int, min_loss: float, may_alarm: bool, now: float
-) -> TaskDrift:
+def _watched(known: TaskDrift, baseline: Baseline, cost: float, tasks: int, may_alarm: bool, now: float) -> TaskDrift:
     """Return the record after a batch that is compared with the frozen baseline."""
-    excess, keep = excess_loss(baseline, now, cost, min_loss), 1 - 1 / RECENT_BATCHES
+    excess, keep = excess_loss(baseline, now, cost), 1 - 1 / RECENT_BATCHES
     threshold = batches_between_alarms(baseline, tasks)
     update: dict[str, Any] = {
         "recent": known.recent * keep + cost - baseline.expected(now),
@@ -217,9 +215,7 @@ def _with_usage(state: DriftState, delta: Delta, now: float) -> DriftState:
 def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: float) -> DriftState:
     """Return the state with the requests of this poll in the batches of their tasks, and with full batches judged."""
     names = watched_tasks(deployment.spec.speculation)
-    trigger = deployment.spec.distillation.trigger
-    min_loss = trigger.min_loss_percent / 100
-    judge = partial(judged, min_loss=min_loss, seconds=seconds_of(trigger.baseline), now=now)
+    judge = partial(judged, seconds=seconds_of(deployment.spec.distillation.trigger.baseline), now=now)
     tasks: list[TaskDrift] = []
     total, requests = ChainCounts(), 0.0
     for name in names:
@@ -237,7 +233,7 @@ def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: 
         whole = collected(whole, requests, total)
         if is_full(whole):
             # As long as a task looks slower itself, its own detector decides.
-            may_alarm = all(task.loss < min_loss for task in tasks)
+            may_alarm = all(task.loss < ACCEPTED_LOSS for task in tasks)
             whole = judge(whole, tasks=1, may_alarm=may_alarm)
     if len(names) > 1 and whole != TaskDrift(task=ALL_TASKS):
         tasks.append(whole)

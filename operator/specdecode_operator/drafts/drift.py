@@ -223,8 +223,10 @@ BATCH_REQUESTS = 20
 """Finished requests of a task in one batch. The log evidence of a batch is at most one half, so batches are small.
 Smaller ones would depend on each other, since the load of a worker changes slowly.
 """
+ACCEPTED_LOSS = 0.05
+"""Share of the speed that a task may lose against its baseline: a smaller loss is worth no run. A trade."""
 DAY_MARGIN = 1.5
-"""Standard deviations between days that are accepted in addition to ``minLossPercent``. Without this margin, every slow
+"""Standard deviations between days that are accepted in addition to ``ACCEPTED_LOSS``. Without this margin, every slow
 day would be an alarm wherever days differ as much as that.
 """
 
@@ -253,7 +255,7 @@ class DriftDetector:
         return self.log_evidence >= math.log(batches_between)
 
 
-def excess_loss(baseline: Baseline, at: float, log_cost: float, min_loss: float) -> float:
+def excess_loss(baseline: Baseline, at: float, log_cost: float, min_loss: float = ACCEPTED_LOSS) -> float:
     """Return how far a batch exceeds the baseline plus the accepted loss, in standard deviations.
 
     Args:

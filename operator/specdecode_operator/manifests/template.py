@@ -315,7 +315,7 @@ def prefill_workload(deployment: Deployment, template: Mapping[str, Any], spec_h
 
 
 def prefetch_daemon_set(deployment: Deployment, template: Mapping[str, Any]) -> Manifest:
-    """Return the DaemonSet whose pods run `pull` of the workers on the nodes of spec.prefetch, and then sleep.
+    """Return the DaemonSet whose pods run `pull` of the workers on the selected nodes, and then sleep.
 
     Args:
         deployment: Owner of the child.
@@ -324,11 +324,13 @@ def prefetch_daemon_set(deployment: Deployment, template: Mapping[str, Any]) -> 
     Raises:
         SpecError: The model cache is no folder of the node.
     """
-    pod, prefetch = template["spec"], deployment.spec.prefetch
-    assert prefetch is not None, "the deployment has a prefetch"
+    pod, nodes = template["spec"], deployment.spec.prefetch_node_selector
+    assert nodes is not None, "the caller wants a DaemonSet"
     sources = {volume["name"]: volume for volume in pod["volumes"]}
     if "hostPath" not in sources.get("model-cache", {}):
-        raise SpecError("prefetch: it needs modelCache.hostPath, in a namespace of Pod Security level privileged")
+        raise SpecError(
+            "prefetchNodeSelector: it needs modelCache.hostPath, in a namespace of Pod Security level privileged"
+        )
     pull = next(one for one in pod["initContainers"] if one["name"] == "pull")
     mounted = {mount["name"] for mount in pull["volumeMounts"]}
     labels = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.prefetch.value}
@@ -337,7 +339,7 @@ def prefetch_daemon_set(deployment: Deployment, template: Mapping[str, Any]) -> 
     sleep = {"name": "filled", "command": ["sleep", "infinity"], "resources": {"requests": {"cpu": "1m"}}}
     filled = {
         **{field: pod[field] for field in kept if field in pod},
-        "nodeSelector": dict(prefetch.node_selector),
+        "nodeSelector": dict(nodes),
         "terminationGracePeriodSeconds": 1,
         # Those of a worker would be reserved for as long as the pod sleeps.
         "initContainers": [{**pull, "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}}}],

@@ -232,7 +232,7 @@ def test_prefetch_pulls_on_labelled_nodes_as_workers_do() -> None:
     tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
     spec = {
         "modelCache": {"hostPath": {"path": "/models"}},
-        "prefetch": {"nodeSelector": {"models": "llama"}},
+        "prefetchNodeSelector": {"models": "llama"},
         "workers": {"template": {"spec": {"tolerations": tolerations}}},
     }
     rendered = template(**spec)

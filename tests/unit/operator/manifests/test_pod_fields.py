@@ -330,7 +330,7 @@ def test_headless_service_has_both_ports_of_the_workers() -> None:
 
 def test_child_names_are_those_of_all_children() -> None:
     cache = {"hostPath": {"path": "/models"}}
-    deployment = deployment_with(modelCache=cache, prefetch={"nodeSelector": {"models": "llama"}})
+    deployment = deployment_with(modelCache=cache, prefetchNodeSelector={"models": "llama"})
     children = [
         manifests.prefetch_daemon_set(deployment, manifests.pod_template(deployment, DEFAULTS)),
         manifests.service(deployment),
