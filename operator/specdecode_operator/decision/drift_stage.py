@@ -11,16 +11,18 @@ from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, seconds_of
-from specdecode_operator.drafts.crossover import CHAIN, ChainCounts, log_cost
 from specdecode_operator.drafts.drift import (
     ACCEPTED_LOSS,
     BATCH_REQUESTS,
+    CHAIN,
     DAY_SECONDS,
     Baseline,
+    ChainCounts,
     DriftDetector,
     LearningBaseline,
     batches_between_alarms,
     excess_loss,
+    log_cost,
 )
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, LearnedState, TaskDrift

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdecode_operator.api.v1alpha1 import Decision
-from specdecode_operator.drafts.crossover import ChainCounts
-from specdecode_operator.drafts.drift import Baseline, DriftDetector, LearningBaseline
+from specdecode_operator.drafts.drift import Baseline, ChainCounts, DriftDetector, LearningBaseline
 from specdecode_operator.telemetry.counters import CellKey
 from specdecode_worker.contract import Plan, TreeShape
 

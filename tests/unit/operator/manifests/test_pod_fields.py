@@ -8,8 +8,7 @@ import pytest
 
 from specdecode_operator import manifests
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests.config import cores
-from specdecode_operator.manifests.pods import merged
+from specdecode_operator.manifests.pods import cores, merged
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_worker.contract import EngineConfig, Env, Port, ServerConfig, WorkerConfig
 from specdecode_worker.contract.distillation import JOB_CONTAINER
