@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from specdecode_router.placement.affinity import Affinity
-from specdecode_router.placement.choose import Placement, PlacementOutcome, Policy, eligible_workers, load_of, place
+from specdecode_router.placement.choose import Placement, PlacementOutcome, eligible_workers, load_of, place
 from specdecode_router.workers.worker import WorkerView
 
 
@@ -57,7 +57,7 @@ class LeastLoaded:
         return Placement(chosen, PlacementOutcome.spill)
 
 
-def policy_of(name: str) -> Policy:
+def policy_of(name: str) -> Callable[..., Placement | None]:
     """Return a new policy of this name."""
     return {"affinity": lambda: place, "round-robin": RoundRobin, "least-loaded": LeastLoaded}[name]()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal, get_args
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
@@ -10,8 +10,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from specdecode_operator.api.draft import Phase
-from specdecode_operator.api.v1alpha1 import ConditionType, DraftStatus, Status
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
+from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.rollout.trial_evidence import gain_of
 from specdecode_operator.state.learned import DriftState
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
@@ -26,31 +26,35 @@ from specdecode_worker.contract import OTHER_TASK
 class DeploymentGauge(Collector):
     """Values by their labels, of which the first two are namespace and name of a deployment."""
 
-    def __init__(self, name: str, documentation: str, labels: Sequence[str]) -> None:
+    def __init__(self, name: str, documentation: str, *labels: str) -> None:
         """Register the gauge.
 
         Args:
             name: Name of the metric.
             documentation: Help text.
-            labels: Names of the labels.
+            labels: Names of the labels after namespace and name.
         """
-        self.name, self.labels = name, tuple(labels)
+        self.name, self.labels = name, ("namespace", "name", *labels)
         self._documentation = documentation
-        self._values: dict[tuple[str, ...], float] = {}
+        self._values: dict[tuple[str, ...], dict[tuple[str, ...], float]] = {}
+        """By deployment, then by the values of the other labels."""
         REGISTRY.register(self)
 
-    def set(self, labels: tuple[str, ...], value: float) -> None:
-        """Set the series with these values of the labels."""
-        self._values[labels] = value
+    def set(self, labels: tuple[str, ...], value: float | None) -> None:
+        """Set the series with these values of the labels, or remove it if there is no value."""
+        series = self._values.setdefault(labels[:2], {})
+        if value is None:
+            series.pop(labels[2:], None)
+        else:
+            series[labels[2:]] = value
 
-    def remove(self, *labels: str) -> None:
-        """Remove the series with these values of the labels, if there is one."""
-        self._values.pop(labels, None)
+    def replace(self, key: Key, values: Mapping[str, float | None]) -> None:
+        """Set the series of a deployment by their one further label, and remove all others that it has."""
+        self._values[key] = {(label,): value for label, value in values.items() if value is not None}
 
-    def forget(self, namespace: str, name: str) -> None:
+    def forget(self, key: Key) -> None:
         """Remove all series of a deployment."""
-        for labels in [labels for labels in self._values if labels[:2] == (namespace, name)]:
-            del self._values[labels]
+        self._values.pop(key, None)
 
     def clear(self) -> None:
         """Remove all series."""
@@ -59,53 +63,21 @@ class DeploymentGauge(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the metric with its present series."""
         family = GaugeMetricFamily(self.name, self._documentation, labels=self.labels)
-        for labels, value in list(self._values.items()):
-            family.add_metric(labels, value)
+        for key, series in list(self._values.items()):
+            for labels, value in list(series.items()):
+                family.add_metric((*key, *labels), value)
         yield family
-
-
-class TaskGauge(DeploymentGauge):
-    """Gauge with a series for each task of a deployment. Its labels are namespace, name and task."""
-
-    def __init__(self, name: str, documentation: str) -> None:
-        """Register the gauge.
-
-        Args:
-            name: Name of the metric.
-            documentation: Help text.
-        """
-        super().__init__(name, documentation, ("namespace", "name", "task"))
-        self._tasks: dict[tuple[str, str], frozenset[str]] = {}
-        """Tasks with a series, by deployment: a search would go through the series of all deployments."""
-
-    def replace(self, key: tuple[str, str], values: Mapping[str, float]) -> None:
-        """Set the series of a deployment by task, and remove those of other tasks."""
-        for task in self._tasks.pop(key, frozenset()) - values.keys():
-            self.remove(*key, task)
-        for task, value in values.items():
-            self.set((*key, task), value)
-        if values:
-            self._tasks[key] = frozenset(values)
-
-    def forget(self, namespace: str, name: str) -> None:
-        """Remove all series of a deployment."""
-        super().forget(namespace, name)
-        self._tasks.pop((namespace, name), None)
-
-    def clear(self) -> None:
-        """Remove all series."""
-        super().clear()
-        self._tasks.clear()
 
 
 # Metrics of the drift of drafts, by task. `metrics` exports them with the others.
 
-DRIFT_EVIDENCE = TaskGauge(
-    "specdecode_draft_drift_evidence", "Evidence that a task is slower than its baseline; 1 raises the alarm."
+DRIFT_EVIDENCE = DeploymentGauge(
+    "specdecode_draft_drift_evidence", "Evidence that a task is slower than its baseline; 1 raises the alarm.", "task"
 )
-DRIFT_LOSS = TaskGauge(
+DRIFT_LOSS = DeploymentGauge(
     "specdecode_draft_loss_ratio",
     "Speed that a task lost against its baseline; 0.1 is 10 % slower, below 0 it is faster.",
+    "task",
 )
 
 
@@ -117,47 +89,32 @@ def record_drift(key: Key, drift: DriftState) -> None:
 
 # Series of training runs, of the candidates that ended, and of captured requests.
 
-_OF_DEPLOYMENT = ["namespace", "name"]
-
-DRAFT_RUNS = DeploymentGauge(
-    "specdecode_draft_runs", "Training runs that ended, by outcome.", [*_OF_DEPLOYMENT, "outcome"]
-)
-CANDIDATES = DeploymentGauge(
-    "specdecode_draft_candidates", "Candidate drafts that ended, by outcome.", [*_OF_DEPLOYMENT, "outcome"]
-)
+DRAFT_RUNS = DeploymentGauge("specdecode_draft_runs", "Training runs that ended, by outcome.", "outcome")
+CANDIDATES = DeploymentGauge("specdecode_draft_candidates", "Candidate drafts that ended, by outcome.", "outcome")
 RUNS_NOT_BETTER = DeploymentGauge(
-    "specdecode_draft_runs_not_better", "Verdicts of training runs in a row that were not better.", _OF_DEPLOYMENT
+    "specdecode_draft_runs_not_better", "Verdicts of training runs in a row that were not better."
 )
-CAPTURED = DeploymentGauge(
-    "specdecode_captured_conversations", "Captured conversations of all workers.", _OF_DEPLOYMENT
-)
+CAPTURED = DeploymentGauge("specdecode_captured_conversations", "Captured conversations of all workers.")
 
 
 def record_runs(deployment: Deployment, observed: Observation) -> None:
     """Set the series of one deployment. Those of runs are absent until one ended."""
     key, record = deployment.key, observed.session.drafts
-    for outcome, count in record.candidate_outcomes.items():
-        CANDIDATES.set((*key, outcome), count)
-    for outcome, count in record.run_outcomes.items():
-        DRAFT_RUNS.set((*key, outcome), count)
-    if record.run_outcomes:
-        RUNS_NOT_BETTER.set(key, record.runs_not_better)
+    CANDIDATES.replace(key, record.candidate_outcomes)
+    DRAFT_RUNS.replace(key, record.run_outcomes)
+    RUNS_NOT_BETTER.set(key, record.runs_not_better if record.run_outcomes else None)
     trial = record.trial if record.phase is Phase.CANARY else None
-    _set_or_remove(CANARY_PAIRS, key, len(trial.pairs) if trial else None)
+    CANARY_PAIRS.set(key, len(trial.pairs) if trial else None)
     gain = gain_of(trial) if trial else None
-    for bound in ("mean", "least", "most"):
-        _set_or_remove(CANDIDATE_GAIN, (*key, bound), getattr(gain, bound, None))
+    CANDIDATE_GAIN.replace(key, {bound: getattr(gain, bound, None) for bound in ("mean", "least", "most")})
     captures = [report.capture for report in observed.last_reports if report.capture is not None]
-    if deployment.spec.distillation.capture is not None and captures:
-        CAPTURED.set(key, sum(capture.conversations for capture in captures))
-    else:
-        CAPTURED.remove(*key)
+    is_captured = deployment.spec.distillation.capture is not None and bool(captures)
+    CAPTURED.set(key, sum(capture.conversations for capture in captures) if is_captured else None)
 
 
 # Prometheus metrics of the operator. docs/reference/metrics.md lists them; a test compares.
 
 OF_DEPLOYMENT: Final = ["namespace", "name"]
-OF_TASK: Final = [*OF_DEPLOYMENT, "task"]
 MAX_TASKS = 8
 """Tasks of one deployment with series of their own, so that labels are bounded. The API allows seven and ``other``."""
 SECONDS_PER_HOUR = 3600
@@ -185,55 +142,42 @@ PUSH_FAILED = Counter(
     "specdecode_operator_push_failed", "Plans that were pushed and not accepted by the worker, by reason.", ["reason"]
 )
 
-DESIRED_REPLICAS = DeploymentGauge("specdecode_desired_replicas", "Desired number of workers.", OF_DEPLOYMENT)
-PREFILL_REPLICAS = DeploymentGauge(
-    "specdecode_ready_prefill_replicas", "Number of ready prefill workers.", OF_DEPLOYMENT
-)
-READY_REPLICAS = DeploymentGauge("specdecode_ready_replicas", "Number of ready workers.", OF_DEPLOYMENT)
+DESIRED_REPLICAS = DeploymentGauge("specdecode_desired_replicas", "Desired number of workers.")
+PREFILL_REPLICAS = DeploymentGauge("specdecode_ready_prefill_replicas", "Number of ready prefill workers.")
+READY_REPLICAS = DeploymentGauge("specdecode_ready_replicas", "Number of ready workers.")
 WANTED_REPLICAS = DeploymentGauge(
-    "specdecode_wanted_replicas", "Workers that the demand needs, before the bounds of spec.scaling.", OF_DEPLOYMENT
+    "specdecode_wanted_replicas", "Workers that the demand needs, before the bounds of spec.scaling."
 )
 CAPACITY = DeploymentGauge(
-    "specdecode_capacity_requests_per_second",
-    "Requests per second that one worker serves within the objectives.",
-    OF_DEPLOYMENT,
+    "specdecode_capacity_requests_per_second", "Requests per second that one worker serves within the objectives."
 )
-DEPTH = DeploymentGauge("specdecode_depth", "Draft depth at the current load.", OF_DEPLOYMENT)
-ACCEPTANCE = DeploymentGauge("specdecode_acceptance_rate", "Accepted over drafted tokens.", OF_DEPLOYMENT)
+DEPTH = DeploymentGauge("specdecode_depth", "Draft depth at the current load.")
+ACCEPTANCE = DeploymentGauge("specdecode_acceptance_rate", "Accepted over drafted tokens.")
 FIRST_ACCEPTANCE = DeploymentGauge(
-    "specdecode_first_token_acceptance",
-    "Acceptance rate of the first drafted token. It does not depend on the depth.",
-    OF_DEPLOYMENT,
+    "specdecode_first_token_acceptance", "Acceptance rate of the first drafted token. It does not depend on the depth."
 )
-ACCEPTED_LENGTH = DeploymentGauge(
-    "specdecode_accepted_length", "Tokens per step of a sequence with a draft.", OF_DEPLOYMENT
-)
+ACCEPTED_LENGTH = DeploymentGauge("specdecode_accepted_length", "Tokens per step of a sequence with a draft.")
 SPEEDUP = DeploymentGauge(
-    "specdecode_speedup",
-    "Time that plain decoding would take, divided by the time taken, at equal load.",
-    OF_DEPLOYMENT,
+    "specdecode_speedup", "Time that plain decoding would take, divided by the time taken, at equal load."
 )
 DEVICE_HOURS_SAVED = DeploymentGauge(
     "specdecode_device_hours_saved",
     "Device hours saved against plain decoding since the deployment was created. It falls while speculation is slower.",
-    OF_DEPLOYMENT,
 )
-RUNNING = DeploymentGauge("specdecode_running_requests", "Running requests, mean of the last minute.", OF_DEPLOYMENT)
-WAITING = DeploymentGauge("specdecode_waiting_requests", "Waiting requests, mean of the last minute.", OF_DEPLOYMENT)
+RUNNING = DeploymentGauge("specdecode_running_requests", "Running requests, mean of the last minute.")
+WAITING = DeploymentGauge("specdecode_waiting_requests", "Waiting requests, mean of the last minute.")
 TOKENS_PER_SECOND = DeploymentGauge(
-    "specdecode_tokens_per_second", "Generated tokens per second, mean of the last minute.", OF_DEPLOYMENT
+    "specdecode_tokens_per_second", "Generated tokens per second, mean of the last minute."
 )
 CONDITION = DeploymentGauge(
-    "specdecode_condition", "Condition of a deployment: 1 True, 0 False, -1 Unknown.", [*OF_DEPLOYMENT, "condition"]
+    "specdecode_condition", "Condition of a deployment: 1 True, 0 False, -1 Unknown.", "condition"
 )
-STALE_REPORTS = DeploymentGauge("specdecode_stale_reports", "Ready workers without a report for 30 s.", OF_DEPLOYMENT)
-SUSPECTS = DeploymentGauge(
-    "specdecode_suspect_workers", "Workers that are worse than their own past and their peers.", OF_DEPLOYMENT
-)
+STALE_REPORTS = DeploymentGauge("specdecode_stale_reports", "Ready workers without a report for 30 s.")
+SUSPECTS = DeploymentGauge("specdecode_suspect_workers", "Workers that are worse than their own past and their peers.")
 OBJECTIVE = DeploymentGauge(
-    "specdecode_objective_seconds", "Latency objective of spec.speculation.objective.", [*OF_DEPLOYMENT, "latency"]
+    "specdecode_objective_seconds", "Latency objective of spec.speculation.objective.", "latency"
 )
-PLAN_VERSION = DeploymentGauge("specdecode_operator_plan_version", "Version of the current plan.", OF_DEPLOYMENT)
+PLAN_VERSION = DeploymentGauge("specdecode_operator_plan_version", "Version of the current plan.")
 PLAN_CHANGES = Counter("specdecode_operator_plan_changes", "Plan changes that follow from measurements.", OF_DEPLOYMENT)
 DECISIONS = Counter(
     "specdecode_operator_decisions", "Decisions, by kind and reason.", [*OF_DEPLOYMENT, "kind", "reason"]
@@ -241,49 +185,48 @@ DECISIONS = Counter(
 EXPECTED_GAIN = DeploymentGauge(
     "specdecode_expected_gain_ratio",
     "Expected gain of the last plan change whose gain was measured; 0.1 is 10 % more tokens in the same time.",
-    OF_DEPLOYMENT,
 )
-REALISED_GAIN = DeploymentGauge("specdecode_realised_gain_ratio", "Realised gain of that plan change.", OF_DEPLOYMENT)
+REALISED_GAIN = DeploymentGauge("specdecode_realised_gain_ratio", "Realised gain of that plan change.")
 
-DRAFT_PHASE = DeploymentGauge(
-    "specdecode_draft_phase", "1 for the phase of the rollout of drafts.", [*OF_DEPLOYMENT, "phase"]
-)
+DRAFT_PHASE = DeploymentGauge("specdecode_draft_phase", "1 for the phase of the rollout of drafts.", "phase")
 CANARY_PAIRS = DeploymentGauge(
-    "specdecode_draft_canary_pairs",
-    "Pairs of request blocks that a candidate draft's trial has counted.",
-    OF_DEPLOYMENT,
+    "specdecode_draft_canary_pairs", "Pairs of request blocks that a candidate draft's trial has counted."
 )
 CANDIDATE_GAIN = DeploymentGauge(
     "specdecode_draft_candidate_gain_ratio",
     "Gain in speed of the candidate draft that is tried: mean, least and most; 0.1 is 10 % faster.",
-    [*OF_DEPLOYMENT, "bound"],
+    "bound",
 )
 
 TASK_ACCEPTANCE = DeploymentGauge(
-    "specdecode_task_acceptance_rate", "Accepted tokens over the depth of the task's row.", OF_TASK
+    "specdecode_task_acceptance_rate", "Accepted tokens over the depth of the task's row.", "task"
 )
 TASK_LENGTH = DeploymentGauge(
-    "specdecode_task_accepted_length", "Tokens per step of a sequence with a draft, by task.", OF_TASK
+    "specdecode_task_accepted_length", "Tokens per step of a sequence with a draft, by task.", "task"
 )
 TASK_SPEEDUP = DeploymentGauge(
     "specdecode_task_speedup",
     "Time that plain decoding would take for the task's tokens, divided by the time taken.",
-    OF_TASK,
+    "task",
 )
 TASK_TTFT = DeploymentGauge(
-    "specdecode_task_ttft_seconds", "Mean time to the first token of the last minute, by task.", OF_TASK
+    "specdecode_task_ttft_seconds", "Mean time to the first token of the last minute, by task.", "task"
 )
 TASK_ITL = DeploymentGauge(
-    "specdecode_task_itl_seconds", "Mean inter-token latency of the last minute, by task.", OF_TASK
+    "specdecode_task_itl_seconds", "Mean inter-token latency of the last minute, by task.", "task"
 )
 
 _VALUES = {"True": 1, "False": 0, "Unknown": -1}
-_TASK_GAUGES = (TASK_ACCEPTANCE, TASK_LENGTH, TASK_SPEEDUP, TASK_TTFT, TASK_ITL)
-_OF_DRAFTS = (CANDIDATES, CAPTURED, DRAFT_RUNS, RUNS_NOT_BETTER, DRIFT_EVIDENCE, DRIFT_LOSS)
-_GAUGES = {*_OF_DRAFTS, *(v for v in globals().values() if isinstance(v, DeploymentGauge))}
+_TASK_GAUGES = {
+    "acceptance_rate": TASK_ACCEPTANCE,
+    "accepted_length": TASK_LENGTH,
+    "speedup": TASK_SPEEDUP,
+    "ttft_seconds": TASK_TTFT,
+    "itl_seconds": TASK_ITL,
+}
+"""Gauge by field of TaskFigures."""
+_GAUGES = [one for one in globals().values() if isinstance(one, DeploymentGauge)]
 _COUNTERS = (PLAN_CHANGES, DECISIONS)
-_tasks_by_key: dict[Key, frozenset[str]] = {}
-"""Tasks that have series now."""
 
 for _reason in get_args(CallFailure):
     REPORTS_FAILED.labels(_reason)
@@ -303,14 +246,19 @@ def record(deployment: Deployment, observed: Observation, decision: Decision, st
     _set_known(CAPACITY, key, decision.scale.capacity.rate if decision.scale.capacity else None)
     _set_known(DEPTH, key, decision.shown.depth)
     _set_known(FIRST_ACCEPTANCE, key, decision.shown.first_acceptance)
-    _record_objectives(deployment)
+    objective = deployment.spec.speculation.objective
+    OBJECTIVE.replace(key, {"ttft": objective.ttft_seconds, "itl": objective.itl_seconds})
     _record_decisions(key, decision.changes)
     if decision.shown.figures is not None:
         _record_figures(key, decision.shown.figures)
-        tasks = [task.name for task in deployment.spec.speculation.tasks] + [OTHER_TASK]
-        _record_tasks(key, {name: decision.shown.figures.tasks.get(name, TaskFigures()) for name in tasks[:MAX_TASKS]})
+        names = [task.name for task in deployment.spec.speculation.tasks] + [OTHER_TASK]
+        tasks = {name: decision.shown.figures.tasks.get(name, TaskFigures()) for name in names[:MAX_TASKS]}
+        for field, gauge in _TASK_GAUGES.items():
+            # Those that were not measured are removed: an idle task must not raise an alert.
+            gauge.replace(key, {name: getattr(task, field) for name, task in tasks.items()})
     _record_gains(key, decision.shown.history)
-    _record_drafts(key, status.draft)
+    phase = status.draft.phase if status.draft is not None else None
+    DRAFT_PHASE.replace(key, {phase: 1} if phase else {})
     record_runs(deployment, observed)
     record_drift(key, observed.session.learned.drift)
     _record_conditions(key, status)
@@ -324,16 +272,14 @@ def record_failure(key: Key, status: Status) -> None:
 
 def forget(namespace: str, name: str) -> None:
     """Remove the series of a deployment that was deleted."""
-    _tasks_by_key.pop((namespace, name), None)
     for gauge in _GAUGES:
-        gauge.forget(namespace, name)
+        gauge.forget((namespace, name))
     for counter in _COUNTERS:
         counter.remove_by_labels({"namespace": namespace, "name": name})
 
 
 def forget_all() -> None:
     """Remove the series of all deployments. A replica that is no longer the leader must not export old values."""
-    _tasks_by_key.clear()
     for gauge in _GAUGES:
         gauge.clear()
     for counter in _COUNTERS:
@@ -344,20 +290,6 @@ def _set_known(gauge: DeploymentGauge, labels: tuple[str, ...], value: float | N
     """Set ``gauge`` if the value is known. Otherwise it keeps its last value, as status does."""
     if value is not None:
         gauge.set(labels, value)
-
-
-def _set_or_remove(gauge: DeploymentGauge, labels: tuple[str, ...], value: float | None) -> None:
-    """Set the series, or remove it if there is no value."""
-    if value is None:
-        gauge.remove(*labels)
-    else:
-        gauge.set(labels, value)
-
-
-def _record_objectives(deployment: Deployment) -> None:
-    objective = deployment.spec.speculation.objective
-    for latency, seconds in (("ttft", objective.ttft_seconds), ("itl", objective.itl_seconds)):
-        _set_or_remove(OBJECTIVE, (*deployment.key, latency), seconds)
 
 
 def _record_decisions(key: Key, changes: Iterable[DecisionRecord]) -> None:
@@ -379,18 +311,6 @@ def _record_figures(key: Key, figures: Figures) -> None:
         DEVICE_HOURS_SAVED.set(key, figures.saved_device_seconds / SECONDS_PER_HOUR)
 
 
-def _record_tasks(key: Key, tasks: dict[str, TaskFigures]) -> None:
-    """Set the series of tasks, and remove those that were not measured: an idle task must not raise an alert."""
-    for name, task in tasks.items():
-        values = (task.acceptance_rate, task.accepted_length, task.speedup, task.ttft_seconds, task.itl_seconds)
-        for gauge, value in zip(_TASK_GAUGES, values, strict=True):
-            _set_or_remove(gauge, (*key, name), value)
-    for name in _tasks_by_key.get(key, frozenset()) - tasks.keys():
-        for gauge in _TASK_GAUGES:
-            gauge.remove(*key, name)
-    _tasks_by_key[key] = frozenset(tasks)
-
-
 def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
     plans = (change for change in history if change.kind == "Plan")
     measured = next((change for change in plans if change.realised_gain_percent is not None), None)
@@ -399,21 +319,5 @@ def _record_gains(key: Key, history: Iterable[DecisionRecord]) -> None:
         EXPECTED_GAIN.set(key, (measured.expected_gain_percent or 0) / 100)
 
 
-def _record_drafts(key: Key, draft: DraftStatus | None) -> None:
-    """Set the series of the phase of a rollout."""
-    for phase in Phase:
-        is_present = draft is not None and draft.phase == phase
-        _set_or_remove(DRAFT_PHASE, (*key, phase.value), 1 if is_present else None)
-
-
 def _record_conditions(key: Key, status: Status) -> None:
-    """Set one series for each condition, and remove those of absent conditions.
-
-    They are removed by name, because a search would go through the series of all deployments.
-    """
-    by_type = {condition.type: condition.status for condition in status.conditions}
-    for kind in ConditionType:
-        if kind in by_type:
-            CONDITION.set((*key, kind.value), _VALUES[by_type[kind]])
-        else:
-            CONDITION.remove(*key, kind.value)
+    CONDITION.replace(key, {condition.type: _VALUES[condition.status] for condition in status.conditions})

@@ -25,7 +25,6 @@ from specdecode_router.errors import CannotStart
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.listening import bind, end_process_on_error, listening, raise_file_limit, read_certificate
-from specdecode_router.placement.choose import Policy, place
 from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.placement.traffic_split import TrafficSplit
 from specdecode_router.queueing.admission import Admission
@@ -34,7 +33,6 @@ from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.settings import LiveSettings, RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
-from specdecode_router.workers.backend_tokens import BackendTokens
 from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.load_poller import LoadPoller
 from specdecode_router.workers.registry import WorkerRegistry
@@ -77,7 +75,6 @@ async def running_router(
     discovery: Discovery,
     listener: socket.socket,
     demand: DemandWriter | None = None,
-    policy: Policy = place,
 ) -> AsyncIterator[RouterState]:
     """Run a router on a bound socket during the block.
 
@@ -87,7 +84,6 @@ async def running_router(
         discovery: Source of workers.
         listener: Socket of the port.
         demand: Writer of held requests; None without an operator.
-        policy: Way of choosing among the workers.
 
     Raises:
         CannotStart: A file of certificates is unusable.
@@ -97,18 +93,27 @@ async def running_router(
     backend_tokens = {
         one.name: TokenFile(one.token_file, required=False) for one in settings.backends if one.token_file
     }
-    tokens = BackendTokens(token, backend_tokens)
-    client = WorkerClient(tokens, connect_seconds=settings.connect_seconds, ca_file=settings.ca_file)
+    tokens: dict[str, Callable[[], str]] = {}
+    client = WorkerClient(
+        lambda url: tokens.get(url, token)(), connect_seconds=settings.connect_seconds, ca_file=settings.ca_file
+    )
     certificate = read_certificate(settings)
     live = LiveSettings(settings)
     settings = live.current
     monitor = SilenceMonitor(time.monotonic)
     relay = RelayContext(registry, client, monitor, settings, RouterMetrics(), time.monotonic)
-    state = _state(settings, relay, policy)
+    state = _state(settings, relay)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     registry.on_leave = state.placement.prefixes.remove_worker
+
+    def update(endpoints: Sequence[Endpoint]) -> None:
+        """Take the workers, and the token of each deployment that has one of its own."""
+        tokens.clear()
+        tokens.update((one.admin_url, own) for one in endpoints if (own := backend_tokens.get(one.deployment)))
+        registry.update(endpoints)
+
     loops = [
-        discovery.run(lambda endpoints: _update(endpoints, tokens, registry)),
+        discovery.run(update),
         LoadPoller(registry, client, settings.load_seconds, router, lambda: state.admission.waiting > 0).run(),
         state.relay.monitor.run(),
         _refresh((token, certificate, *backend_tokens.values(), state.tenants, live), lambda: _apply(live, state)),
@@ -120,11 +125,6 @@ async def running_router(
             yield state
     finally:
         await client.close()
-
-
-def _update(endpoints: Sequence[Endpoint], tokens: BackendTokens, registry: WorkerRegistry) -> None:
-    tokens.update(endpoints)
-    registry.update(endpoints)
 
 
 async def _shut_down(state: RouterState, stop_now: asyncio.Event) -> int:
@@ -152,14 +152,14 @@ def _apply(live: LiveSettings, state: RouterState) -> None:
         state.placement.split = split
 
 
-def _state(settings: RouterSettings, relay: RelayContext, policy: Policy) -> RouterState:
+def _state(settings: RouterSettings, relay: RelayContext) -> RouterState:
     admission = Admission(settings, time.monotonic, relay.workers.tenant_limit)
     return RouterState(
         settings=settings,
         relay=relay,
         admission=admission,
         tenants=TenantTable(Path(settings.api_keys_path) if settings.api_keys_path else None),
-        placement=PlacementState(policy=policy, split=_split(settings)),
+        placement=PlacementState(split=_split(settings)),
         lifecycle=Lifecycle(),
         bodies=BodyBudget(settings.max_unfinished_body_bytes),
         clock=time.monotonic,

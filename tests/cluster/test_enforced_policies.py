@@ -14,7 +14,7 @@ import yaml
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.manifests import network_policy
-from specdecode_operator.manifests.identity import ROLE_LABEL, Role, router_labels, selector
+from specdecode_operator.manifests.objects import ROLE_LABEL, Role, router_labels, selector
 from specdecode_operator.settings import read_settings
 from specdecode_operator.types import Deployment
 from support.kube import ROOT, Cluster, Manifest, wait_for

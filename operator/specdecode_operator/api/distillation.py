@@ -114,9 +114,6 @@ class DistillationTriggerSpec(Api):
         description="Id of a training run that is to end, as status.draft.run has it. Absent: none is.",
         examples=["6928f3a1"],
     )
-    min_loss_percent: int = Field(
-        default=5, ge=0, le=90, description="Loss of speed against the baseline that counts as drift, in percent."
-    )
     baseline: Duration = Field(
         default="168h",
         description="Time over which the normal speed of a draft is learnt, at least 5m; whole days where traffic "

@@ -407,14 +407,6 @@ class PrefillSpec(Api):
         return self.replicas > 0 or self.max_replicas is not None
 
 
-class PrefetchSpec(Api):
-    """Nodes whose folder of downloaded models is filled before a worker starts there."""
-
-    node_selector: Annotated[dict[str, str], Field(min_length=1, max_length=16)] = Field(
-        description="Labels of the nodes.", examples=[{"models": "llama"}]
-    )
-
-
 _PREFILL_IS_SHARED = "speculation.draft.placement Own keeps the draft's keys in another process; prefill needs Shared"
 _PREFILL_DRAFT_RULE = (
     "!has(self.prefill)"
@@ -657,11 +649,11 @@ class Spec(Api):
         "Absent: the operator's setting worker.modelCache, an emptyDir with a sizeLimit of 64Gi.",
         examples=[{"persistentVolumeClaim": {"claimName": "llama-cache"}}],
     )
-    prefetch: PrefetchSpec | None = Field(
+    prefetch_node_selector: Annotated[dict[str, str], Field(min_length=1, max_length=16)] | None = Field(
         default=None,
-        description="Nodes on which a DaemonSet downloads the models. It needs modelCache.hostPath, that is Pod "
-        "Security level privileged.",
-        examples=[{"nodeSelector": {"models": "llama"}}],
+        description="Labels of the nodes on which a DaemonSet downloads the models before a worker starts there. It "
+        "needs modelCache.hostPath, that is Pod Security level privileged. Absent: there is none.",
+        examples=[{"models": "llama"}],
     )
     draft_rollout: DraftRolloutSpec = Field(
         default=DraftRolloutSpec(),

@@ -15,7 +15,7 @@ from specdecode_operator.controller.pods import worker_of, workload_of
 from specdecode_operator.controller.training_jobs import job_of, job_view
 from specdecode_operator.kube.apply import ChildRecord, project_child
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.informer import InformerSet
+from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import APPLIED, CONFIG_MAPS, DRAFTS, JOBS, PODS, WORKLOADS, Child
 from specdecode_operator.manifests import ROLE_LABEL, Role
 from specdecode_operator.types import Key, TrainingJob, Worker, Workload
@@ -68,7 +68,7 @@ class Caches:
         """
 
         def informers(kind: Any, labels: str, project: Callable[[dict[str, Any]], Any], *, metadata_only: bool) -> Any:
-            return InformerSet(
+            return Informer(
                 client,
                 kind,
                 namespaces,
@@ -78,20 +78,20 @@ class Caches:
                 on_change=on_child if metadata_only else on_change,
             )
 
-        self._workloads: InformerSet[WorkloadRecord] = informers(
+        self._workloads: Informer[WorkloadRecord] = informers(
             WORKLOADS, WORKLOAD_LABELS, _project_workload, metadata_only=False
         )
-        self._pods: InformerSet[Worker] = informers(PODS, POD_LABELS, worker_of, metadata_only=False)
-        self._demand: InformerSet[Mapping[str, HeldRequests]] = informers(
+        self._pods: Informer[Worker] = informers(PODS, POD_LABELS, worker_of, metadata_only=False)
+        self._demand: Informer[Mapping[str, HeldRequests]] = informers(
             CONFIG_MAPS, ROUTER_LABELS, _project_demand, metadata_only=False
         )
-        self._jobs: InformerSet[Mapping[str, Any]] = informers(JOBS, JOB_LABELS, job_view, metadata_only=False)
-        self._job_pods: InformerSet[Mapping[str, Any]] = informers(PODS, JOB_LABELS, job_view, metadata_only=False)
-        self._drafts: InformerSet[SpecDecodeDraft] = informers(DRAFTS, "", _project_draft, metadata_only=False)
-        self._children: Mapping[str, InformerSet[ChildRecord]] = {
+        self._jobs: Informer[Mapping[str, Any]] = informers(JOBS, JOB_LABELS, job_view, metadata_only=False)
+        self._job_pods: Informer[Mapping[str, Any]] = informers(PODS, JOB_LABELS, job_view, metadata_only=False)
+        self._drafts: Informer[SpecDecodeDraft] = informers(DRAFTS, "", _project_draft, metadata_only=False)
+        self._children: Mapping[str, Informer[ChildRecord]] = {
             kind.kind: informers(kind, CHILD_LABELS, project_child(kind), metadata_only=True) for kind in METADATA_KINDS
         }
-        self.informers: Mapping[str, InformerSet[Any]] = {
+        self.informers: Mapping[str, Informer[Any]] = {
             WORKLOADS.kind: self._workloads,
             PODS.kind: self._pods,
             DEMAND: self._demand,
@@ -113,12 +113,12 @@ class Caches:
         A refused list of Jobs is not waited for: an operator whose role is older than itself serves without training.
         """
         for kind, informer in self.informers.items():
-            await (informer.wait_answered() if kind == JOBS.kind else informer.synced.wait())
+            await (informer.answered if kind == JOBS.kind else informer.synced).wait()
 
     def problem(self) -> str:
         """Return which lists ``wait_synced`` still waits for, and why; empty if for none."""
         problems = {kind: informer.problem for kind, informer in self.informers.items()}
-        if self._jobs.is_answered:
+        if self._jobs.answered.is_set():
             problems[JOBS.kind] = ""
         return "; ".join(f"list of {kind}: {problem}" for kind, problem in problems.items() if problem)
 

@@ -18,7 +18,7 @@ from specdecode_operator.decision.learn_stage import Learnt, learn, stale_worker
 from specdecode_operator.decision.materialise_stage import materialise, settle_revisions
 from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.decision.plan_stage import Planned, plan
-from specdecode_operator.decision.size_stage import is_complete, size_from
+from specdecode_operator.decision.size_stage import is_complete, size
 from specdecode_operator.health.pod_health import heal_from
 from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
@@ -74,19 +74,19 @@ def decide(
         silent=learnt.silent,
         round=observed.round,
     )
-    sized = size_from(merged.deployment, observed, with_plan, session, learnt.delta, now)
-    update = {"recycling": healed.recycling, "recycled_at": healed.recycled_at, "scaling": sized.state}
+    scale, scaling = size(merged.deployment, observed, with_plan, learnt.delta, learnt.window, now)
+    update = {"recycling": healed.recycling, "recycled_at": healed.recycled_at, "scaling": scaling}
     with_size = with_plan.model_copy(update=update)
     revisions = settle_revisions(deployment, learnt.learned.revisions, observed.workers)
     changes = (*rollout.changes, *drift.changes, *merged.changes, *planned.changes)
-    recorded, changes = record(deployment, learnt.learned, with_size, changes, sized.decision, now=now)
+    recorded, changes = record(deployment, learnt.learned, with_size, changes, scale, now=now)
     template, children, job = materialise(
         deployment,
         observed,
         planned.plan,
-        sized.decision.replicas,
+        scale.replicas,
         defaults,
-        prefill=sized.decision.prefill,
+        prefill=scale.prefill,
         revisions=revisions,
         now=now,
     )
@@ -103,7 +103,7 @@ def decide(
         changes=changes,
         urgent=is_urgent(observed.session.learned, learned),
         learnt=learnt.delta is not None and not learnt.delta.idle,
-        scale=sized.decision,
+        scale=scale,
         health=healed,
         shown=replace(
             _shown(deployment, observed, session, buckets, planned, figures, now),

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, seconds_of
-from specdecode_operator.drafts.crossover import CHAIN, ChainCounts, log_cost
 from specdecode_operator.drafts.drift import (
+    ACCEPTED_LOSS,
     BATCH_REQUESTS,
+    CHAIN,
     DAY_SECONDS,
-    Cause,
+    Baseline,
+    ChainCounts,
     DriftDetector,
     LearningBaseline,
     batches_between_alarms,
-    cause_of_loss,
     excess_loss,
+    log_cost,
 )
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, LearnedState, TaskDrift
@@ -35,9 +39,6 @@ RECENT_BATCHES = 10
 MAX_LEARNING = 4
 """Times of learning after which a baseline that still has too few batches is dropped and learnt again, because its
 first part is too old."""
-_NO_BATCH: Mapping[str, object] = {"requests": 0.0, "hits": (), "totals": ()}
-_NO_DETECTOR: Mapping[str, object] = {"logs": (), "batches": 0}
-_NO_ENDING: Mapping[str, object] = {"ending_logs": (), "ending_batches": 0}
 
 
 def chain_counts(acceptance: Mapping[tuple[str, int], Hits], task: str) -> ChainCounts:
@@ -48,79 +49,60 @@ def chain_counts(acceptance: Mapping[tuple[str, int], Hits], task: str) -> Chain
 
 def collected(known: TaskDrift, requests: float, counts: ChainCounts) -> TaskDrift:
     """Return the record with finished requests and counts added to its batch."""
-    total = known.counted.plus(counts)
-    return known.model_copy(
-        update={"requests": known.requests + requests, "hits": total.hits, "totals": total.totals},
-    )
+    update = {"requests": known.requests + requests, "batch": known.batch.plus(counts)}
+    return known.model_copy(update=update)
 
 
 def is_full(known: TaskDrift) -> bool:
     """Return whether the batch may be judged. Requests that nothing was drafted for fill no batch by themselves."""
-    return known.requests >= BATCH_REQUESTS and known.counted.is_enough
+    return known.requests >= BATCH_REQUESTS and known.batch.is_enough
 
 
-@dataclass(frozen=True, slots=True)
-class Judging:
-    """Settings by which batches are judged.
-
-    ``min_loss`` is the accepted loss of speed as a share, ``baseline`` the time over which a baseline is learnt, in
-    seconds.
-    """
-
-    min_loss: float
-    baseline: float
-
-
-def judged(known: TaskDrift, settings: Judging, *, tasks: int, may_alarm: bool, now: float) -> TaskDrift:
+def judged(known: TaskDrift, *, seconds: float, tasks: int, may_alarm: bool, now: float) -> TaskDrift:
     """Return the record after its full batch: with more of a baseline, or with more evidence.
 
     Args:
         known: Record of the task.
-        settings: Settings of the deployment.
+        seconds: Time over which a baseline is learnt.
         tasks: Number of tasks that share the rate of false alarms.
         may_alarm: Whether an alarm may be raised now.
         now: Time of the batch, in seconds since the epoch.
     """
-    counts = known.counted
-    emptied = known.model_copy(update=_NO_BATCH)
-    if known.is_learning:
-        if not known.learning.is_complete(now, settings.baseline):
-            return _learnt(emptied, counts, settings.baseline, now)
-        emptied = emptied.frozen(now)
-    return _watched(emptied, log_cost(counts, known.known), tasks, settings.min_loss, may_alarm, now)
+    counts, learning, baseline = known.batch, known.learning or LearningBaseline(), known.baseline
+    emptied = known.model_copy(update={"requests": 0.0, "batch": ChainCounts()})
+    if baseline is None:
+        if not learning.is_complete(now, seconds):
+            return _learnt(emptied, learning, counts, seconds, now)
+        baseline = learning.freeze(now - (learning.began or 0.0))
+        emptied = emptied.model_copy(update={"learning": None, "baseline": baseline})
+    return _watched(emptied, baseline, log_cost(counts, known.known), tasks, may_alarm, now)
 
 
-def _learnt(known: TaskDrift, counts: ChainCounts, seconds: float, now: float) -> TaskDrift:
+def _learnt(known: TaskDrift, learning: LearningBaseline, counts: ChainCounts, seconds: float, now: float) -> TaskDrift:
     """Return the record with one batch more in its baseline."""
-    learning, total = known.learning, known.known.plus(counts)
+    total = known.known.plus(counts)
     if learning.began is not None and now - learning.began >= MAX_LEARNING * seconds:
         learning, total = LearningBaseline(), counts
-    taught = known.with_learning(learning.add(now, log_cost(counts, total), seconds))
-    return taught.model_copy(update={"known_hits": total.hits, "known_totals": total.totals})
+    return known.model_copy(update={"learning": learning.add(now, log_cost(counts, total), seconds), "known": total})
 
 
-def _watched(known: TaskDrift, cost: float, tasks: int, min_loss: float, may_alarm: bool, now: float) -> TaskDrift:
+def _watched(known: TaskDrift, baseline: Baseline, cost: float, tasks: int, may_alarm: bool, now: float) -> TaskDrift:
     """Return the record after a batch that is compared with the frozen baseline."""
-    baseline = known.baseline
-    excess, keep = excess_loss(baseline, now, cost, min_loss), 1 - 1 / RECENT_BATCHES
+    excess, keep = excess_loss(baseline, now, cost), 1 - 1 / RECENT_BATCHES
     threshold = batches_between_alarms(baseline, tasks)
-    known = known.model_copy(
-        update={
-            "recent": known.recent * keep + cost - baseline.expected(now),
-            "recent_weight": known.recent_weight * keep + 1,
-            "threshold": threshold,
-        }
-    )
+    update: dict[str, Any] = {
+        "recent": known.recent * keep + cost - baseline.expected(now),
+        "recent_weight": known.recent_weight * keep + 1,
+        "threshold": threshold,
+    }
     if known.since:
-        ending = known.ending.add(-excess)
-        if ending.alarms(threshold):
-            return known.model_copy(update={**_NO_DETECTOR, **_NO_ENDING, "since": 0.0})
-        return known.model_copy(update={"ending_logs": ending.logs, "ending_batches": ending.batches})
-    detector: DriftDetector = known.detector.add(excess)
-    alarms = may_alarm and detector.alarms(threshold)
-    return known.model_copy(
-        update={"logs": detector.logs, "batches": detector.batches, "since": now if alarms else 0.0}
-    )
+        ending = (known.ending or DriftDetector()).add(-excess)
+        is_over = ending.alarms(threshold)
+        update |= {"detector": None, "ending": None, "since": 0.0} if is_over else {"ending": ending}
+    else:
+        detector = (known.detector or DriftDetector()).add(excess)
+        update |= {"detector": detector, "since": now if may_alarm and detector.alarms(threshold) else 0.0}
+    return known.model_copy(update=update)
 
 
 # Stage drift: finished requests move the baselines and the detectors of the draft in use. Pure.
@@ -200,22 +182,15 @@ def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedSt
         return state
     if not state.draft:
         return state.model_copy(update={**present, "began": now})
-    cause = cause_of_loss(
-        target_changed=state.target != target,
-        image_changed=image != state.image != "",
-        whole_alarms=False,
-        task_alarms=(),
-    )
-    if cause is Cause.NONE and state.draft == learned.draft:
+    if state.target != target:
+        renewed = "the target changed (TargetChanged)"
+    elif image != state.image != "":
+        renewed = "the workers' image changed (ImageChanged)"
+    elif state.draft != learned.draft:
+        renewed = f"the draft changed to {learned.draft[:12]}"
+    else:
         return state.model_copy(update=present)
-    renewed = _RENEWED.get(cause, f"the draft changed to {learned.draft[:12]}")
     return state.model_copy(update={**present, "tasks": (), "began": now, "renewed": renewed})
-
-
-_RENEWED = {
-    Cause.TARGET_CHANGED: "the target changed (TargetChanged)",
-    Cause.IMAGE_CHANGED: "the workers' image changed (ImageChanged)",
-}
 
 
 # --- measurements -------------------------------------------------------------------------------------------------
@@ -242,8 +217,7 @@ def _with_usage(state: DriftState, delta: Delta, now: float) -> DriftState:
 def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: float) -> DriftState:
     """Return the state with the requests of this poll in the batches of their tasks, and with full batches judged."""
     names = watched_tasks(deployment.spec.speculation)
-    trigger = deployment.spec.distillation.trigger
-    settings = Judging(trigger.min_loss_percent / 100, seconds_of(trigger.baseline))
+    judge = partial(judged, seconds=seconds_of(deployment.spec.distillation.trigger.baseline), now=now)
     tasks: list[TaskDrift] = []
     total, requests = ChainCounts(), 0.0
     for name in names:
@@ -253,7 +227,7 @@ def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: 
         if finished or any(counts.totals):
             known = collected(known, finished, counts)
             if is_full(known):
-                known = judged(known, settings, tasks=len(names), may_alarm=True, now=now)
+                known = judge(known, tasks=len(names), may_alarm=True)
         if known != TaskDrift(task=name):
             tasks.append(known)
     whole = state.task(ALL_TASKS)
@@ -261,8 +235,8 @@ def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: 
         whole = collected(whole, requests, total)
         if is_full(whole):
             # As long as a task looks slower itself, its own detector decides.
-            may_alarm = all(task.loss < settings.min_loss for task in tasks)
-            whole = judged(whole, settings, tasks=1, may_alarm=may_alarm, now=now)
+            may_alarm = all(task.loss < ACCEPTED_LOSS for task in tasks)
+            whole = judge(whole, tasks=1, may_alarm=may_alarm)
     if len(names) > 1 and whole != TaskDrift(task=ALL_TASKS):
         tasks.append(whole)
     return state.model_copy(update={"tasks": tuple(tasks)})
@@ -294,7 +268,7 @@ def _begun(task: TaskDrift, now: float) -> DecisionRecord:
         now,
         before=f"{usual:.2f} tokens a step",
         after=f"{present:.2f} tokens a step",
-        measured=f"{task.batches} batches of {BATCH_REQUESTS} requests",
+        measured=f"{task.detector.batches if task.detector else 0} batches of {BATCH_REQUESTS} requests",
         cause=cause,
         reason=f"{100 * task.loss:.0f} % slower than its baseline, with {evidence}: {what}",
     )

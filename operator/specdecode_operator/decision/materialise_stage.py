@@ -74,7 +74,11 @@ def materialise(
         manifests.budget(deployment),
         *((manifests.network_policy(deployment, peers),) if (peers := defaults.policy_peers) else ()),
         manifests.workload(deployment, template.template, template.spec_hash, replicas),
-        *((manifests.prefetch_daemon_set(deployment, template.template),) if deployment.spec.prefetch else ()),
+        *(
+            (manifests.prefetch_daemon_set(deployment, template.template),)
+            if deployment.spec.prefetch_node_selector
+            else ()
+        ),
         *_prefill_children(deployment, observed, template, prefill),
         *_router_children(deployment, observed, defaults),
     )

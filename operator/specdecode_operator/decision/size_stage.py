@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from specdecode_operator import scaling
-from specdecode_operator.api.v1alpha1 import PrefillSpec, ScalingSpec
+from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.planning import loads, step_pace, workload
 from specdecode_operator.scaling import TUNING
 from specdecode_operator.state.learned import LearnedState, ScalingState
-from specdecode_operator.state.session import WINDOW_SECONDS, Session
+from specdecode_operator.state.session import WINDOW_SECONDS
 from specdecode_operator.telemetry.deltas import Delta, over
-from specdecode_operator.types import Deployment, Observation, ReplicaDecision, Worker, Workload
+from specdecode_operator.types import Deployment, Observation, ReplicaDecision
 from specdecode_worker.contract.demand import held_requests
 
 PREFILL_BUSY = 0.7
@@ -31,124 +31,83 @@ class CapacityInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeInputs:
-    """Everything that the replica decision depends on."""
+class _Stage:
+    """What all parts of the replica decision depend on."""
 
-    now: float
-    """Present time, in seconds since the epoch."""
-    scaling: ScalingSpec | None
-    """spec.scaling."""
-    spec_replicas: int = 1
-    """spec.replicas."""
-    is_spec_observed: bool = False
-    """Status was written for this generation of the spec."""
-    is_advisory: bool = False
-    """Mode Advisory: demand is reported, and replicas and pods stay as they are."""
-    is_paused: bool = False
-    workload: Workload | None = None
-    workers: tuple[Worker, ...] = ()
-    max_num_seqs: int = 1
-    """Sequences that one worker runs at most."""
-    delta: Delta | None = None
+    deployment: Deployment
+    observed: Observation
+    delta: Delta | None
     """Differences of the reports since the previous poll. None if no worker has a new reading."""
-    window: tuple[Delta, ...] = ()
+    window: tuple[Delta, ...]
     """Differences of the last minute, oldest first."""
-    held: int = 0
-    """Requests that routers hold because no worker is ready."""
-    capacity: CapacityInputs | None = None
+    capacity: CapacityInputs | None
     """None while requests or step times are unknown."""
-    prefill: PrefillSpec = field(default_factory=PrefillSpec)
-    """spec.prefill."""
-    prefill_workload: Workload | None = None
-    state: ScalingState = field(default_factory=ScalingState)
+    now: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SizeResult:
-    """The replica decision, and the state for the next one."""
-
-    decision: ReplicaDecision
-    state: ScalingState
-
-
-def size_from(
+def size(
     deployment: Deployment,
     observed: Observation,
     learned: LearnedState,
-    session: Session,
     delta: Delta | None,
+    window: tuple[Delta, ...],
     now: float,
-) -> SizeResult:
-    """Run the size stage on the objects that ``decide`` has."""
-    return size(size_inputs(deployment, observed, learned, session, delta, now))
+) -> tuple[ReplicaDecision, ScalingState]:
+    """Return the replicas, and the state with the latest demand.
 
-
-def size_inputs(
-    deployment: Deployment,
-    observed: Observation,
-    learned: LearnedState,
-    session: Session,
-    delta: Delta | None,
-    now: float,
-) -> SizeInputs:
-    """Select what the size stage depends on."""
-    scales = deployment.spec.scaling is not None or deployment.spec.prefill.max_replicas is not None
-    is_scaling_known = scales and delta is not None
-    return SizeInputs(
-        now=now,
-        scaling=deployment.spec.scaling,
-        spec_replicas=deployment.spec.replicas,
-        is_spec_observed=deployment.status.observed_generation == deployment.generation,
-        is_advisory=deployment.spec.speculation.mode == "Advisory",
-        is_paused=deployment.spec.paused,
-        workload=observed.workload,
-        workers=observed.workers,
-        max_num_seqs=max_num_seqs(deployment, observed),
+    Args:
+        deployment: The deployment.
+        observed: Workloads, and workers with their reports.
+        learned: Estimates, and the state of the previous decision.
+        delta: Differences of the reports since the previous poll. None if no worker has a new reading.
+        window: Differences of the last minute, oldest first.
+        now: Present time, in seconds since the epoch.
+    """
+    spec = deployment.spec
+    is_scaling_known = delta is not None and (spec.scaling is not None or spec.prefill.max_replicas is not None)
+    stage = _Stage(
+        deployment=deployment,
+        observed=observed,
         delta=delta,
-        window=session.window,
-        held=held_requests(observed.demand, now),
+        window=window,
         capacity=_capacity_inputs(deployment, observed, learned) if is_scaling_known else None,
-        prefill=deployment.spec.prefill,
-        prefill_workload=observed.prefill_workload,
-        state=learned.scaling,
+        now=now,
     )
-
-
-def size(inputs: SizeInputs) -> SizeResult:
-    """Return the replicas, and the state with the latest demand."""
-    spec = inputs.scaling
-    is_owner = spec is not None and spec.owner == "Operator"
     state = scaling.take_over(
-        inputs.state,
-        spec_replicas=inputs.spec_replicas,
-        running=inputs.workload.wanted if inputs.workload else None,
-        is_owner=is_owner,
-        is_spec_observed=inputs.is_spec_observed,
+        learned.scaling,
+        spec_replicas=spec.replicas,
+        running=observed.workload.wanted if observed.workload else None,
+        is_owner=spec.scaling is not None and spec.scaling.owner == "Operator",
+        is_spec_observed=deployment.status.observed_generation == deployment.generation,
     )
-    running = inputs.spec_replicas if state.replicas is None else state.replicas
-    if spec is None:
+    running = spec.replicas if state.replicas is None else state.replicas
+    if spec.scaling is None:
         decision = ReplicaDecision(replicas=running, desired=running)
     else:
-        load = _service_load(inputs)
-        decision, state = _follow_demand(inputs, spec, state, load, running)
-    decision = replace(decision, prefill=_prefill_replicas(inputs))
-    return SizeResult(decision=decision, state=state)
+        decision, state = _follow_demand(stage, spec.scaling, state, _service_load(stage), running)
+    prefill = prefill_replicas(deployment, observed, stage.capacity, window, now)
+    return replace(decision, prefill=prefill), state
 
 
-def _prefill_replicas(inputs: SizeInputs) -> int:
+def prefill_replicas(
+    deployment: Deployment,
+    observed: Observation,
+    capacity: CapacityInputs | None,
+    window: tuple[Delta, ...],
+    now: float,
+) -> int:
     """Return the prefill workers that compute all prompt tokens that no cache has, within the bounds of the spec.
 
     They are busy for PREFILL_BUSY of the time at most, because a prompt that has to wait is better computed at once.
     One is taken away only if the others would be busy for less than PREFILL_IDLE.
     """
-    spec, running = inputs.prefill, inputs.prefill_workload.wanted if inputs.prefill_workload else 0
+    spec, running = deployment.spec.prefill, observed.prefill_workload.wanted if observed.prefill_workload else 0
     if spec.max_replicas is None:
         return spec.replicas
     wanted = running
-    if inputs.capacity is not None and not inputs.is_paused:
-        mix = inputs.capacity.mix
-        rate = scaling.arrival_rate(inputs.window, now=inputs.now, within=WINDOW_SECONDS)
-        busy = rate * mix.prompt_busy_seconds
+    if capacity is not None and not deployment.spec.paused:
+        rate = scaling.arrival_rate(window, now=now, within=WINDOW_SECONDS)
+        busy = rate * capacity.mix.prompt_busy_seconds
         wanted = max(math.ceil(busy / PREFILL_BUSY), min(running, math.ceil(busy / PREFILL_IDLE)))
     return max(spec.replicas, min(spec.max_replicas, wanted))
 
@@ -202,13 +161,13 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
     return CapacityInputs(mix=mix, step_model=step_model, limits=limits)
 
 
-def _service_load(inputs: SizeInputs) -> scaling.ServiceLoad | None:
+def _service_load(stage: _Stage) -> scaling.ServiceLoad | None:
     """Return arrival rates and the capacity of one worker. Return None while the capacity is unknown."""
-    known = inputs.capacity
+    known = stage.capacity
     if known is None:
         return None
     capacity = partial(scaling.capacity, known.mix, known.step_model, known.limits)
-    rate = partial(scaling.arrival_rate, inputs.window, now=inputs.now)
+    rate = partial(scaling.arrival_rate, stage.window, now=stage.now)
     return scaling.ServiceLoad(
         capacity=capacity(),
         capacity_bound=capacity(standard_errors=TUNING.confidence_errors),
@@ -220,27 +179,27 @@ def _service_load(inputs: SizeInputs) -> scaling.ServiceLoad | None:
 
 
 def _follow_demand(
-    inputs: SizeInputs, spec: ScalingSpec, state: ScalingState, load: scaling.ServiceLoad | None, running: int
+    stage: _Stage, spec: ScalingSpec, state: ScalingState, load: scaling.ServiceLoad | None, running: int
 ) -> tuple[ReplicaDecision, ScalingState]:
     """Return the replicas for the measured demand; with an external owner or in mode Advisory only report them."""
     is_owner = spec.owner == "Operator"
-    follows = is_owner and not inputs.is_advisory
-    placement = scaling.placement_of(inputs.workload, inputs.workers)
+    follows = is_owner and stage.deployment.spec.speculation.mode != "Advisory"
+    placement = scaling.placement_of(stage.observed.workload, stage.observed.workers)
     result = scaling.scale_to_activity(
         spec,
         state,
-        _demand(inputs, load),
-        _activity(inputs),
-        now=inputs.now,
-        placement=placement if follows and not inputs.is_paused else None,
+        _demand(stage, load),
+        _activity(stage),
+        now=stage.now,
+        placement=placement if follows and not stage.deployment.spec.paused else None,
     )
     replicas = result.replicas
     if not follows:
         replicas = max(spec.min_replicas, min(spec.max_replicas, running)) if is_owner else running
     capacity = load.capacity if load else None
     problems = (
-        scaling.placement_problem(inputs.workload, inputs.workers),
-        scaling.withdrawal_message(spec, result.state, result.wanted, inputs.now),
+        scaling.placement_problem(stage.observed.workload, stage.observed.workers),
+        scaling.withdrawal_message(spec, result.state, result.wanted, stage.now),
     )
     decision = ReplicaDecision(
         replicas=replicas,
@@ -254,25 +213,25 @@ def _follow_demand(
     return decision, result.state.model_copy(update={"replicas": replicas})
 
 
-def _activity(inputs: SizeInputs) -> scaling.Activity:
-    if inputs.is_paused:
+def _activity(stage: _Stage) -> scaling.Activity:
+    if stage.deployment.spec.paused:
         return scaling.Activity()
-    return scaling.activity_of(inputs.workers, inputs.delta, inputs.held)
+    return scaling.activity_of(stage.observed.workers, stage.delta, held_requests(stage.observed.demand, stage.now))
 
 
-def _demand(inputs: SizeInputs, load: scaling.ServiceLoad | None) -> scaling.Demand:
+def _demand(stage: _Stage, load: scaling.ServiceLoad | None) -> scaling.Demand:
     """Return the measured demand.
 
     While the capacity of a worker is unknown, waiting requests count as running ones. Afterwards they are a backlog,
     which needs workers only until it has drained.
     """
-    delta, last_minute = inputs.delta, over(inputs.window)
+    delta, last_minute = stage.delta, over(stage.window)
     return scaling.Demand(
-        requests=delta.running + delta.waiting if delta and not inputs.is_paused else None,
+        requests=delta.running + delta.waiting if delta and not stage.deployment.spec.paused else None,
         window_requests=last_minute.running if load else last_minute.running + last_minute.waiting,
         waiting=delta.waiting if delta and load else 0.0,
-        max_num_seqs=inputs.max_num_seqs,
+        max_num_seqs=max_num_seqs(stage.deployment, stage.observed),
         seconds=delta.seconds if delta else 0.0,
-        is_complete=scaling.is_complete(inputs.workload, inputs.workers),
+        is_complete=is_complete(stage.observed),
         load=load,
     )

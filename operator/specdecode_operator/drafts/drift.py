@@ -3,11 +3,81 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from specdecode_operator.drafts.crossover import TILTS, increments, log_mean
+
+# Cost of a token in steps of a chain of three, from the acceptance counts of the main path.
+#
+# A count at depth d says how often the target took the draft's token there, given that it took those before. The
+# product of the rates is therefore the same whatever shape was planned, and whether a draft was verified or scored in
+# the shadow. A depth that the plan seldom reaches follows the first one, in the ratio that was known while the baseline
+# was learnt.
+
+CHAIN = 3
+"""Draft tokens of the chain. It is short enough to be measured at most loads, and long enough to show a stale draft."""
+LEAST_POSITIONS = 100.0
+"""Positions at depth 1 that a batch needs, and positions at a deeper depth from which its ratio to the first counts."""
+CARRIED_POSITIONS = 20.0
+"""Weight of the known ratio against a batch's own counts, in positions. With some hundred positions a batch shows its
+own rate; a plan of depth 1 leaves the known ratio alone."""
+EPSILON = 0.001
+"""Distance of every rate from 0 and 1."""
+
+_NONE = (0.0,) * CHAIN
+
+
+@dataclass(frozen=True, slots=True)
+class ChainCounts:
+    """Accepted and all tokens at depths 1 to CHAIN of the main path."""
+
+    hits: tuple[float, ...] = _NONE
+    totals: tuple[float, ...] = _NONE
+
+    def plus(self, other: ChainCounts) -> ChainCounts:
+        """Return the sums of both."""
+        return ChainCounts(
+            tuple(one + two for one, two in zip(self.hits, other.hits, strict=True)),
+            tuple(one + two for one, two in zip(self.totals, other.totals, strict=True)),
+        )
+
+    @property
+    def is_enough(self) -> bool:
+        """True if a batch can be made of these counts."""
+        return self.totals[0] >= LEAST_POSITIONS
+
+
+def log_cost(counts: ChainCounts, known: ChainCounts) -> float:
+    """Return the logarithm of the steps per token of a chain of three.
+
+    Args:
+        counts: Counts of one batch, with at least one position at depth 1.
+        known: Counts from which the ratios of the deeper rates to the first one follow.
+    """
+    first = _rate(counts.hits[0], counts.totals[0])
+    tokens, survival = 1 + first, first
+    for depth in range(1, CHAIN):
+        survival *= _deeper(counts, known, first, depth)
+        tokens += survival
+    return -math.log(tokens)
+
+
+def _deeper(counts: ChainCounts, known: ChainCounts, first: float, depth: int) -> float:
+    """Return the rate at an index above 0. Without a known ratio it is that of the first token, whatever was counted.
+
+    Otherwise a plan that reaches a depth for the first time would look like another draft.
+    """
+    if min(known.totals[depth], known.totals[0]) < LEAST_POSITIONS:
+        return first
+    ratio = _rate(known.hits[depth], known.totals[depth]) / _rate(known.hits[0], known.totals[0])
+    carried = CARRIED_POSITIONS * min(1.0, first * ratio)
+    return _rate(counts.hits[depth] + carried, counts.totals[depth] + CARRIED_POSITIONS)
+
+
+def _rate(hits: float, total: float) -> float:
+    return min(1 - EPSILON, max(EPSILON, hits / total))
+
 
 # Normal cost of a task by half hour of the day.
 #
@@ -224,8 +294,10 @@ BATCH_REQUESTS = 20
 """Finished requests of a task in one batch. The log evidence of a batch is at most one half, so batches are small.
 Smaller ones would depend on each other, since the load of a worker changes slowly.
 """
+ACCEPTED_LOSS = 0.05
+"""Share of the speed that a task may lose against its baseline: a smaller loss is worth no run. A trade."""
 DAY_MARGIN = 1.5
-"""Standard deviations between days that are accepted in addition to ``minLossPercent``. Without this margin, every slow
+"""Standard deviations between days that are accepted in addition to ``ACCEPTED_LOSS``. Without this margin, every slow
 day would be an alarm wherever days differ as much as that.
 """
 
@@ -254,7 +326,7 @@ class DriftDetector:
         return self.log_evidence >= math.log(batches_between)
 
 
-def excess_loss(baseline: Baseline, at: float, log_cost: float, min_loss: float) -> float:
+def excess_loss(baseline: Baseline, at: float, log_cost: float, min_loss: float = ACCEPTED_LOSS) -> float:
     """Return how far a batch exceeds the baseline plus the accepted loss, in standard deviations.
 
     Args:
@@ -270,33 +342,6 @@ def excess_loss(baseline: Baseline, at: float, log_cost: float, min_loss: float)
 def batches_between_alarms(baseline: Baseline, tasks: int) -> float:
     """Return the threshold that lets all ``tasks`` together raise one false alarm a month on average."""
     return max(baseline.batches_per_month * max(tasks, 1), 1.0)
-
-
-class Cause(StrEnum):
-    """Cause of a loss, by what changed with it."""
-
-    TARGET_CHANGED = "TargetChanged"
-    """Captures and baseline are void."""
-    IMAGE_CHANGED = "ImageChanged"
-    """A new baseline is learnt."""
-    MIX_CHANGED = "MixChanged"
-    """The whole got slower and no task did. It is only reported."""
-    DRAFT_STALE = "DraftStale"
-    """A new draft may be worth training."""
-    NONE = "None"
-
-
-def cause_of_loss(
-    *, target_changed: bool, image_changed: bool, whole_alarms: bool, task_alarms: Collection[str]
-) -> Cause:
-    """Return the cause. A changed target or image explains a loss before any statistics do."""
-    if target_changed:
-        return Cause.TARGET_CHANGED
-    if image_changed:
-        return Cause.IMAGE_CHANGED
-    if task_alarms:
-        return Cause.DRAFT_STALE
-    return Cause.MIX_CHANGED if whole_alarms else Cause.NONE
 
 
 def _log_plus_one(log_value: float) -> float:

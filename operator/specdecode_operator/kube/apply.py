@@ -212,9 +212,8 @@ class ChildApplier:
         self._client = client
         self._records = records
         self._clock = clock
-        self._applied: dict[tuple[str, str], dict[str, LastApply]] = {}
-        """By namespace and name, then by kind."""
-        self._failed: dict[tuple[str, str], dict[str, FailedApply]] = {}
+        self._applied: dict[Child, LastApply] = {}
+        self._failed: dict[Child, FailedApply] = {}
 
     async def apply(self, manifest: Manifest, owner_uid: str) -> ChildProblem | None:
         """Make the child equal to a manifest. Return the problem that prevents it, or None.
@@ -232,15 +231,15 @@ class ChildApplier:
         child = child_of(manifest)
         record, text = self._records(child), text_digest(manifest)
         if self._is_up_to_date(child, text, record):
-            self._drop_failure(child)
+            self._failed.pop(child, None)
             return None
-        failed = self._failure(child)
+        failed = self._failed.get(child)
         state = _state(record)
         if failed and (failed.text, failed.state) == (text, state) and self._clock() < failed.retry_at:
             return failed.problem
         problem = await self._attempt(child, manifest, owner_uid, record, text)
         if problem is None:
-            self._drop_failure(child)
+            self._failed.pop(child, None)
         else:
             self._note_failure(child, text, state, problem)
         return problem
@@ -252,20 +251,21 @@ class ChildApplier:
             key: Key of the deployment.
             names: Names of its children.
         """
-        places = [(key[0], name) for name in names]
-        if any(place in self._failed for place in places):
+        children = [(kind, key[0], name) for name in names for kind in APPLIED]
+        if any(child in self._failed for child in children):
             return False
-        applied = [((kind, *place), last) for place in places for kind, last in self._applied.get(place, {}).items()]
-        return all(self._shows(last, self._records(child)) for child, last in applied)
+        applied = [(self._applied[child], self._records(child)) for child in children if child in self._applied]
+        return all(self._shows(last, record) for last, record in applied)
 
     def forget(self, namespace: str, name: str) -> None:
         """Forget the children with this name, when their deployment is gone."""
-        self._applied.pop((namespace, name), None)
-        self._failed.pop((namespace, name), None)
+        for kind in APPLIED:
+            self._applied.pop((kind, namespace, name), None)
+            self._failed.pop((kind, namespace, name), None)
 
     def is_confirmed(self, manifests: Iterable[Manifest]) -> bool:
         """Return whether the informers have shown the result of the last apply of each of these manifests."""
-        applied = (self._last_apply(child_of(manifest)) for manifest in manifests)
+        applied = (self._applied.get(child_of(manifest)) for manifest in manifests)
         return all(last is None or last.confirmed for last in applied)
 
     def retry_seconds(self, manifests: Iterable[Manifest]) -> float | None:
@@ -277,14 +277,14 @@ class ChildApplier:
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _retry_at(self, child: Child) -> float | None:
-        failed, applied = self._failure(child), self._last_apply(child)
+        failed, applied = self._failed.get(child), self._applied.get(child)
         if failed:
             return failed.retry_at
         return applied.repair_at if applied is not None and applied.drifted else None
 
     def _is_up_to_date(self, child: Child, text: str, record: ChildRecord | None) -> bool:
         """Return whether nothing needs to be sent: the child is as it was applied, or it is too early to say."""
-        applied, now = self._last_apply(child), self._clock()
+        applied, now = self._applied.get(child), self._clock()
         if applied is None or applied.text != text:
             return False
         if self._shows(applied, record):
@@ -336,34 +336,14 @@ class ChildApplier:
         return project_child(kind)(resource) if resource else None
 
     def _note_apply(self, child: Child, text: str, ours: str, record: ChildRecord | None) -> None:
-        last, now = self._last_apply(child), self._clock()
+        last, now = self._applied.get(child), self._clock()
         repairs = last.repairs + 1 if last and last.text == text and now - last.at < SETTLED_SECONDS else 0
-        applied = LastApply(text, ours, now, record, repairs=repairs)
-        self._applied.setdefault(child[1:], {})[child[0]] = applied
-
-    def _last_apply(self, child: Child) -> LastApply | None:
-        return self._applied.get(child[1:], {}).get(child[0])
-
-    def _failure(self, child: Child) -> FailedApply | None:
-        return self._failed.get(child[1:], {}).get(child[0])
-
-    def _drop_failure(self, child: Child) -> None:
-        kinds = self._failed.get(child[1:], {})
-        kinds.pop(child[0], None)
-        if not kinds:
-            self._failed.pop(child[1:], None)
+        self._applied[child] = LastApply(text, ours, now, record, repairs=repairs)
 
     def _note_failure(self, child: Child, text: str, state: tuple[object, ...], problem: ChildProblem) -> None:
-        last = self._failure(child)
+        last = self._failed.get(child)
         attempts = last.attempts + 1 if last and (last.text, last.state) == (text, state) else 1
-        failed = FailedApply(
-            text,
-            state,
-            attempts,
-            self._clock() + _pause(attempts),
-            problem,
-        )
-        self._failed.setdefault(child[1:], {})[child[0]] = failed
+        self._failed[child] = FailedApply(text, state, attempts, self._clock() + _pause(attempts), problem)
 
 
 def _state(record: ChildRecord | None) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from specdecode_operator.api.v1alpha1 import GROUP
@@ -119,175 +119,32 @@ MAX_SHORT_WATCHES = 2
 """Such watches in a row after which objects are listed again: the server may not know the resource version."""
 
 
-class Informer(Generic[T]):
-    """Copy of the objects of one kind in one namespace, or in all of them."""
+@dataclass(slots=True)
+class _Source:
+    """State of the lists and watches of one namespace, or of all of them."""
 
-    def __init__(
-        self,
-        client: KubeClient,
-        kind: Kind,
-        namespace: str | None,
-        *,
-        labels: str,
-        project: Callable[[dict[str, Any]], T],
-        metadata_only: bool,
-        on_change: Callable[[Key], None],
-    ) -> None:
-        """Prepare an informer; nothing is read before ``run``.
+    namespace: str | None
+    version: str = ""
+    """Resource version from which the next watch goes on; empty if a list must come first."""
+    is_listed: bool = False
+    is_answered: bool = False
+    """The first list is complete or refused."""
+    refusal: str = ""
+    """Sentence of the API server while it refuses the list, without the right or the CRD; empty if it does not."""
+    last_contact: float = float("-inf")
+    """Time of the last answer or event of the API server, in seconds of the monotonic clock."""
+    short_watches: int = 0
+    pause: float = MIN_RETRY_SECONDS
+    has_progressed: bool = True
 
-        Args:
-            client: Client of the API server.
-            kind: Kind of the objects.
-            namespace: Their namespace, or None for all namespaces.
-            labels: Label selector, empty for all objects.
-            project: Function that takes an object as the API server sends it, and returns what is stored of it.
-            metadata_only: Ask the API server for metadata instead of whole objects.
-            on_change: Called with the key of an object that was added, changed or removed, after the store changed.
-        """
-        self.synced = asyncio.Event()
-        """Set when the first list is complete."""
-        self.answered = asyncio.Event()
-        """Set when the first list is complete or refused."""
-        self.refusal = ""
-        """Sentence of the API server while it refuses the list, without the right or the CRD; empty if it does not."""
-        self.last_contact = float("-inf")
-        """Time of the last answer or event of the API server, in seconds of the monotonic clock."""
-        self._client = client
-        self._kind = kind
-        self._namespace = namespace
-        self._labels = labels
-        self._project = project
-        self._metadata_only = metadata_only
-        self._on_change = on_change
-        self._store: ObjectStore[T] = ObjectStore()
-        self._version = ""
-        """Resource version from which the next watch goes on; empty if a list must come first."""
-        self._short_watches = 0
-        self._pause = MIN_RETRY_SECONDS
-        self._progressed = True
-
-    def get(self, namespace: str, name: str) -> T | None:
-        """Return what is stored of one object, or None."""
-        return self._store.get(namespace, name)
-
-    def of(self, key: Key) -> tuple[T, ...]:
-        """Return what is stored of the objects with this key, in the order of their names."""
-        return self._store.of(key)
-
-    def keys(self) -> tuple[Key, ...]:
-        """Return the keys that have objects."""
-        return self._store.keys()
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    async def run(self) -> None:
-        """Keep the copy current for ever."""
-        while True:
-            try:
-                if not self._version:
-                    await self._relist()
-                await self._watch()
-            except ClusterError as error:
-                if isinstance(error, Gone | Refused):
-                    self._version = ""
-                if isinstance(error, Refused | NotFound):
-                    self.refusal = error.sentence
-                if isinstance(error, Refused):
-                    self.answered.set()
-                await self._back_off(error)
-
-    async def _relist(self) -> None:
-        """Make the store equal to a list, and go on from its resource version."""
-        listed: set[tuple[str, str]] = set()
-        version = ""
-        pages = self._client.pages(self._kind, self._namespace, labels=self._labels, metadata_only=self._metadata_only)
-        async for page in pages:
-            self.last_contact = time.monotonic()
-            version = page["metadata"]["resourceVersion"]
-            for item in page.get("items") or []:
-                listed.add((item["metadata"]["namespace"], item["metadata"]["name"]))
-                self._put(item)
-        for namespace, name in self._store.names() - listed:
-            self._notify(self._store.remove(namespace, name))
-        self._version = version
-        self._short_watches = 0
-        self.refusal = ""
-        self.synced.set()
-        self.answered.set()
-
-    async def _watch(self) -> None:
-        """Follow one watch to its end."""
-        started = time.monotonic()
-        events = 0
-        stream = self._client.watch(
-            self._kind,
-            self._namespace,
-            labels=self._labels,
-            version=self._version,
-            metadata_only=self._metadata_only,
-            seconds=random.randint(MIN_WATCH_SECONDS, MAX_WATCH_SECONDS),
-            bookmarks=True,
-        )
-        async for event, item in stream:
-            events += 1
-            self._saw_progress()
-            self._version = item["metadata"]["resourceVersion"]
-            if event == "DELETED":
-                self._notify(self._store.remove(item["metadata"]["namespace"], item["metadata"]["name"]))
-            elif event != "BOOKMARK":
-                self._put(item)
-        if not events and time.monotonic() - started < SHORT_WATCH_SECONDS:
-            self._short_watches += 1
-            if self._short_watches >= MAX_SHORT_WATCHES:
-                self._version = ""
-            raise Unavailable(f"watch of {self._kind.plural}: ended at once")
-        self._saw_progress()
-
-    def note(self, item: dict[str, Any]) -> None:
-        """Take an object that a write returned, without the call of ``on_change``."""
-        self._store.put(item["metadata"], self._project(item), parent_key(item))
-
-    def _put(self, item: dict[str, Any]) -> None:
-        metadata = item["metadata"]
-        if self._store.is_current(metadata):
-            return
-        try:
-            value = self._project(item)
-        except Exception:
-            # One object with unexpected content must not end the copy of all others.
-            log.exception("%s %s/%s cannot be read", self._kind.kind, metadata["namespace"], metadata["name"])
-            self._notify(self._store.remove(metadata["namespace"], metadata["name"]))
-            return
-        self._notify(self._store.put(metadata, value, parent_key(item)))
-
-    def _notify(self, keys: tuple[Key, ...]) -> None:
-        for key in keys:
-            self._on_change(key)
-
-    def _saw_progress(self) -> None:
+    def note_progress(self) -> None:
+        """Note that the API server sent something."""
         self.last_contact = time.monotonic()
-        self._pause = MIN_RETRY_SECONDS
-        self._progressed = True
-        self._short_watches = 0
-
-    async def _back_off(self, error: ClusterError) -> None:
-        """Sleep before the next attempt. A resource version that expired after a working watch needs no pause."""
-        if isinstance(error, Gone) and self._progressed:
-            log.info("%s: listing again: %s", self._kind.plural, error)
-            self._progressed = False
-            return
-        log.warning("%s: %s: %s", self._kind.plural, "watching again" if self._version else "listing again", error)
-        self._progressed = False
-        await asyncio.sleep(self._pause * random.uniform(0.5, 1.5))
-        self._pause = min(MAX_RETRY_SECONDS, self._pause * 2)
+        self.pause, self.has_progressed, self.short_watches = MIN_RETRY_SECONDS, True, 0
 
 
-# Informers of one kind in several namespaces with one reading interface.
-
-
-class InformerSet(Generic[T]):
-    """One informer for each watched namespace. It is read like a single informer."""
+class Informer(ObjectStore[T]):
+    """Store of the objects of one kind in some namespaces, or in all of them, which is kept current."""
 
     def __init__(
         self,
@@ -300,82 +157,147 @@ class InformerSet(Generic[T]):
         metadata_only: bool,
         on_change: Callable[[Key], None],
     ) -> None:
-        """Prepare the informers; without namespaces, a single one for all namespaces of the cluster.
+        """Prepare an informer; nothing is read before ``run``.
 
-        The other arguments are those of Informer.
+        Args:
+            client: Client of the API server.
+            kind: Kind of the objects.
+            namespaces: Their namespaces; none of them means all.
+            labels: Label selector, empty for all objects.
+            project: Function that takes an object as the API server sends it, and returns what is stored of it.
+            metadata_only: Ask the API server for metadata instead of whole objects.
+            on_change: Called with the key of an object that was added, changed or removed, after the store changed.
         """
+        super().__init__()
         self.synced = asyncio.Event()
         """Set when the first list of every namespace is complete."""
-        self._informers = {
-            namespace: Informer(
-                client,
-                kind,
-                namespace,
-                labels=labels,
-                project=project,
-                metadata_only=metadata_only,
-                on_change=on_change,
-            )
-            for namespace in (tuple(namespaces) or (None,))
-        }
+        self.answered = asyncio.Event()
+        """Set when the first list of every namespace is complete or refused."""
+        self._client = client
+        self._kind = kind
+        self._labels = labels
+        self._project = project
+        self._metadata_only = metadata_only
+        self._on_change = on_change
+        self._sources = {namespace: _Source(namespace) for namespace in (tuple(namespaces) or (None,))}
 
     @property
     def last_contact(self) -> float:
         """Time of the oldest last contact of all namespaces, in seconds of the monotonic clock."""
-        return min(informer.last_contact for informer in self._informers.values())
-
-    async def wait_answered(self) -> None:
-        """Wait until the first list of every namespace is complete or refused."""
-        for informer in self._informers.values():
-            await informer.answered.wait()
+        return min(source.last_contact for source in self._sources.values())
 
     @property
     def problem(self) -> str:
         """Reason why a first list is not complete: refused, or not answered yet. Empty if all lists are complete."""
-        waiting = [informer for informer in self._informers.values() if not informer.synced.is_set()]
-        return next((informer.refusal for informer in waiting if informer.refusal), "no answer yet" if waiting else "")
-
-    @property
-    def is_answered(self) -> bool:
-        """True once the first list of every namespace is complete or refused."""
-        return all(informer.answered.is_set() for informer in self._informers.values())
+        waiting = [source for source in self._sources.values() if not source.is_listed]
+        return next((source.refusal for source in waiting if source.refusal), "no answer yet" if waiting else "")
 
     def refusal(self, namespace: str) -> str:
         """Return why the API server refuses to list a namespace; empty if it does not."""
-        informer = self._informer(namespace)
-        return "" if informer is None else informer.refusal
-
-    def get(self, namespace: str, name: str) -> T | None:
-        """Return what is stored of one object, or None."""
-        informer = self._informer(namespace)
-        return None if informer is None else informer.get(namespace, name)
+        source = self._sources.get(namespace, self._sources.get(None))
+        return "" if source is None else source.refusal
 
     def note(self, item: dict[str, Any]) -> None:
-        """Take an object that a write returned."""
-        informer = self._informer(item["metadata"]["namespace"])
-        if informer is not None:
-            informer.note(item)
-
-    def of(self, key: Key) -> tuple[T, ...]:
-        """Return what is stored of the objects with this key, in the order of their names."""
-        informer = self._informer(key[0])
-        return () if informer is None else informer.of(key)
-
-    def keys(self) -> tuple[Key, ...]:
-        """Return the keys that have objects."""
-        return tuple(chain.from_iterable(informer.keys() for informer in self._informers.values()))
-
-    def __len__(self) -> int:
-        return sum(len(informer) for informer in self._informers.values())
+        """Take an object that a write returned, without the call of ``on_change``."""
+        self.put(item["metadata"], self._project(item), parent_key(item))
 
     async def run(self) -> None:
-        """Keep the copies of all namespaces current for ever."""
+        """Keep the store current for ever."""
         async with asyncio.TaskGroup() as group:
-            for informer in self._informers.values():
-                group.create_task(informer.run())
-            for informer in self._informers.values():
-                await informer.synced.wait()
+            for source in self._sources.values():
+                group.create_task(self._follow(source))
+
+    async def _follow(self, source: _Source) -> None:
+        """Keep the objects of one source current for ever."""
+        while True:
+            try:
+                if not source.version:
+                    await self._relist(source)
+                await self._watch(source)
+            except ClusterError as error:
+                if isinstance(error, Gone | Refused):
+                    source.version = ""
+                if isinstance(error, Refused | NotFound):
+                    source.refusal = error.sentence
+                if isinstance(error, Refused):
+                    self._note_answer(source)
+                await self._back_off(source, error)
+
+    def _note_answer(self, source: _Source) -> None:
+        source.is_answered = True
+        if all(one.is_answered for one in self._sources.values()):
+            self.answered.set()
+        if all(one.is_listed for one in self._sources.values()):
             self.synced.set()
 
-    def _informer(self, namespace: str) -> Informer[T] | None:
-        return self._informers.get(namespace, self._informers.get(None))
+    async def _relist(self, source: _Source) -> None:
+        """Make the store equal to a list, and go on from its resource version."""
+        listed: set[tuple[str, str]] = set()
+        version = ""
+        pages = self._client.pages(self._kind, source.namespace, labels=self._labels, metadata_only=self._metadata_only)
+        async for page in pages:
+            source.last_contact = time.monotonic()
+            version = page["metadata"]["resourceVersion"]
+            for item in page.get("items") or []:
+                listed.add((item["metadata"]["namespace"], item["metadata"]["name"]))
+                self._take(item)
+        for namespace, name in self.names() - listed:
+            if source.namespace in (None, namespace):
+                self._notify(self.remove(namespace, name))
+        source.version, source.short_watches, source.refusal, source.is_listed = version, 0, "", True
+        self._note_answer(source)
+
+    async def _watch(self, source: _Source) -> None:
+        """Follow one watch to its end."""
+        started = time.monotonic()
+        events = 0
+        stream = self._client.watch(
+            self._kind,
+            source.namespace,
+            labels=self._labels,
+            version=source.version,
+            metadata_only=self._metadata_only,
+            seconds=random.randint(MIN_WATCH_SECONDS, MAX_WATCH_SECONDS),
+            bookmarks=True,
+        )
+        async for event, item in stream:
+            events += 1
+            source.note_progress()
+            source.version = item["metadata"]["resourceVersion"]
+            if event == "DELETED":
+                self._notify(self.remove(item["metadata"]["namespace"], item["metadata"]["name"]))
+            elif event != "BOOKMARK":
+                self._take(item)
+        if not events and time.monotonic() - started < SHORT_WATCH_SECONDS:
+            source.short_watches += 1
+            if source.short_watches >= MAX_SHORT_WATCHES:
+                source.version = ""
+            raise Unavailable(f"watch of {self._kind.plural}: ended at once")
+        source.note_progress()
+
+    def _take(self, item: dict[str, Any]) -> None:
+        metadata = item["metadata"]
+        if self.is_current(metadata):
+            return
+        try:
+            value = self._project(item)
+        except Exception:
+            # One object with unexpected content must not end the copy of all others.
+            log.exception("%s %s/%s cannot be read", self._kind.kind, metadata["namespace"], metadata["name"])
+            self._notify(self.remove(metadata["namespace"], metadata["name"]))
+            return
+        self._notify(self.put(metadata, value, parent_key(item)))
+
+    def _notify(self, keys: tuple[Key, ...]) -> None:
+        for key in keys:
+            self._on_change(key)
+
+    async def _back_off(self, source: _Source, error: ClusterError) -> None:
+        """Sleep before the next attempt. A resource version that expired after a working watch needs no pause."""
+        had_progressed, source.has_progressed = source.has_progressed, False
+        if isinstance(error, Gone) and had_progressed:
+            log.info("%s: listing again: %s", self._kind.plural, error)
+            return
+        log.warning("%s: %s: %s", self._kind.plural, "watching again" if source.version else "listing again", error)
+        await asyncio.sleep(source.pause * random.uniform(0.5, 1.5))
+        source.pause = min(MAX_RETRY_SECONDS, source.pause * 2)

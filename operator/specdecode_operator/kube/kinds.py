@@ -75,7 +75,7 @@ PERMISSIONS: Mapping[tuple[str, str], frozenset[str]] = {
     (GROUP, DRAFT_PLURAL): frozenset({"get", "list", "watch", "create", "update", "delete"}),
     (GROUP, f"{DRAFT_PLURAL}/status"): frozenset({"update"}),
     ("apps", "deployments"): _CHILD_VERBS,
-    # Deleted when spec.prefetch is removed.
+    # Deleted when spec.prefetchNodeSelector is removed.
     ("apps", "daemonsets"): _CHILD_VERBS | {"delete"},
     ("", "services"): _CHILD_VERBS,
     ("", "configmaps"): _CHILD_VERBS,

@@ -8,8 +8,7 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, DistillationCaptureSpec, object_in, seconds_of, without_devices
 from specdecode_operator.drafts.job_status import deletion_id, published_prefix, run_folder
-from specdecode_operator.manifests.config import CACHE_DIR, TLS_DIR, unpinned_uris, whole_cores
-from specdecode_operator.manifests.identity import (
+from specdecode_operator.manifests.objects import (
     NAME_LABEL,
     ROLE_LABEL,
     VARIANT_LABEL,
@@ -20,13 +19,19 @@ from specdecode_operator.manifests.identity import (
     tokens_name,
 )
 from specdecode_operator.manifests.pods import (
+    CACHE_DIR,
     CLAIMS_DIR,
+    FLEET_TEMPLATE,
     REVISIONS_PATH,
+    TLS_DIR,
     bucket_environment,
     claim_volume,
+    labelled,
     merged,
     pod_security_context,
+    pull_environment,
     pull_mounts,
+    pull_secrets,
     run_mount,
     run_out,
     run_volume,
@@ -34,15 +39,11 @@ from specdecode_operator.manifests.pods import (
     secret_volume,
     torch_environment,
     torch_mounts,
-    volumes,
-    worker_container,
-)
-from specdecode_operator.manifests.template import (
-    FLEET_TEMPLATE,
-    labelled,
-    pull_environment,
-    pull_secrets,
+    unpinned_uris,
     user_settings,
+    volumes,
+    whole_cores,
+    worker_container,
 )
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Defaults, Deployment, Manifest

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import TrafficShareSpec
-from specdecode_operator.manifests.config import API_KEYS_DIR, TLS_DIR, TOKENS_DIR
-from specdecode_operator.manifests.identity import (
+from specdecode_operator.manifests.objects import (
     TokenScope,
     demand_name,
     headless_name,
@@ -18,13 +17,17 @@ from specdecode_operator.manifests.identity import (
     tokens_name,
 )
 from specdecode_operator.manifests.pods import (
+    API_KEYS_DIR,
+    TLS_DIR,
+    TOKENS_DIR,
     container_security_context,
+    labelled,
     merged,
     pod_security_context,
     probe,
+    pull_secrets,
     secret_volume,
 )
-from specdecode_operator.manifests.template import labelled, pull_secrets
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
 

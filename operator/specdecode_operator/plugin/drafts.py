@@ -46,8 +46,9 @@ def drift_lines(spec: Spec, drift: DriftState, now: float) -> Iterator[str]:
 
 def _row(task: TaskDrift, now: float) -> tuple[str, ...]:
     name = "(all)" if task.task == ALL_TASKS else task.task
-    if task.is_learning:
-        return name, f"learning, {sum(task.counts):.0f} batches", ABSENT, ABSENT, ABSENT
+    if task.baseline is None:
+        batches = sum(task.learning.counts) if task.learning else 0
+        return name, f"learning, {batches:.0f} batches", ABSENT, ABSENT, ABSENT
     usual, present = task.tokens(now)
     if not task.recent_weight:
         return name, figure(usual), ABSENT, ABSENT, ABSENT

@@ -12,8 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdecode_operator.api.v1alpha1 import Decision
-from specdecode_operator.drafts.crossover import ChainCounts
-from specdecode_operator.drafts.drift import Baseline, DriftDetector, LearningBaseline
+from specdecode_operator.drafts.drift import Baseline, ChainCounts, DriftDetector, LearningBaseline
 from specdecode_operator.telemetry.counters import CellKey
 from specdecode_worker.contract import Plan, TreeShape
 
@@ -285,8 +284,6 @@ class TemplateState(Stored):
 
 ALL_TASKS = ""
 """``task`` of the record of all tasks together, by which a changed mix shows."""
-DRIFT_DIGITS = 9
-"""Significant digits of the sums. A week adds thousands of values to each; six digits would lose their variance."""
 
 
 class TaskDrift(Stored):
@@ -295,32 +292,18 @@ class TaskDrift(Stored):
     task: str
     requests: float = 0.0
     """Finished requests of the batch that is being collected."""
-    hits: tuple[float, ...] = ()
-    """Accepted tokens of that batch at depths 1, 2 and 3 of the main path."""
-    totals: tuple[float, ...] = ()
-    """All drafted tokens there."""
-    known_hits: tuple[float, ...] = ()
-    """Accepted tokens of all batches of the baseline, for the ratios of the depths."""
-    known_totals: tuple[float, ...] = ()
-    began: float = 0.0
-    """Time of the first batch, in seconds since the epoch; 0 before."""
-    counts: tuple[float, ...] = ()
-    """Batches by half hour of the day while the baseline is learnt, then empty, as the next four fields."""
-    sums: tuple[float, ...] = ()
-    squares: tuple[float, ...] = ()
-    day_counts: tuple[float, ...] = ()
-    day_sums: tuple[float, ...] = ()
-    costs: tuple[float, ...] = ()
-    """Log cost by half hour of the frozen baseline; empty while it is learnt."""
-    deviation: float = 0.0
-    day_deviation: float = 0.0
-    batches_per_month: float = 0.0
-    logs: tuple[float, ...] = ()
-    """Evidence that the task is slower than its baseline. It stays as it is while the drift lasts."""
-    batches: int = 0
-    ending_logs: tuple[float, ...] = ()
+    batch: ChainCounts = ChainCounts()
+    """Counts of that batch."""
+    known: ChainCounts = ChainCounts()
+    """Counts of all batches of the baseline, for the ratios of the depths."""
+    learning: LearningBaseline | None = None
+    """Baseline that is being learnt. None before the first batch, and once it is frozen."""
+    baseline: Baseline | None = None
+    """The frozen baseline. None while it is learnt."""
+    detector: DriftDetector | None = None
+    """Evidence that the task is slower than its baseline; None without any. It stays as it is while the drift lasts."""
+    ending: DriftDetector | None = None
     """Evidence that the task is as fast as its baseline again, since the drift began."""
-    ending_batches: int = 0
     recent: float = 0.0
     """Decayed sum of log cost above the baseline, of the last batches."""
     recent_weight: float = 0.0
@@ -330,44 +313,6 @@ class TaskDrift(Stored):
     """Time when the drift was found, in seconds since the epoch; 0 without one."""
     steps: float = 0.0
     """Decayed number of decoding steps of the task's sequences."""
-
-    @property
-    def is_learning(self) -> bool:
-        """True until the baseline is frozen."""
-        return not self.costs
-
-    @property
-    def counted(self) -> ChainCounts:
-        """Counts of the batch that is being collected."""
-        return ChainCounts(self.hits, self.totals) if self.hits else ChainCounts()
-
-    @property
-    def known(self) -> ChainCounts:
-        """Counts of the baseline."""
-        return ChainCounts(self.known_hits, self.known_totals) if self.known_hits else ChainCounts()
-
-    @property
-    def learning(self) -> LearningBaseline:
-        """The baseline that is being learnt."""
-        if not self.counts:
-            return LearningBaseline()
-        days = tuple(zip(self.day_counts, self.day_sums, strict=True))
-        return LearningBaseline(self.began, self.counts, self.sums, self.squares, days)
-
-    @property
-    def baseline(self) -> Baseline:
-        """The frozen baseline."""
-        return Baseline(self.costs, self.deviation, self.day_deviation, self.batches_per_month)
-
-    @property
-    def detector(self) -> DriftDetector:
-        """The detector of a loss."""
-        return DriftDetector(self.logs, self.batches) if self.batches else DriftDetector()
-
-    @property
-    def ending(self) -> DriftDetector:
-        """The detector of the end of a loss."""
-        return DriftDetector(self.ending_logs, self.ending_batches) if self.ending_batches else DriftDetector()
 
     @property
     def excess(self) -> float:
@@ -382,41 +327,14 @@ class TaskDrift(Stored):
     @property
     def evidence(self) -> float:
         """Evidence of the detector over its threshold; 1 raises the alarm."""
-        if self.is_learning or not self.batches or self.threshold <= 0:
+        if self.detector is None or self.threshold <= 0:
             return 0.0
         return math.exp(min(50.0, self.detector.log_evidence - math.log(self.threshold)))
 
     def tokens(self, at: float) -> tuple[float, float]:
         """Return the tokens per step of a chain of three: of the baseline at this time of the day, and now."""
-        expected = self.baseline.expected(at)
+        expected = self.baseline.expected(at) if self.baseline else 0.0
         return math.exp(-expected), math.exp(-expected - self.excess)
-
-    def with_learning(self, learning: LearningBaseline) -> TaskDrift:
-        """Return the record with another state of the baseline that is being learnt."""
-        return self.model_copy(
-            update={
-                "began": learning.began or 0.0,
-                "counts": learning.counts,
-                "sums": rounded_sums(learning.sums),
-                "squares": rounded_sums(learning.squares),
-                "day_counts": tuple(count for count, _ in learning.days),
-                "day_sums": rounded_sums(tuple(total for _, total in learning.days)),
-            }
-        )
-
-    def frozen(self, now: float) -> TaskDrift:
-        """Return the record with a baseline that is frozen now."""
-        baseline = self.learning.freeze(now - self.began)
-        empty = dict.fromkeys(("counts", "sums", "squares", "day_counts", "day_sums"), ())
-        return self.model_copy(
-            update={
-                **empty,
-                "costs": rounded_sums(baseline.costs),
-                "deviation": baseline.deviation,
-                "day_deviation": baseline.day_deviation,
-                "batches_per_month": baseline.batches_per_month,
-            }
-        )
 
 
 class DriftState(Stored):
@@ -453,7 +371,7 @@ class DriftState(Stored):
     @property
     def watched(self) -> tuple[TaskDrift, ...]:
         """Tasks with a baseline."""
-        return tuple(task for task in self.own_tasks if not task.is_learning)
+        return tuple(task for task in self.own_tasks if task.baseline is not None)
 
     @property
     def stale(self) -> tuple[TaskDrift, ...]:
@@ -464,11 +382,6 @@ class DriftState(Stored):
     def mix(self) -> TaskDrift | None:
         """Record of all tasks together if they became slower and no task did."""
         return None if self.stale else next((one for one in self.tasks if one.task == ALL_TASKS and one.since), None)
-
-
-def rounded_sums(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the values at DRIFT_DIGITS significant digits."""
-    return tuple(float(f"{value:.{DRIFT_DIGITS}g}") for value in values)
 
 
 # The whole state, and its text.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.errors import ClusterError, Refused
-from specdecode_operator.kube.apply import text_digest
-from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS, Kind
+from specdecode_operator.kube.apply import ChildApplier, text_digest
+from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS
 from specdecode_operator.manifests import plan_name, state_config_map, state_name
 from specdecode_operator.rollout.draft_objects import DraftWrite, manifest_of
 from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, parse_training, render_training
@@ -27,24 +28,6 @@ WRITE_SECONDS = 60.0
 """Shortest time between two writes of estimates. A trade: at most a minute of measurements is lost with the process."""
 
 log = logging.getLogger(__name__)
-
-
-class Applier(Protocol):
-    """Writer of children (kube.apply.ChildApplier)."""
-
-    async def apply(self, manifest: Mapping[str, Any], owner_uid: str) -> ChildProblem | None: ...
-
-
-class Client(Protocol):
-    """Client of the API server (KubeClient)."""
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Any: ...
-
-    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> Any: ...
-
-    async def update(self, kind: Kind, manifest: Mapping[str, Any], *, subresource: str | None = None) -> Any: ...
-
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -63,7 +46,7 @@ class _Written:
 class StateStore:
     """Stored states by the uid of their deployment."""
 
-    def __init__(self, client: Client, applier: Applier, note_draft: Callable[[Any], None]) -> None:
+    def __init__(self, client: KubeClient, applier: ChildApplier, note_draft: Callable[[Any], None]) -> None:
         """Create an empty store.
 
         Args:

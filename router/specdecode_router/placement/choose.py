@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Protocol
 
 from specdecode_router.placement.affinity import Affinity
 from specdecode_router.placement.rendezvous import rendezvous_score
@@ -43,21 +42,6 @@ class Placement:
 
     worker: WorkerView
     outcome: PlacementOutcome
-
-
-class Policy(Protocol):
-    """Way of choosing the worker of a request. Routers use ``place``; benchmarks compare it with others."""
-
-    def __call__(
-        self,
-        workers: Sequence[WorkerView],
-        affinity: Affinity,
-        *,
-        compatibility_key: str,
-        exclude: frozenset[str],
-        expected: Mapping[str, float],
-    ) -> Placement | None:
-        """Choose the worker for a request. The arguments are those of ``place``."""
 
 
 def place(

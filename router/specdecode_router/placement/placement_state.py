@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from specdecode_router.placement.choose import Policy, place
+from specdecode_router.placement.choose import Placement, place
 from specdecode_router.placement.draft_homes import DraftHomes
 from specdecode_router.placement.prefix_table import PrefixTable
 from specdecode_router.placement.traffic_split import TrafficSplit
@@ -16,6 +17,7 @@ class PlacementState:
 
     prefixes: PrefixTable = field(default_factory=PrefixTable)
     homes: DraftHomes = field(default_factory=DraftHomes)
-    policy: Policy = place
+    policy: Callable[..., Placement | None] = place
+    """Choice of the worker of a request. Benchmarks compare ``place`` with others."""
     split: TrafficSplit = field(default_factory=TrafficSplit)
     """Shares of deployments. They are replaced when settings change."""

@@ -23,10 +23,11 @@ from specdecode_router.errors import ApiError, WorkerFailed
 from specdecode_router.relay.attempt import Attempt, Failed, KeyDiffers, Outcome
 from specdecode_router.relay.attempt_history import AttemptHistory, deadline_exceeded
 from specdecode_router.relay.client_stream import ClientStream, RefusedByWorker
-from specdecode_router.relay.context import Chooser, RelayContext
+from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.continuation_log import ContinuationLog, reason_of
 from specdecode_router.relay.journal import Journal
 from specdecode_router.relay.suspicion import is_suspect
+from specdecode_router.relay.worker_choice import WorkerChoice
 from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, Stage
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import ALIVE_SECONDS, End, Error, Moved, Open, OpenStream, Step
@@ -51,7 +52,7 @@ class Relay:
         context: RelayContext,
         request: OpenStream,
         client: ClientStream,
-        chooser: Chooser,
+        chooser: WorkerChoice,
         deadline: float,
         headers: Mapping[str, str],
     ) -> None:
@@ -86,7 +87,7 @@ class Relay:
             RefusedByWorker: A worker's error is the answer.
             ClientGone: The client disconnected or read nothing for too long.
         """
-        self._context.monitor.add(self)
+        self._context.monitor.add(self.check_silence)
         try:
             while True:
                 if not self._running:
@@ -101,7 +102,7 @@ class Relay:
             raise
         finally:
             self._log.close(ResumeOutcome.cancelled)
-            self._context.monitor.remove(self)
+            self._context.monitor.remove(self.check_silence)
             await self._cancel(list(self._running))
 
     @property

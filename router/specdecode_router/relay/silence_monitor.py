@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 SWEEP_SECONDS = 0.05
 _LATE_FACTOR = 4
 """A sweep that is late by this many intervals finds a process that was busy itself: frames wait unread."""
-
-
-class Watched(Protocol):
-    """Request that can check its attempts."""
-
-    def check_silence(self, now: float) -> None:
-        """Look for attempts whose worker is silent."""
 
 
 class SilenceMonitor:
@@ -23,15 +15,15 @@ class SilenceMonitor:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._watched: set[Watched] = set()
+        self._checks: set[Callable[[float], None]] = set()
 
-    def add(self, request: Watched) -> None:
-        """Check a request from now on."""
-        self._watched.add(request)
+    def add(self, check: Callable[[float], None]) -> None:
+        """Check a request from now on. ``check`` looks for attempts whose worker is silent."""
+        self._checks.add(check)
 
-    def remove(self, request: Watched) -> None:
+    def remove(self, check: Callable[[float], None]) -> None:
         """Check a request no longer."""
-        self._watched.discard(request)
+        self._checks.discard(check)
 
     async def run(self) -> None:
         """Sweep until cancelled."""
@@ -45,5 +37,5 @@ class SilenceMonitor:
 
     def sweep(self, now: float) -> None:
         """Check all requests."""
-        for request in tuple(self._watched):
-            request.check_silence(now)
+        for check in tuple(self._checks):
+            check(now)

@@ -34,7 +34,7 @@ from support.operators.spec_strategies import Json, Schema, specs
 from support.tiers import by_effort
 
 FEW = 150
-JUDGED_BY_THE_OPERATOR = ("workers.", "distillation.", "router.template.", "prefetch:")
+JUDGED_BY_THE_OPERATOR = ("workers.", "distillation.", "router.template.", "prefetchNodeSelector:")
 """Beginnings of fields that only the operator judges: templates of pods, and what depends on other resources."""
 CASES = by_effort(quick=FEW, full=FEW, nightly=10_000)
 

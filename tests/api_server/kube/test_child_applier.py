@@ -27,7 +27,7 @@ class Children:
             kind.kind: Informer(
                 client,
                 kind,
-                namespace,
+                [namespace],
                 labels=f"{GROUP}/role",
                 project=project_child(kind),
                 metadata_only=True,

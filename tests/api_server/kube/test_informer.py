@@ -28,7 +28,7 @@ async def running(client: KubeClient, namespace: str, parent: str) -> AsyncItera
     informer: Informer[Any] = Informer(
         client,
         CONFIG_MAPS,
-        namespace,
+        [namespace],
         labels=f"{GROUP}/name={parent}",
         project=lambda resource: (resource["metadata"]["uid"], resource.get("data")),
         metadata_only=False,
@@ -49,9 +49,9 @@ def lists(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     recorded: list[str] = []
     relist = Informer._relist
 
-    async def recording(self: Informer[Any]) -> str:
+    async def recording(self: Informer[Any], source: Any) -> None:
         recorded.append(self._kind.kind)
-        return await relist(self)
+        await relist(self, source)
 
     monkeypatch.setattr(Informer, "_relist", recording)
     return recorded

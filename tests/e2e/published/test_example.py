@@ -158,7 +158,7 @@ def prefetched(watched: Namespace, hub: None, cache: Path) -> Iterator[Endpoint]
         "model": example["spec"]["model"],
         "speculation": {"method": "ngram"},
         "modelCache": {"hostPath": {"path": str(cache)}},
-        "prefetch": {"nodeSelector": {"models": "llama"}},
+        "prefetchNodeSelector": {"models": "llama"},
         "scaling": {"owner": "External", "minReplicas": 1},
         **patches(),
     }
@@ -186,5 +186,5 @@ def test_a_prefetched_model_is_served_without_the_hub(watched: Namespace, prefet
         body = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60, trust_env=False)
     assert answer.status_code == 200, answer.text
-    prefetched.patch({"prefetch": None})
+    prefetched.patch({"prefetchNodeSelector": None})
     wait_for("the DaemonSet is gone", lambda: not watched.list("daemonset"), timeout_s=60)

@@ -34,7 +34,7 @@ GOOD: list[dict[str, Any]] = [
     },
     {"router": {"replicas": 1, "trafficSplit": [{"deployment": "a", "percent": 0}]}, "scaling": {"minReplicas": 1}},
     {"modelCache": {"persistentVolumeClaim": {"claimName": "models"}}},
-    {"modelCache": {"hostPath": {"path": "/models"}}, "prefetch": {"nodeSelector": {"models": "llama"}}},
+    {"modelCache": {"hostPath": {"path": "/models"}}, "prefetchNodeSelector": {"models": "llama"}},
     {"workers": {"template": {"spec": {"anything": {"goes": [1]}}}, "resources": {"limits": {"cpu": "1"}}}},
     {"model": {"uri": "hf://meta-llama/Llama-3.1-8B-Instruct@main"}},
     {"replicas": 0},

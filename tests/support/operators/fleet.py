@@ -245,6 +245,11 @@ def with_pin(deployment: Deployment, pin: str | None, **by_task: str) -> Deploym
     return replace(deployment, spec=spec.model_copy(update={"speculation": speculation}))
 
 
+def with_spec(deployment: Deployment, **fields: Any) -> Deployment:
+    """Return the deployment with other fields of its spec, which are models already."""
+    return replace(deployment, spec=deployment.spec.model_copy(update=fields))
+
+
 def with_pause(deployment: Deployment, paused: bool = True) -> Deployment:
     """Return the deployment paused, or not any more."""
     return replace(deployment, spec=deployment.spec.model_copy(update={"paused": paused}))

@@ -21,17 +21,21 @@ from specdecode_operator.api.v1alpha1 import (
     TaskStatus,
     TrafficStatus,
 )
-from specdecode_operator.controller.status.condition_state import ConditionState, gib, milliseconds, rounded, two_digits
 from specdecode_operator.controller.status.conditions import (
+    ConditionState,
     Finding,
     Past,
     available,
     conditions,
+    draft_section,
+    gib,
+    milliseconds,
     not_ready,
+    rounded,
     stalled,
     troubles,
+    two_digits,
 )
-from specdecode_operator.controller.status.drafts import draft_section
 from specdecode_operator.times import iso, seconds_of_timestamp
 from specdecode_operator.types import Decision, Deployment, Figures, Observation, Outcome
 

@@ -169,7 +169,7 @@ async def test_a_deployment_that_was_deleted_without_an_event_ends_its_loop() ->
 @pytest.mark.parametrize("owner", ["u1", "another"])
 async def test_policy_and_prefetch_are_deleted_once_none_is_wanted(owner: str) -> None:
     cache = {"hostPath": {"path": "/models"}}
-    wanting = Cluster(modelCache=cache, prefetch={"nodeSelector": {"models": "llama"}})
+    wanting = Cluster(modelCache=cache, prefetchNodeSelector={"models": "llama"})
     names = {"NetworkPolicy": "demo", "DaemonSet": "demo-prefetch"}
     for bench in (Bench(), Bench(wanting)):
         wanted = replace(bench.shared.defaults, policy_peers=PolicyPeers() if bench.cluster is wanting else None)

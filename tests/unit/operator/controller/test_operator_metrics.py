@@ -192,6 +192,6 @@ def test_a_scrape_of_one_name_returns_its_series_alone() -> None:
     assert [family.type for family in families] == ["gauge"]
     samples = [sample for sample in families[0].samples if sample.labels["name"] == "demo"]
     assert [(sample.labels, sample.value) for sample in samples] == [({"namespace": "ns", "name": "demo"}, 3)]
-    metrics.DEPTH.remove(*KEY)
-    metrics.DEPTH.remove(*KEY)
+    metrics.DEPTH.set(KEY, None)
+    metrics.DEPTH.set(KEY, None)
     assert value("specdecode_depth") is None

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from specdecode_operator.drafts.crossover import ChainCounts, log_cost
+from specdecode_operator.drafts.drift import ChainCounts, log_cost
 
 KNOWN = ChainCounts((8000.0, 5600.0, 3360.0), (10000.0, 8000.0, 5600.0))
 """Rates 0.8, 0.7 and 0.6."""

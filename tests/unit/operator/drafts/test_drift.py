@@ -11,12 +11,10 @@ from specdecode_operator.drafts.drift import (
     DAY_SECONDS,
     LEARNING_DAYS,
     Baseline,
-    Cause,
     DriftDetector,
     LearningBaseline,
     TaskLoss,
     batches_between_alarms,
-    cause_of_loss,
     excess_loss,
     worth_of_run,
 )
@@ -93,26 +91,6 @@ def test_false_alarms_are_no_more_frequent_than_promised() -> None:
         if detector.alarms(1000):
             alarms, detector = alarms + 1, DriftDetector()
     assert 0 < alarms <= 60
-
-
-@pytest.mark.parametrize(
-    ("facts", "cause"),
-    [
-        ({"target_changed": True, "task_alarms": ("qa",)}, Cause.TARGET_CHANGED),
-        ({"image_changed": True, "task_alarms": ("qa",)}, Cause.IMAGE_CHANGED),
-        ({"whole_alarms": True, "task_alarms": ("qa",)}, Cause.DRAFT_STALE),
-        ({"whole_alarms": True}, Cause.MIX_CHANGED),
-        ({}, Cause.NONE),
-    ],
-)
-def test_causes_are_distinguished(facts: dict[str, object], cause: Cause) -> None:
-    quiet: dict[str, object] = {
-        "target_changed": False,
-        "image_changed": False,
-        "whole_alarms": False,
-        "task_alarms": (),
-    }
-    assert cause_of_loss(**{**quiet, **facts}) is cause  # type: ignore[arg-type]
 
 
 def test_a_run_must_save_twice_what_it_takes() -> None:

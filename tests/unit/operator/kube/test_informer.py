@@ -12,7 +12,7 @@ import pytest
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.errors import Gone, NotFound, Refused, Unavailable
 from specdecode_operator.kube import informer as informer_module
-from specdecode_operator.kube.informer import Informer, InformerSet, ObjectStore
+from specdecode_operator.kube.informer import Informer, ObjectStore
 from specdecode_operator.kube.kinds import PODS
 from specdecode_operator.types import Key
 
@@ -74,13 +74,13 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def informer_of(client: Any, changes: list[Key], **options: Any) -> Informer[str]:
     arguments: dict[str, Any] = {"labels": "", "metadata_only": True, "on_change": changes.append, **options}
     arguments.setdefault("project", lambda resource: resource["metadata"]["resourceVersion"])
-    return Informer(client, PODS, None, **arguments)
+    return Informer(client, PODS, (), **arguments)
 
 
 async def play(lists: list[list[Any]], watches: list[list[Any]]) -> tuple[Informer[str], list[Key], ScriptedClient]:
     client, changes = ScriptedClient(lists, watches), list[Key]()
     informer = informer_of(client, changes)
-    with pytest.raises(EndOfScriptError):
+    with pytest.RaisesGroup(EndOfScriptError):
         await informer.run()
     return informer, changes, client
 
@@ -142,14 +142,14 @@ async def test_versions_that_expire_again_and_again_back_off(pauses: list[float]
 
 async def test_a_kind_without_its_crd_is_named_and_waited_for(pauses: list[float]) -> None:
     informer, _, _ = await play([[NotFound("404", "the server could not find the requested resource")]], [])
-    assert informer.refusal == "the server could not find the requested resource"
+    assert informer.refusal("ns") == "the server could not find the requested resource"
     assert not informer.answered.is_set()
 
 
 async def test_a_refusal_ends_with_the_next_list(pauses: list[float]) -> None:
     refused = Refused("403", "pods is forbidden")
     informer, _, client = await play([[page(1)], [refused], [page(3)]], [[refused]])
-    assert (informer.refusal, client.versions) == ("", ["1", "3"])
+    assert (informer.refusal("ns"), client.versions) == ("", ["1", "3"])
 
 
 async def test_an_object_that_moves_changes_both_deployments(pauses: list[float]) -> None:
@@ -174,13 +174,13 @@ async def test_an_object_that_cannot_be_read_harms_no_other(pauses: list[float])
         list[Key](),
     )
     informer = informer_of(client, changes, project=project)
-    with pytest.raises(EndOfScriptError):
+    with pytest.RaisesGroup(EndOfScriptError):
         await informer.run()
     assert (informer.get("ns", "p"), informer.get("ns", "q")) == (None, "fine")
     assert changes == [A, A, A]
 
 
-async def test_a_set_reads_like_one_informer() -> None:
+async def test_several_namespaces_are_one_store() -> None:
     class Client(ScriptedClient):
         async def pages(self, kind: Any, namespace: str, **_: Any) -> AsyncIterator[dict[str, Any]]:
             yield page(1, item("p", 1, namespace=namespace))
@@ -191,7 +191,7 @@ async def test_a_set_reads_like_one_informer() -> None:
 
     changes = list[Key]()
     client: Any = Client([], [])
-    informers: InformerSet[str] = InformerSet(
+    informers: Informer[str] = Informer(
         client,
         PODS,
         ["one", "two"],

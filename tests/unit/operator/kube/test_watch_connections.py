@@ -93,7 +93,7 @@ async def watching(server: Server) -> AsyncIterator[tuple[Informer[str], KubeCli
     informer: Informer[str] = Informer(
         client,
         CONFIG_MAPS,
-        "ns",
+        ["ns"],
         labels="",
         project=lambda resource: resource["metadata"]["resourceVersion"],
         metadata_only=False,

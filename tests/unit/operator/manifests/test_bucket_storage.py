@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator import manifests
-from specdecode_operator.manifests.pods import bucket_environment
-from specdecode_operator.manifests.template import pod_template
+from specdecode_operator.manifests.pods import bucket_environment, pod_template
 from specdecode_operator.state.draft_record import RunRecord
 from support.operators.fleet import DEFAULTS, deployment_with
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_operator.manifests import identity
+from specdecode_operator.manifests import objects
 from specdecode_operator.manifests.jobs import (
     GRACE_SECONDS,
     RUN_LABEL,
@@ -43,7 +43,7 @@ def test_it_deletes_the_folder_that_the_training_wrote(monkeypatch: Any) -> None
 
 def test_it_runs_where_the_training_ran_without_device_and_queue() -> None:
     template = {
-        "metadata": {"labels": {identity.ROLE_LABEL: "worker", "kueue.x-k8s.io/queue-name": "team"}},
+        "metadata": {"labels": {objects.ROLE_LABEL: "worker", "kueue.x-k8s.io/queue-name": "team"}},
         "spec": {
             "nodeSelector": {"pool": "gpu"},
             "runtimeClassName": "x",
@@ -64,7 +64,7 @@ def test_it_runs_where_the_training_ran_without_device_and_queue() -> None:
     plain = distillation_job(deployment_with(), RUN, DEFAULTS)["spec"]["template"]["spec"]
     assert pod["securityContext"] == plain["securityContext"], "it has the user that owns the files"
     for labels in (made["metadata"]["labels"], made["spec"]["template"]["metadata"]["labels"]):
-        assert (labels[identity.ROLE_LABEL], labels[RUN_LABEL]) == ("job", "6740f2a1-delete")
+        assert (labels[objects.ROLE_LABEL], labels[RUN_LABEL]) == ("job", "6740f2a1-delete")
 
 
 def test_its_name_is_a_label_and_it_waits_for_the_end_of_the_pods() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests import identity
+from specdecode_operator.manifests import objects
 from specdecode_operator.manifests.jobs import (
     DEADLINE_MARGIN_SECONDS,
     check_job_template,
@@ -62,8 +62,8 @@ def test_no_service_selects_the_pods_and_the_deployment_owns_the_job() -> None:
     (owner,) = made["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["controller"]) == ("SpecDecodeDeployment", True)
     for labels in (made["metadata"]["labels"], made["spec"]["template"]["metadata"]["labels"]):
-        assert labels[identity.ROLE_LABEL] == "job"
-        for selected in (identity.service_labels("demo"), identity.selector("demo"), identity.router_labels("demo")):
+        assert labels[objects.ROLE_LABEL] == "job"
+        for selected in (objects.service_labels("demo"), objects.selector("demo"), objects.router_labels("demo")):
             assert not selected.items() <= labels.items()
 
 
@@ -142,7 +142,7 @@ def test_prompts_come_from_the_config_map_that_the_spec_names() -> None:
 
 def test_the_template_is_merged_and_changes_no_label_that_services_select() -> None:
     template = {
-        "metadata": {"labels": {"team": "x", identity.ROLE_LABEL: "worker", identity.VARIANT_LABEL: "stable"}},
+        "metadata": {"labels": {"team": "x", objects.ROLE_LABEL: "worker", objects.VARIANT_LABEL: "stable"}},
         "spec": {
             "runtimeClassName": "nvidia",
             "containers": [{"name": "distill", "env": [{"name": "A", "value": "b"}]}],
@@ -150,7 +150,7 @@ def test_the_template_is_merged_and_changes_no_label_that_services_select() -> N
     }
     made = job({"jobTemplate": template})["spec"]["template"]
     assert made["metadata"]["labels"]["team"] == "x"
-    assert not identity.service_labels("demo").items() <= made["metadata"]["labels"].items()
+    assert not objects.service_labels("demo").items() <= made["metadata"]["labels"].items()
     assert made["spec"]["runtimeClassName"] == "nvidia"
     assert {"name": "A", "value": "b"} in made["spec"]["containers"][0]["env"]
     wrong = deployment({"jobTemplate": {"spec": {"containers": [{"image": "x"}]}}})

@@ -11,8 +11,7 @@ from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests.config import cores
-from specdecode_operator.manifests.pods import merged
+from specdecode_operator.manifests.pods import cores, merged
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Decision, Defaults, Observation
@@ -232,7 +231,7 @@ def test_prefetch_pulls_on_labelled_nodes_as_workers_do() -> None:
     tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
     spec = {
         "modelCache": {"hostPath": {"path": "/models"}},
-        "prefetch": {"nodeSelector": {"models": "llama"}},
+        "prefetchNodeSelector": {"models": "llama"},
         "workers": {"template": {"spec": {"tolerations": tolerations}}},
     }
     rendered = template(**spec)

@@ -8,8 +8,7 @@ import pytest
 
 from specdecode_operator import manifests
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests.config import cores
-from specdecode_operator.manifests.pods import merged
+from specdecode_operator.manifests.pods import cores, merged
 from specdecode_operator.state.draft_record import RunRecord
 from specdecode_worker.contract import EngineConfig, Env, Port, ServerConfig, WorkerConfig
 from specdecode_worker.contract.distillation import JOB_CONTAINER
@@ -330,7 +329,7 @@ def test_headless_service_has_both_ports_of_the_workers() -> None:
 
 def test_child_names_are_those_of_all_children() -> None:
     cache = {"hostPath": {"path": "/models"}}
-    deployment = deployment_with(modelCache=cache, prefetch={"nodeSelector": {"models": "llama"}})
+    deployment = deployment_with(modelCache=cache, prefetchNodeSelector={"models": "llama"})
     children = [
         manifests.prefetch_daemon_set(deployment, manifests.pod_template(deployment, DEFAULTS)),
         manifests.service(deployment),

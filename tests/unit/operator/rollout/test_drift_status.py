@@ -61,7 +61,7 @@ def state_of(served: Drifting) -> tuple[str, str]:
 
 
 def series(gauge: Any) -> dict[tuple[str, ...], float]:
-    return {labels[2:]: value for labels, value in gauge._values.items() if labels[:2] == ("ns", "demo")}
+    return gauge._values.get(("ns", "demo"), {})
 
 
 def explained(served: Drifting) -> str:
@@ -80,7 +80,7 @@ def explained(served: Drifting) -> str:
 def test_the_condition_counts_in_the_largest_unit(waited: float, left: str) -> None:
     served = drifting(requests_per_day=240)
     served.serve(20)
-    began = served.session.learned.drift.own_tasks[0].began
+    began = served.session.learned.drift.own_tasks[0].learning.began
     assert began is not None
     served.wait(began + waited * DAY - served.now)
     condition = fresh(served)

@@ -73,7 +73,7 @@ def test_collecting_shows_how_many_conversations_there_are() -> None:
     assert "until the workers hold 100 conversations" in condition.message
     assert "40 of 100 conversations" in text_of(canary)
     assert "Collecting" in "\n".join(explain(resource_of(canary), None, canary.now, ""))
-    assert run_metrics.CAPTURED._values["ns", "demo"] == 40
+    assert run_metrics.CAPTURED._values["ns", "demo"] == {(): 40}
 
 
 def test_a_worker_that_cannot_capture_is_named() -> None:
@@ -151,8 +151,8 @@ def test_the_latest_run_is_shown_with_its_gain_and_counted() -> None:
     )
     assert (last.hash, last.conversations, last.device_seconds) == (TRAINED, 90, 600)
     assert "NotBetter, 0.17 device hours: inconclusive: gain +1.0 % (-4.0 to +6.0 %)" in text_of(canary)
-    assert run_metrics.DRAFT_RUNS._values["ns", "demo", "NotBetter"] == 1
-    assert run_metrics.RUNS_NOT_BETTER._values["ns", "demo"] == 1
+    assert run_metrics.DRAFT_RUNS._values["ns", "demo"] == {("NotBetter",): 1}
+    assert run_metrics.RUNS_NOT_BETTER._values["ns", "demo"] == {(): 1}
     metrics.forget("ns", "demo")
     assert run_metrics.DRAFT_RUNS._values == {}
 

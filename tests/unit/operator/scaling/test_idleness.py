@@ -8,21 +8,23 @@ import pytest
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.size_stage import SizeInputs, size
+from specdecode_operator.decision.size_stage import size
 from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Observation, ReplicaDecision, Worker
 from specdecode_worker.contract import DraftState, Report
 from specdecode_worker.contract.demand import HeldRequests
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import DEFAULTS, deployment_with, with_spec, workload_with
 
 SPEC = ScalingSpec(min_replicas=0, max_replicas=3, idle_after="100s")
 IDLE = Delta(seconds=5)
 
 
 def worker(name: str = "p", *, ready: bool = True, reported: bool = True, **counts: int) -> Worker:
-    report = Report(boot_id="b", worker=name, clock_seconds=1, draft=DraftState(method="none"), **counts)
+    report = Report(
+        boot_id="b", worker=name, clock_seconds=1, max_num_seqs=10, draft=DraftState(method="none"), **counts
+    )
     return Worker(name=name, uid=name, address="10.0.0.1", ready=ready, report=report if reported and ready else None)
 
 
@@ -32,23 +34,19 @@ def sized(
     state: ScalingState | None = None,
     delta: Delta | None = IDLE,
     replicas: int = 1,
-    **fields: Any,
+    held: int = 0,
+    scaling: ScalingSpec = SPEC,
+    **spec: Any,
 ) -> tuple[ReplicaDecision, ScalingState]:
     known = state or ScalingState(replicas=replicas, spec_replicas=1, owned=True)
-    inputs = SizeInputs(
-        **{
-            "now": now,
-            "scaling": SPEC,
-            "workload": workload_with(len(workers)),
-            "workers": workers,
-            "delta": delta,
-            "max_num_seqs": 10,
-            "state": known,
-            **fields,
-        }
+    observed = Observation(
+        workload=workload_with(len(workers)),
+        workers=workers,
+        session=Session(),
+        demand={"router": HeldRequests(requests=held, at=now)} if held else {},
     )
-    result = size(inputs)
-    return result.decision, result.state
+    deployment = with_spec(deployment_with(**{"engine": {"maxNumSeqs": 10}, **spec}), scaling=scaling)
+    return size(deployment, observed, LearnedState(scaling=known), delta, (), now)
 
 
 def test_no_worker_runs_after_the_idle_time() -> None:
@@ -117,7 +115,12 @@ def test_one_scale_up_for_requests_that_stay_held() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"is_paused": True}, {"is_advisory": True}, {"scaling": SPEC.model_copy(update={"owner": "External"})}]
+    "fields",
+    [
+        {"paused": True},
+        {"speculation": {"mode": "Advisory"}},
+        {"scaling": SPEC.model_copy(update={"owner": "External"})},
+    ],
 )
 def test_replicas_that_the_operator_does_not_set_stay(fields: dict[str, Any]) -> None:
     _, state = sized(0, worker(), **fields)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import ScalingSpec, Status
+from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.size_stage import SizeInputs, size
+from specdecode_operator.decision.size_stage import size
 from specdecode_operator.scaling import take_over
 from specdecode_operator.state.learned import LearnedState, ScalingState, parse_state, render_state
 from specdecode_operator.state.session import Session
@@ -167,10 +167,11 @@ def test_state_of_an_older_version_is_not_taken_for_the_running_number() -> None
     assert take_over(old, spec_replicas=1, running=None, is_owner=True, is_spec_observed=False).replicas == 4
 
 
-def test_the_size_stage_takes_a_literal() -> None:
+def test_the_size_stage_follows_a_changed_number_alone() -> None:
     state = ScalingState(replicas=4, spec_replicas=1, owned=True)
-    external = ScalingSpec(owner="External", min_replicas=1, max_replicas=6)
-    result = size(SizeInputs(now=0, scaling=external, spec_replicas=1, workload=workload_with(4), state=state))
-    assert (result.decision.replicas, result.state.replicas, result.state.owned) == (4, 4, False)
-    result = size(SizeInputs(now=5, scaling=external, spec_replicas=3, workload=workload_with(4), state=result.state))
-    assert (result.decision.replicas, result.state.spec_replicas) == (3, 3)
+    observed = Observation(workload=workload_with(4), workers=(), session=Session())
+    decision, state = size(deployment_with(scaling=EXTERNAL), observed, LearnedState(scaling=state), None, (), 0)
+    assert (decision.replicas, state.replicas, state.owned) == (4, 4, False)
+    scaled = deployment_with(scaling=EXTERNAL, replicas=3)
+    decision, state = size(scaled, observed, LearnedState(scaling=state), None, (), 5)
+    assert (decision.replicas, state.spec_replicas) == (3, 3)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.decision.size_stage import SizeInputs, SizeResult, size
+from specdecode_operator.decision.size_stage import size
 from specdecode_operator.scaling import (
     TUNING,
     Demand,
@@ -20,13 +20,14 @@ from specdecode_operator.scaling import (
     scale,
 )
 from specdecode_operator.scaling.replicas import follow_placement, upper_bound
-from specdecode_operator.state.learned import ScalingState
+from specdecode_operator.state.learned import LearnedState, ScalingState
+from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.types import Capacity, ReplicaDecision, Worker
-from support.operators.fleet import SimulatedWorker, Truth, workload_with
+from specdecode_operator.types import Capacity, Observation, ReplicaDecision, Worker
+from support.operators.fleet import SimulatedWorker, Truth, deployment_with, with_spec, workload_with
 
 SPEC = ScalingSpec(min_replicas=1, max_replicas=6, scale_down_window="60s")
-REPORT = SimulatedWorker(Truth()).report()
+REPORT = SimulatedWorker(Truth()).report().model_copy(update={"max_num_seqs": 10})
 POLL_SECONDS = 5.0
 TIMEOUT = TUNING.placement_timeout_seconds
 
@@ -60,35 +61,30 @@ class Cluster:
 
     def poll(self) -> ReplicaDecision:
         self.now += POLL_SECONDS
-        result = self._decide()
-        self.state = ScalingState.model_validate_json(result.state.model_dump_json())
+        decision, state = self._decide()
+        self.state = ScalingState.model_validate_json(state.model_dump_json())
         if not self.is_paused:
-            self._reconcile(result.decision.replicas)
-        return result.decision
+            self._reconcile(decision.replicas)
+        return decision
 
     def polls(self, seconds: float) -> list[ReplicaDecision]:
         return [self.poll() for _ in range(int(seconds / POLL_SECONDS))]
 
-    def _decide(self) -> SizeResult:
+    def _decide(self) -> tuple[ReplicaDecision, ScalingState]:
         workers = tuple(
             worker(name) if name in self.placed else pending(name, created_at=at) for name, at in self.created.items()
         )
         count = len(workers)
         delta = Delta(at=self.now, seconds=POLL_SECONDS, running=self.requests, waiting=self.waiting)
-        return size(
-            SizeInputs(
-                now=self.now,
-                scaling=self.spec,
-                is_paused=self.is_paused,
-                is_advisory=self.is_advisory,
-                workload=workload_with(count, available=len(self.placed)) if count else None,
-                workers=workers,
-                max_num_seqs=10,
-                delta=delta,
-                window=(delta,),
-                state=self.state,
-            )
+        observed = Observation(
+            workload=workload_with(count, available=len(self.placed)) if count else None,
+            workers=workers,
+            session=Session(),
         )
+        mode = "Advisory" if self.is_advisory else "Auto"
+        deployment = deployment_with(engine={"maxNumSeqs": 10}, speculation={"mode": mode}, paused=self.is_paused)
+        deployment = with_spec(deployment, scaling=self.spec)
+        return size(deployment, observed, LearnedState(scaling=self.state), delta, (delta,), self.now)
 
     def _reconcile(self, replicas: int) -> None:
         while len(self.created) > replicas:

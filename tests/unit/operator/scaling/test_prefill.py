@@ -12,13 +12,13 @@ from specdecode_operator import manifests, scaling
 from specdecode_operator.api.v1alpha1 import PrefillSpec
 from specdecode_operator.controller.status.build import prefill_section
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.size_stage import CapacityInputs, SizeInputs, size
+from specdecode_operator.decision.size_stage import CapacityInputs, prefill_replicas
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
 from specdecode_operator.telemetry.deltas import Delta
 from specdecode_operator.types import Decision, Observation, PolicyPeers, Worker
 from specdecode_worker.contract import Env, PlanState, Port, Report, WorkerConfig
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import DEFAULTS, deployment_with, with_spec, workload_with
 
 
 def prefill_pod(name: str, address: str | None, **fields: Any) -> Worker:
@@ -122,7 +122,7 @@ def test_addresses_of_ready_prefill_workers_are_published_and_pushed_to_both_rol
     assert third.plan == second.plan
 
 
-def inputs(rate: float, running: int, spec: PrefillSpec, *, prompt_seconds: float = 0.5, **fields: Any) -> SizeInputs:
+def wanted_by(rate: float, running: int, spec: PrefillSpec, *, is_known: bool = True, **fields: Any) -> int:
     class Traffic:
         arrivals = rate * 60
 
@@ -130,10 +130,11 @@ def inputs(rate: float, running: int, spec: PrefillSpec, *, prompt_seconds: floa
     object.__setattr__(delta, "seconds", 60.0)
     object.__setattr__(delta, "at", 1000.0)
     object.__setattr__(delta, "traffic", {"other": Traffic()})
-    mix = scaling.Mix(prompt_tokens=0, output_tokens=10, context_tokens=10, prompt_busy_seconds=prompt_seconds)
+    mix = scaling.Mix(prompt_tokens=0, output_tokens=10, context_tokens=10, prompt_busy_seconds=0.5)
     capacity = CapacityInputs(mix=mix, step_model=None, limits=None)  # type: ignore[arg-type]
-    known: dict[str, Any] = {"capacity": capacity, "window": (delta,)} | fields
-    return SizeInputs(now=1000.0, scaling=None, prefill=spec, prefill_workload=workload_with(running), **known)
+    observed = Observation(workload=None, workers=(), session=fresh(), prefill_workload=workload_with(running))
+    deployment = with_spec(deployment_with(**fields), prefill=spec)
+    return prefill_replicas(deployment, observed, capacity if is_known else None, (delta,), 1000.0)
 
 
 BOUNDS = PrefillSpec(replicas=1, max_replicas=4)
@@ -152,13 +153,13 @@ BOUNDS = PrefillSpec(replicas=1, max_replicas=4)
     ],
 )
 def test_prefill_workers_follow_the_prompts_that_no_cache_has(rate: float, running: int, wanted: int) -> None:
-    assert size(inputs(rate, running, BOUNDS)).decision.prefill == wanted
+    assert wanted_by(rate, running, BOUNDS) == wanted
 
 
 def test_prefill_workers_stay_while_nothing_is_known_or_the_deployment_is_paused() -> None:
-    assert size(inputs(0.0, 3, BOUNDS, capacity=None)).decision.prefill == 3
-    assert size(inputs(9.0, 2, BOUNDS, is_paused=True)).decision.prefill == 2
-    assert size(inputs(9.0, 2, PrefillSpec(replicas=3))).decision.prefill == 3
+    assert wanted_by(0.0, 3, BOUNDS, is_known=False) == 3
+    assert wanted_by(9.0, 2, BOUNDS, paused=True) == 2
+    assert wanted_by(9.0, 2, PrefillSpec(replicas=3)) == 3
 
 
 def test_status_counts_prefill_workers() -> None:

@@ -1,4 +1,4 @@
-"""Workers of several deployments as one list, and the token of each."""
+"""Workers of several deployments as one list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from specdecode_router.discovery.joined import JoinedDiscovery
-from specdecode_router.workers.backend_tokens import BackendTokens
 from specdecode_router.workers.worker import Endpoint
 
 
@@ -37,11 +36,3 @@ async def test_workers_have_their_deployment_and_none_come_before_the_own_ones()
     own.report([])
     assert updates == [[("a", "old"), ("n", "new")], [("a", "old")], []]
     task.cancel()
-
-
-def test_a_worker_gets_the_token_of_its_deployment() -> None:
-    tokens = BackendTokens(lambda: "own", {"new": lambda: "theirs"})
-    tokens.update([Endpoint("a", "http://a", deployment="old"), Endpoint("n", "http://n", deployment="new")])
-    assert (tokens("http://a"), tokens("http://n"), tokens("http://gone")) == ("own", "theirs", "own")
-    tokens.update([])
-    assert tokens("http://n") == "own"

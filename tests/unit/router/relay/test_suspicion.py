@@ -67,7 +67,7 @@ async def test_a_late_sweep_suspects_nothing(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("specdecode_router.relay.silence_monitor.asyncio.sleep", no_sleep)
     monitor = SilenceMonitor(lambda: next(times))
-    monitor.add(Request())
+    monitor.add(Request().check_silence)
     with pytest.raises(RuntimeError):  # the clock ends
         await monitor.run()
     assert checked == [SWEEP_SECONDS, 10.0 + SWEEP_SECONDS]
