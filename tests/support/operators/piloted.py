@@ -9,7 +9,7 @@ from typing import Any
 
 from specdecode_worker.contract import OTHER_TASK, DraftState, PhaseSeconds, Plan, Report, TreeShape
 from specdecode_worker.control.plan import Dispatcher
-from specdecode_worker.core.batch import ShapeSelector
+from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.stats import (
     AcceptanceCategory,

@@ -23,11 +23,12 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.sampling.params import Sampling
+from specdecode_worker.server.tools import Tokenizer
 
 DEFAULT_SHAPE = TreeShape.chain(3)
 NGRAM = "ngram"

@@ -38,9 +38,8 @@ from specdecode_worker.contract import (
     TrialState,
 )
 from specdecode_worker.control.plan import ShadowDraft, scores
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.messages import Logprobs
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.registry import Credit
 from specdecode_worker.drafts.swap import BlockCosts
 from specdecode_worker.engine.scheduler import Counters

@@ -10,7 +10,7 @@ import pytest
 
 PROGRAM = """
 import sys, threading, time
-from specdecode_worker.server.lifecycle import ExitDeadline
+from specdecode_worker.server.listening import ExitDeadline
 
 deadline = ExitDeadline()
 deadline.set(0.5)
