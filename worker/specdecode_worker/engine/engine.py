@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -47,7 +47,6 @@ from specdecode_worker.engine.stats import (
     StepCosts,
     StepRecorder,
     WorkerIdentity,
-    WorkerSnapshot,
     build_report,
     step_size_of,
 )
@@ -594,7 +593,8 @@ class Engine:
         """Build the report of this worker for the operator, with the swaps of drafts by name and the draft trial."""
         now = time.monotonic()
         self._add_request_seconds(now)
-        snapshot = WorkerSnapshot(
+        state = Report(
+            **asdict(self.identity),
             clock_seconds=now,
             start=start_seconds(),
             draft=self._drafts.reported(DEFAULT_DRAFT, swaps),
@@ -605,13 +605,13 @@ class Engine:
             kv_tokens_total=self._scheduler.kv_tokens_total,
             kv_tokens_used=self._scheduler.kv_tokens_used,
             kv_tokens_cached=self._scheduler.kv_tokens_cached,
-            counters=self._scheduler.counters,
+            **asdict(self._scheduler.counters),
             plan=self._shape_selector.plan_state,
             synthetic=self._launcher.synthetic.knobs,
             phases=self._phases.seconds,
             guard=self._shape_selector.guard_cells(),
         )
-        return build_report(self.identity, snapshot, self._recorder.statistics)
+        return build_report(state, self._recorder.statistics)
 
     def check(self) -> None:
         """Check that slots and blocks are accounted for. Cheap enough to run whenever the engine is idle."""
