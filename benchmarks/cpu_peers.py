@@ -31,7 +31,7 @@ from specdecode_worker.commands.bench import QUESTIONS
 from specdecode_worker.commands.flags import add_model_flags
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.messages import Sampling
+from specdecode_worker.sampling.params import Sampling
 
 
 def main() -> int:

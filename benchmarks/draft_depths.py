@@ -39,8 +39,9 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.sampling.params import Sampling
 
 DEPTHS = tuple(range(1, 9))
 LOADS = (1, 2, 4, 8)

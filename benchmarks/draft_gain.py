@@ -27,8 +27,9 @@ from scipy.stats import t as student_t
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import Answer, LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling, Tokens
+from specdecode_worker.core.messages import Tokens
 from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.params import Sampling
 
 SHAPE = TreeShape.chain(3)
 BEFORE, AFTER = "", "after"

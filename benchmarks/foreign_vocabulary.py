@@ -28,11 +28,11 @@ from specdecode_worker.commands.comparison import Walks
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, Dtype, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.config import read_config
 from specdecode_worker.models.drafts import match_draft_model
 from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.sampling.params import Sampling
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 

@@ -20,7 +20,8 @@ from specdecode_worker.commands.bench import QUESTIONS
 from specdecode_worker.commands.flags import add_model_flags
 from specdecode_worker.commands.local_engine import LocalEngine, local_engine
 from specdecode_worker.contract import Plan, PlanRow, TaskMatch, TreeShape
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.sampling.params import Sampling
 
 PLAIN = TreeShape(())
 

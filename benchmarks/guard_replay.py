@@ -35,8 +35,9 @@ from specdecode_worker.commands.bench import QUESTIONS
 from specdecode_worker.commands.flags import add_model_flags
 from specdecode_worker.commands.local_engine import LocalEngine, local_engine
 from specdecode_worker.contract import Plan, SyntheticKnobs, TreeShape
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.engine.calibration import calibrate
+from specdecode_worker.sampling.params import Sampling
 
 LEAST = 0.97
 ACCEPTANCE = {"as it is": None, "zero": SyntheticKnobs(acceptance=(0.0,))}

@@ -40,9 +40,10 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.guided.guide import Guide
 from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.sampling.sampler import TokenMasks
 
 LOOKUP = "lookup"

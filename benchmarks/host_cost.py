@@ -66,9 +66,9 @@ def engine_of(rows: int) -> Any:
 
     from specdecode_worker.contract import DraftState
     from specdecode_worker.control.plan import Dispatcher
-    from specdecode_worker.core.batch import ShapeSelector
     from specdecode_worker.core.device_state import DeviceState
     from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
+    from specdecode_worker.core.request import ShapeSelector
     from specdecode_worker.drafts.eagle import EagleDrafter
     from specdecode_worker.drafts.registry import (  # type: ignore[attr-defined]  # as older versions have it
         DraftRegistry,
@@ -113,7 +113,8 @@ def engine_of(rows: int) -> Any:
 def running(shape: str, rows: int) -> Any:
     """Return an engine that decodes ``rows`` requests, half of them sampled, past its first steps."""
     from specdecode_worker.contract import Plan, TreeShape
-    from specdecode_worker.core.messages import Sampling, Submit
+    from specdecode_worker.core.messages import Submit
+    from specdecode_worker.sampling.params import Sampling
 
     engine = engine_of(rows)
     engine.set_plan(Plan(draft="d", version=1, initial=TreeShape.parse(shape), explore=0, guard=True))

@@ -21,8 +21,8 @@ from specdecode_worker.commands.bench import QUESTIONS
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling
 from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.params import Sampling
 
 PLACEMENTS = {"shared": "", "own": "own"}
 """Name of the draft by its placement."""

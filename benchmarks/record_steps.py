@@ -23,8 +23,9 @@ from machine import described
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.params import Sampling
 
 GRID = (
     (1, 128),

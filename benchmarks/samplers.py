@@ -23,8 +23,9 @@ from specdecode_worker.commands.comparison import Walks
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.sampling.sampler import StepSampler
 
 SHAPES = ("chain:3", "chain:5", "tree:3,2,1", "tree:4,2,1")

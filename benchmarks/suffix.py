@@ -21,10 +21,11 @@ from typing import Any
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, Method, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.registry import StepProposals
 from specdecode_worker.guided.grammars import json_grammar
 from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.params import Sampling
 
 METHODS: tuple[Method, ...] = ("ngram", "suffix")
 WITHIN_95_PERCENT = 1.96

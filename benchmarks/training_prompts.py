@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from specdecode_worker.training import prompts
 from specdecode_worker.training.conversations import read_shard
 

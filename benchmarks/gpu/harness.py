@@ -33,14 +33,14 @@ from specdecode_worker.contract import (
 )
 from specdecode_worker.contract import WorkerConfig as Config
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import Request
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import assemble
 from specdecode_worker.engine.memory import Budget, Device, Network, bounds_of
-from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.layers import Experts
+from specdecode_worker.models.causal_lm import CausalLM, Experts
 from specdecode_worker.models.optimize import fuse
+from specdecode_worker.sampling.params import Sampling
 
 SECOND_TASK = "second"
 """Task, and name of its draft, where two drafts are loaded."""

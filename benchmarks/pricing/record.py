@@ -25,10 +25,10 @@ from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET, add_model_flags
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.messages import Sampling
 from specdecode_worker.drafts.draft_files import read_calibration
 from specdecode_worker.models.fetch import model_hash, resolve
 from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.evaluation import CalibratedDraft
 from specdecode_worker.training.replay import Replayed, replay

@@ -13,7 +13,7 @@ import torch
 
 from specdecode_kernels import dispatch
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.engine import runner as step_launcher
+from specdecode_worker.engine import engine as step_launcher
 from specdecode_worker.engine.cuda_graphs import CaptureFailed, CudaGraphBackend
 from specdecode_worker.engine.engine import Engine
 from support.small_llama import Networks, engine_of, networks, plan_of, submit, texts

@@ -14,7 +14,8 @@ from specdecode_kernels.timings import Timings
 from specdecode_kernels.tree_attention import op, plan, prefill
 from specdecode_kernels.tree_attention.op import Prepared
 from specdecode_worker.core import device_state as paged_cache
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.sampling.params import Sampling
 from support.kernels.attention_cases import BLOCK, Case, by_definition, chain, chunk, close, make, tree
 from support.small_llama import engine_of, networks, plan_of, texts
 

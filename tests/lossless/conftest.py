@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.control.plan import Dispatcher
-from specdecode_worker.core.batch import ShapeSelector
 from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BlockPool
-from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.core.messages import Submit, Tokens
+from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.drafts.base import Drafter, LoadedDraft
 from specdecode_worker.drafts.draft_model import ModelDrafter
 from specdecode_worker.drafts.eagle import EagleDrafter
@@ -35,7 +35,7 @@ from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import CausalLM, VocabularyMap
+from specdecode_worker.models.causal_lm import Attend, CausalLM, VocabularyMap
 from specdecode_worker.models.config import (
     CausalLMConfig,
     dflash_config,
@@ -46,10 +46,10 @@ from specdecode_worker.models.config import (
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
-from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.vocabulary import VocabularyMatch
+from specdecode_worker.sampling.params import Sampling
 
 if TYPE_CHECKING:  # of the folder that is added to the path below
     from support.lossless.own_drafts import OwnDrafts

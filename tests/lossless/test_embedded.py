@@ -22,10 +22,11 @@ from specdecode_kernels.sample.reference import processed
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import Answer, LocalEngine, distinct_4grams
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.models.weights import load_causal_lm
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.rollout import read_states
 from support.tiers import by_effort
 

@@ -14,15 +14,16 @@ import torch
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
-from specdecode_worker.core.batch import Row
-from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.core.messages import Submit, Tokens
+from specdecode_worker.core.request import Row
 from specdecode_worker.drafts.base import LoadedDraft
-from specdecode_worker.engine import runner as step_launcher
+from specdecode_worker.engine import engine as step_launcher
 from specdecode_worker.engine import step_tables as feature_tables
 from specdecode_worker.engine.stats import RowResult, StepRecorder
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.guided.guide import Guide
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.sampling.sampler import TokenMasks
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.draft_names import DRAFTS

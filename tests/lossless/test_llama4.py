@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.engine.cuda_graphs import EagerBackend
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.scheduler import Limits
@@ -21,6 +21,7 @@ from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_causal_lm
+from specdecode_worker.sampling.params import Sampling
 from support.small_llama import Networks, NoisedCopy, engine_of, plan_of, texts
 from support.small_llama4 import dense_chunks, save_llama4, write_quantized_llama4
 from support.worker.quantized_folders import Rounding, int4, pack_quantized, scaled

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
-from specdecode_worker.core.messages import Logprobs, Sampling, Submit, Tokens
+from specdecode_worker.core.messages import Logprobs, Submit, Tokens
 from specdecode_worker.engine import target as launched_step
 from specdecode_worker.engine.captured_step import LogprobOutputs
 from specdecode_worker.sampling import params as tables
 from specdecode_worker.sampling import sampler
+from specdecode_worker.sampling.params import Sampling
 from support.lossless.plain_decoding import PlainDecoding
 
 NEAR = 1e-4

@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from scipy.stats import chi2
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
-from specdecode_worker.core.batch import ShapeSelector
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.sampling import sampler as multi_round
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.sampling.sampler import StepSampler
 from support.lossless.plain_decoding import PlainDecoding
 from support.tiers import by_effort

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from specdecode_worker.contract import Report, TreeShape
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.engine.engine import Engine
+from specdecode_worker.sampling.params import Sampling
 
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:3,2,1"), TreeShape(())
 TOPICS = 4

@@ -19,8 +19,8 @@ from torch import Tensor
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling
 from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.sampling.params import Sampling
 from support.worker.quantized_folders import Rounding, awq, gptq, int4, nvfp4, pack_quantized, scaled, write_quantized
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]

@@ -10,8 +10,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from specdecode_worker.server.access import ReloadedSecrets, Scope
-from specdecode_worker.server.lifecycle import GracefulShutdown
+from specdecode_worker.server.admission import ReloadedSecrets, Scope
+from specdecode_worker.server.listening import GracefulShutdown
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Header, Plan, Report, Route
-from specdecode_worker.server.lifecycle import GracefulShutdown
+from specdecode_worker.server.listening import GracefulShutdown
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.service import Service

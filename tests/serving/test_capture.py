@@ -17,10 +17,10 @@ from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.server.admission import Model
-from specdecode_worker.server.lifecycle import Lifecycle
+from specdecode_worker.server.listening import Lifecycle
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from specdecode_worker.training.conversations import read_shard, shard_paths
 from specdecode_worker.training.distillation.records import CaptureSelection, prepare_shards, read_samples
 from support import small_model

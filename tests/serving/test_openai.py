@@ -11,7 +11,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 from support import small_model

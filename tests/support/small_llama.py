@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, TreeShape
 from specdecode_worker.control.plan import Dispatcher
-from specdecode_worker.core.batch import ShapeSelector
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BlockPool
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
@@ -29,11 +29,11 @@ from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.causal_lm import Attend, CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.sampling.params import Sampling
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.models.causal_lm import Attend
 from specdecode_worker.models.config import CausalLMConfig
-from specdecode_worker.models.layers import Attend
 from support.small_model import END_ID, VOCAB_SIZE, byte_tokenizer, write_tokenizer
 from support.worker.quantized_folders import Rounding, write_quantized
 from support.worker.small_folders import write_head

@@ -14,12 +14,11 @@ import httpx
 from specdecode_worker.contract import Plan, SyntheticKnobs, TreeShape, WorkerConfig
 from specdecode_worker.contract.internal_stream import OpenStream
 from specdecode_worker.engine.client import EngineClient
-from specdecode_worker.server.access import ReloadedSecrets, Scope
-from specdecode_worker.server.admission import Model
-from specdecode_worker.server.lifecycle import GracefulShutdown, Lifecycle
+from specdecode_worker.server.admission import Model, ReloadedSecrets, Scope
+from specdecode_worker.server.listening import GracefulShutdown, Lifecycle
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from support.internal_client import Journal, all_of, answer_of
 
 TOKEN = "token-of-the-tests"

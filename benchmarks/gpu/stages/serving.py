@@ -13,7 +13,8 @@ from given import Run
 from harness import Bench, build
 from shapes import LLAMA_8B
 
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.sampling.params import Sampling
 from stages.profiles import parse
 from stages.steps import CONTEXT, Wanted, asked_of
 

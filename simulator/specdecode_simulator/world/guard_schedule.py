@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdecode_worker.control.guard import (
+from specdecode_worker.control.plan import (
     CHECK_STEPS,
     EARLY_STOP_RULES,
     MIN_REPORTED_STEPS,

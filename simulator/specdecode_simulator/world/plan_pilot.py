@@ -13,12 +13,12 @@ from specdecode_simulator.records.acceptance_walks import MOST_STEPS, PLAIN, For
 from specdecode_simulator.world.guard_schedule import steps_until_decision
 from specdecode_simulator.world.segment import Group, Load, Outcome, Segment
 from specdecode_worker.contract import Plan, PlanState
-from specdecode_worker.control.guard import Guard
 from specdecode_worker.control.plan import (
     BURST_STEPS,
     DROPPED_STEPS,
     Dispatcher,
     Exploration,
+    Guard,
     PlainStepTimes,
     PlanRefused,
     changed_loads,

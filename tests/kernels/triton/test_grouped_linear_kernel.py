@@ -16,7 +16,7 @@ from torch import Tensor
 from specdecode_kernels.grouped_linear import kernel, reference
 from specdecode_kernels.quantised_linear.reference import KINDS, Kind, Quantised, dequantise, quantise
 from specdecode_worker.models.arch import causal_lm_config, new_network
-from specdecode_worker.models.layers import Experts
+from specdecode_worker.models.causal_lm import Experts
 from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.weights import load_causal_lm

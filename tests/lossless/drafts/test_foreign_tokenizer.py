@@ -18,9 +18,9 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import Answer, LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling
 from specdecode_worker.drafts.draft_files import draft_hash
 from specdecode_worker.models.fetch import default_cache_dir, resolve
+from specdecode_worker.sampling.params import Sampling
 from support.lossless.permuted_draft import write_permuted_draft
 
 PROMPTS = Path(__file__).parents[3] / "benchmarks" / "prompts" / "heldout.jsonl"

@@ -27,12 +27,13 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import scheduler as prompt_shares
 from specdecode_worker.engine.cuda_graphs import OutsideReason
 from specdecode_worker.guided.grammars import GrammarCompiler, choice_grammar, regex_grammar
 from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.server.service import PlanStore, parse_plan
 from support.char_tokenizer import END, tokenizer_json
 

@@ -25,7 +25,7 @@ from specdecode_worker.contract.internal_stream import (
 )
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import Heartbeat, Phase
-from specdecode_worker.server.lifecycle import GracefulShutdown
+from specdecode_worker.server.listening import GracefulShutdown
 from specdecode_worker.server.service import Service
 from support.internal_client import Journal, frames, opened
 from support.worker import fake_engine

@@ -9,14 +9,11 @@ from typing import Any
 
 from specdecode_worker.contract import OTHER_TASK, DraftState, PhaseSeconds, Plan, Report, TreeShape
 from specdecode_worker.control.plan import Dispatcher
-from specdecode_worker.core.batch import ShapeSelector
-from specdecode_worker.engine.scheduler import Counters
+from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.engine.stats import (
     AcceptanceCategory,
     Statistics,
     StepSize,
-    WorkerIdentity,
-    WorkerSnapshot,
     build_report,
 )
 from support.operators.fleet import Loop, Truth, deployment_with
@@ -74,7 +71,12 @@ class PilotedWorker:
 
     def report(self) -> Report:
         self.statistics.running_request_seconds = self.truth.sequences * self.clock
-        moment = WorkerSnapshot(
+        state = Report(
+            boot_id="b",
+            worker="w",
+            model="m",
+            target="t",
+            max_num_seqs=4,
             draft=DraftState(method="eagle3", hash="d1"),
             named_drafts=(),
             clock_seconds=self.clock,
@@ -83,14 +85,12 @@ class PilotedWorker:
             kv_tokens_total=4096,
             kv_tokens_used=400,
             kv_tokens_cached=0,
-            counters=Counters(),
             plan=self.pilot.plan_state,
             synthetic=None,
             phases=PhaseSeconds(),
             guard=self.pilot.guard_cells(),
         )
-        who = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=4)
-        return build_report(who, moment, self.statistics)
+        return build_report(state, self.statistics)
 
     def _step(self) -> None:
         prefill = min(self.left) <= 0

@@ -12,7 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specdecode_worker.guided.grammars import GrammarCompiler
-from specdecode_worker.server.tokenizer import with_text_tags
+from specdecode_worker.server.tools import with_text_tags
 from support import small_model
 
 TOKENS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "</s>", "[TOOL_CALLS]", "<a b>")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdecode_worker.capture import Record
-from specdecode_worker.core.messages import Sampling
+from specdecode_worker.sampling.params import Sampling
 
 
 def record(number: int, *, tokens: int = 20, task: str = "other", time_seconds: float = 0.0) -> Record:

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from specdecode_worker.core.batch import Row, Selection
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row, Selection
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.sampling.trees import PLAIN, Tree
 from support.worker.small_engine import request

@@ -20,7 +20,7 @@ from specdecode_worker.contract import WorkerConfig
 from specdecode_worker.server import server_process
 from specdecode_worker.server.errors import CannotStart
 from specdecode_worker.server.server_process import serve
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from support.worker import fake_engine
 
 BUSY_SECONDS = 60

@@ -9,9 +9,9 @@ from pathlib import Path
 from specdecode_worker.contract import Plan, TaskMatch
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.server.admission import Model
-from specdecode_worker.server.lifecycle import Lifecycle
+from specdecode_worker.server.listening import Lifecycle
 from specdecode_worker.server.service import Service
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from support.worker import fake_engine
 from support.worker_process import worker_config
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import DraftConfig, EngineConfig, Method, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Sampling
 from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.sampling.params import Sampling
 
 SAMPLING_PARAMS = (
     {"temperature": 0.0},

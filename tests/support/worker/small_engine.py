@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.control.plan import Dispatcher
-from specdecode_worker.core.batch import ShapeSelector
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BlockPool
-from specdecode_worker.core.messages import Sampling, Submit, Tokens
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.messages import Submit, Tokens
+from specdecode_worker.core.request import Request, ShapeSelector
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
@@ -27,9 +26,9 @@ from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.engine.transfer import TransferAccess
 from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.layers import Attend
+from specdecode_worker.models.causal_lm import Attend, CausalLM
 from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.sampling.params import Sampling
 
 CPU = torch.device("cpu")
 VOCABULARY = 41

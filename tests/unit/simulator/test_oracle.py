@@ -20,8 +20,7 @@ from specdecode_simulator.world.guard_schedule import steps_until_decision
 from specdecode_simulator.world.plan_pilot import SHADOW_STEPS, PlanPilot
 from specdecode_simulator.world.segment import Group, Load, Outcome
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
-from specdecode_worker.control.guard import Guard, TimePerToken
-from specdecode_worker.control.plan import BURST_STEPS, FULL_PACE_STEPS, Exploration
+from specdecode_worker.control.plan import BURST_STEPS, FULL_PACE_STEPS, Exploration, Guard, TimePerToken
 from support.small_llama import engine_of, networks
 from support.small_simulation import table_of
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from specdecode_worker.core.messages import Sampling
+from specdecode_worker.sampling.params import Sampling
 
 log = logging.getLogger(__name__)
 

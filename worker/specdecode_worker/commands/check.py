@@ -11,13 +11,12 @@ from typing import Literal
 import torch
 
 from specdecode_worker.commands.flags import (
-    method_and_draft,
+    draft_config,
     model_config,
 )
 from specdecode_worker.contract import (
     GPU_DEFAULTS,
     CheckVerdict,
-    DraftConfig,
     EngineConfig,
     Env,
     WorkerConfig,
@@ -52,18 +51,9 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
     """
     if Env.config in os.environ:
         return WorkerConfig.model_validate_json(os.environ[Env.config])
-    method, draft = method_and_draft(args)
     return WorkerConfig(
         model=model_config(args, args.model),
-        draft=DraftConfig.model_validate(
-            {
-                "method": method,
-                "uri": draft,
-                "required": draft is not None,
-                "quantization": args.draft_quantization,
-                "placement": args.draft_placement,
-            }
-        ),
+        draft=draft_config(args),
         engine=EngineConfig(
             device=args.device,
             kv_cache_tokens=args.kv_cache_tokens,

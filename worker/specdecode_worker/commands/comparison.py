@@ -25,7 +25,8 @@ from specdecode_worker.commands.local_engine import (
     sampling_of,
 )
 from specdecode_worker.contract import MergedDraft, TreeShape
-from specdecode_worker.core.messages import Sampling, Tokens
+from specdecode_worker.core.messages import Tokens
+from specdecode_worker.sampling.params import Sampling
 
 # Command ``eval`` on the engine: acceptance and speed-up of a draft of any method, by domain and temperature.
 #

@@ -16,6 +16,7 @@ from specdecode_worker.contract import (
     GPU_DEFAULTS,
     MAX_DEPTH,
     MAX_MERGED,
+    DraftConfig,
     DraftQuantization,
     EngineConfig,
     MergedDraft,
@@ -139,6 +140,20 @@ def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
     if method not in DRAFT_FREE and draft is None:
         raise ValueError(f"--method {method} needs --draft URI")
     return method, draft
+
+
+def draft_config(args: argparse.Namespace) -> DraftConfig:
+    """Return the draft that the flags of ``add_model_flags`` name. Raise ValueError if they contradict each other."""
+    method, draft = method_and_draft(args)
+    return DraftConfig.model_validate(
+        {
+            "method": method,
+            "uri": draft,
+            "required": draft is not None,
+            "quantization": args.draft_quantization,
+            "placement": getattr(args, "draft_placement", "shared"),
+        }
+    )
 
 
 def model_config(args: argparse.Namespace, served_name: str) -> ModelConfig:

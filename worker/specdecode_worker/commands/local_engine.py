@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdecode_worker.commands.flags import method_and_draft, model_config
+from specdecode_worker.commands.flags import draft_config, model_config
 from specdecode_worker.contract import (
     OTHER_TASK,
-    DraftConfig,
     EngineConfig,
     MergedDraft,
     NamedDraft,
@@ -23,11 +22,12 @@ from specdecode_worker.contract import (
     TreeShape,
     WorkerConfig,
 )
-from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.sampling.params import Sampling
+from specdecode_worker.server.tools import Tokenizer
 
 DEFAULT_SHAPE = TreeShape.chain(3)
 NGRAM = "ngram"
@@ -162,18 +162,9 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
         ValueError: The flags contradict each other.
         ModelError: A model cannot be fetched or loaded.
     """
-    method, draft = method_and_draft(args)
     config = WorkerConfig(
         model=model_config(args, args.model),
-        draft=DraftConfig.model_validate(
-            {
-                "method": method,
-                "uri": draft,
-                "required": draft is not None,
-                "quantization": args.draft_quantization,
-                "placement": getattr(args, "draft_placement", "shared"),
-            }
-        ),
+        draft=draft_config(args),
         drafts=(NamedDraft(name=NGRAM, method="ngram"),),
         engine=EngineConfig(
             max_num_seqs=max_num_seqs,

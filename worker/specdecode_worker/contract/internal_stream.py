@@ -38,7 +38,7 @@ Logprobs = tuple[float, int, tuple[int, ...], tuple[float, ...]]
 class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of a request, with everything that its tokens depend on.
 
-    ``sampling`` is the worker's ``core.messages.Sampling`` as msgpack: seed and ``max_tokens`` as capped are in
+    ``sampling`` is the worker's ``sampling.params.Sampling`` as msgpack: seed and ``max_tokens`` as capped are in
     it. Routers pass it back unread.
     """
 

@@ -19,8 +19,8 @@ from specdecode_kernels.transfer import to_device
 from specdecode_kernels.tree_attention.op import Prepared, attend, prepare, prepare_tables
 from specdecode_worker.contract import MAX_NODES
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.models.layers import Attend, RotatingAttend
-from specdecode_worker.models.rope import PassRotations
+from specdecode_worker.models.causal_lm import Attend, RotatingAttend
+from specdecode_worker.models.config import PassRotations
 
 # Asynchronous copies of results from the device to the host.
 

@@ -10,38 +10,10 @@ from typing import Literal
 
 import msgspec
 
+from specdecode_worker.sampling.params import Sampling
+
 FinishReason = Literal["stop", "length", "abort", "error", "deadline", "queue_timeout"]
 """Reason for the end of a request. ``deadline`` and ``queue_timeout`` are cancellations by the engine."""
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of one request.
-
-    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable truncation. Penalties are those of
-    vLLM: presence and frequency penalties count tokens of the output, the repetition penalty those of prompt and
-    output. ``seed`` is always set: the server draws one for a request without a seed.
-    """
-
-    max_tokens: int
-    seed: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    """Number of output tokens before a stop token can be chosen."""
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    """Number of most likely tokens to return with each chosen token; None for no log probabilities."""
-    prompt_logprobs: int | None = None
-    """Same as ``logprobs``, for every token of the prompt. Such a request does not reuse a cached prefix."""
-    grammar: str = ""
-    """Grammar that the answer follows (guided/grammars.py); empty for none."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):

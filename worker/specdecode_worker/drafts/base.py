@@ -14,10 +14,9 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState, Method
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
-from specdecode_worker.core.request import DraftProgress, Request
+from specdecode_worker.core.request import DraftProgress, Request, Row
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Nodes, Tree, all_nodes

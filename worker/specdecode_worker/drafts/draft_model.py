@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.sampling.trees import Tree

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import (
     STATE_RING_POSITIONS,
     DeviceState,
@@ -25,10 +24,10 @@ from specdecode_worker.core.device_state import (
     PackedTensors,
     PagedCache,
 )
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
+from specdecode_worker.models.causal_lm import Attend
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
-from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.trees import Tree
 

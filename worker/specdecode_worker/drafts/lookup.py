@@ -12,9 +12,8 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.base import DraftContext, Drafter, DraftMethod, Expand
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Tree

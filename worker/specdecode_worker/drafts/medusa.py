@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, Ranking
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.sampling.sampler import Proposer

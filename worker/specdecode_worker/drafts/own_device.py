@@ -19,10 +19,9 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState, PackedBatch, PackedTensors
 from specdecode_worker.core.errors import EngineError
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts import own_device_process as draft_child
 from specdecode_worker.drafts.base import (
     DEFAULT_DRAFT,

@@ -18,17 +18,16 @@ from torch import Tensor, nn
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import DraftConfig, DraftState, Method
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
-from specdecode_worker.core.messages import Sampling, Submit
-from specdecode_worker.core.request import DraftProgress, FinishRule, Request
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.core.request import DraftProgress, Request, Row
 from specdecode_worker.drafts.base import CapturedDrafter, catch_up_runs, draft_trees
 from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.headers import read_tensor_headers
 from specdecode_worker.models.weights import prepare_causal_lm
-from specdecode_worker.sampling.params import SamplingParams
+from specdecode_worker.sampling.params import FinishRule, Sampling, SamplingParams
 from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
 from specdecode_worker.sampling.trees import Tree, forest_of
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState, MergedDraft, TaskMatch
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import AuxStates, DeviceState, HostCopy, PagedCache, to_host
-from specdecode_worker.core.request import DraftProgress, Request
+from specdecode_worker.core.request import DraftProgress, Request, Row
 from specdecode_worker.drafts import draft_model, eagle, lookup, medusa, parallel
 from specdecode_worker.drafts.base import (
     DEFAULT_DRAFT,

@@ -15,7 +15,8 @@ from statistics import median
 from typing import TYPE_CHECKING, TypeVar
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
+from specdecode_worker.sampling.params import Sampling
 
 if TYPE_CHECKING:
     from specdecode_worker.engine.engine import Engine

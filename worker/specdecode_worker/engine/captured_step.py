@@ -19,9 +19,9 @@ from specdecode_kernels.step_tables.op import begin, commit, pack, store_states,
 from specdecode_kernels.step_tables.tables import PackedRows, SamplingTables, SlotState, StepRows, Verified
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState, PackedTensors, to_host
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.core.request import Row
 from specdecode_worker.drafts.base import CapturedDrafter
 from specdecode_worker.drafts.registry import OwnRanks, in_order
 from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs

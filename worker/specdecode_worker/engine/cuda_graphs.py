@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.batch import Row, decoding_rows
 from specdecode_worker.core.device_state import DeviceState, to_host
+from specdecode_worker.core.request import Row, decoding_rows
 from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, OwnRanks
 from specdecode_worker.engine.captured_step import CapturedStep, Proposals, StepParts

@@ -15,9 +15,9 @@ import torch
 
 from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, Env, WorkerConfig
 from specdecode_worker.control.plan import Dispatcher
-from specdecode_worker.core.batch import ShapeSelector
 from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
+from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft, UnusableDraft
 from specdecode_worker.drafts.own_device import OwnDevice, PlacedDraftLoader
 from specdecode_worker.drafts.registry import DraftLoader, DraftRegistry, Resolve, paged_cache

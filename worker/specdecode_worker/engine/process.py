@@ -34,7 +34,6 @@ from specdecode_worker.core.messages import (
     FromEngine,
     GetReport,
     Loaded,
-    Sampling,
     SetDraft,
     SetPlan,
     SetSynthetic,
@@ -53,6 +52,7 @@ from specdecode_worker.drafts.swap import (
 from specdecode_worker.engine.calibration import calibrate
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.stages import finish_start, stage
 from specdecode_worker.termination import write_termination_message
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.core.device_state import DeviceState, PagedCache, to_host
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, blocks_for
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.registry import DraftRegistry
 from specdecode_worker.engine.scheduler import Scheduler, StoredBlock
@@ -52,6 +52,7 @@ from specdecode_worker.engine.transfer import (
     Want,
     Welcome,
 )
+from specdecode_worker.sampling.params import Sampling
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Literal
 
-from specdecode_worker.core.batch import Batch, Row, Selection
 from specdecode_worker.core.kv_cache import (
     BLOCK_SIZE,
     BlockPool,
@@ -23,7 +22,7 @@ from specdecode_worker.core.kv_cache import (
     salted_root,
 )
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.core.request import Request, blocked_tokens
+from specdecode_worker.core.request import Batch, Request, Row, Selection, blocked_tokens
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.guided.guide import GrammarRefused, Guide, library_message
 from specdecode_worker.sampling.trees import PLAIN, Tree

@@ -6,7 +6,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -21,29 +21,21 @@ from specdecode_worker.contract import (
     OTHER_TASK,
     AcceptanceCell,
     ContextCell,
-    DraftState,
-    GuardCell,
     HistogramCounts,
     LatencyHistogram,
     MemoryState,
     PhaseSeconds,
-    PlanState,
     Report,
     RequestCell,
-    StartSeconds,
     StepCell,
-    SyntheticKnobs,
     TaskCell,
     TrafficCell,
-    TrialState,
 )
 from specdecode_worker.control.plan import ShadowDraft, scores
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.messages import Logprobs
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.registry import Credit
 from specdecode_worker.drafts.swap import BlockCosts
-from specdecode_worker.engine.scheduler import Counters
 
 # Timer of the phases of a step.
 #
@@ -685,72 +677,31 @@ class WorkerIdentity:
     memory: MemoryState | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSnapshot:
-    """Current state of a worker, at ``clock_seconds`` of the monotonic clock."""
-
-    clock_seconds: float
-    draft: DraftState
-    named_drafts: tuple[DraftState, ...]
-    trial: TrialState | None = None
-    running: int
-    waiting: int
-    kv_tokens_total: int
-    kv_tokens_used: int
-    kv_tokens_cached: int
-    counters: Counters
-    plan: PlanState
-    synthetic: SyntheticKnobs | None
-    phases: PhaseSeconds
-    start: StartSeconds | None = None
-    guard: tuple[GuardCell, ...]
-
-
-def build_report(identity: WorkerIdentity, snapshot: WorkerSnapshot, statistics: Statistics) -> Report:
-    """Build the worker report, with at most MAX_REPORT_BYTES bytes of JSON.
+def build_report(state: Report, statistics: Statistics) -> Report:
+    """Return the report of a worker in this state with its statistics, in at most MAX_REPORT_BYTES bytes of JSON.
 
     If the report is too large, step and acceptance cells with the lowest counts are left out. Their counters continue
     to accumulate, so a later report can include them again.
     """
     share, most_bytes = 1, MAX_REPORT_BYTES - _SERVER_FIELD_BYTES
     while True:
-        report = Report(
-            boot_id=identity.boot_id,
-            worker=identity.worker,
-            clock_seconds=snapshot.clock_seconds,
-            model=identity.model,
-            target=identity.target,
-            draft=snapshot.draft,
-            named_drafts=snapshot.named_drafts,
-            trial=snapshot.trial,
-            plan=snapshot.plan,
-            synthetic=snapshot.synthetic,
-            phases=snapshot.phases,
-            start=snapshot.start,
-            max_num_seqs=identity.max_num_seqs,
-            memory=identity.memory,
-            running=snapshot.running,
-            waiting=snapshot.waiting,
-            running_request_seconds=statistics.running_request_seconds,
-            waiting_request_seconds=statistics.waiting_request_seconds,
-            kv_tokens_total=snapshot.kv_tokens_total,
-            kv_tokens_used=snapshot.kv_tokens_used,
-            kv_tokens_cached=snapshot.kv_tokens_cached,
-            **asdict(snapshot.counters),
-            drafts=statistics.drafts,
-            draft_tokens=statistics.draft_tokens,
-            accepted_tokens=statistics.accepted_tokens,
-            plain_steps=statistics.plain_steps,
-            acceptance=statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
-            credit=statistics.credit_cells(MAX_ACCEPTANCE_CELLS // share),
-            contexts=statistics.context_cells(MAX_STEP_CELLS // share),
-            requests=statistics.request_cells(),
-            steps=statistics.costs.cells(MAX_STEP_CELLS // share),
-            traffic=statistics.traffic_cells(),
-            latency=statistics.latency_cells(),
-            tasks=statistics.task_cells(),
-            guard=snapshot.guard,
-        )
+        counted = {
+            "running_request_seconds": statistics.running_request_seconds,
+            "waiting_request_seconds": statistics.waiting_request_seconds,
+            "drafts": statistics.drafts,
+            "draft_tokens": statistics.draft_tokens,
+            "accepted_tokens": statistics.accepted_tokens,
+            "plain_steps": statistics.plain_steps,
+            "acceptance": statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
+            "credit": statistics.credit_cells(MAX_ACCEPTANCE_CELLS // share),
+            "contexts": statistics.context_cells(MAX_STEP_CELLS // share),
+            "requests": statistics.request_cells(),
+            "steps": statistics.costs.cells(MAX_STEP_CELLS // share),
+            "traffic": statistics.traffic_cells(),
+            "latency": statistics.latency_cells(),
+            "tasks": statistics.task_cells(),
+        }
+        report = state.model_copy(update=counted)
         if len(report.model_dump_json().encode()) <= most_bytes or share > MAX_ACCEPTANCE_CELLS:
             return report
         share *= 2

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import OTHER_TASK, SyntheticKnobs
-from specdecode_worker.core.batch import Choice, Row, decoding_rows
 from specdecode_worker.core.device_state import (
     DeviceState,
     HostCopy,
@@ -26,6 +25,7 @@ from specdecode_worker.core.device_state import (
 )
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.messages import Logprobs
+from specdecode_worker.core.request import Choice, Row, decoding_rows
 from specdecode_worker.drafts.registry import OwnRanks
 from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.engine.stats import RowResult, Statistics, StepSize

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from specdecode_kernels.cpu import matrix
 from specdecode_kernels.cpu.native import library
 from specdecode_kernels.cpu.ops import HEAD_SIZES, Entry, Heads, Norm, Tail
+from specdecode_worker.models.causal_lm import MLP, Attend, Attention, Block, RMSNorm
+from specdecode_worker.models.config import PassRotations
 from specdecode_worker.models.eagle import Midlayer, normed_pair
-from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm
 from specdecode_worker.models.linear import Linear, runs_compiled
-from specdecode_worker.models.rope import PassRotations
 
 
 class NativeNorm(nn.Module):

@@ -12,11 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import DFlashConfig
-from specdecode_worker.models.layers import MLP, Attend, RMSNorm
+from specdecode_worker.models.causal_lm import MLP, Attend, CausalLM, RMSNorm
+from specdecode_worker.models.config import DFlashConfig, PassRotations, Rope
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.rope import PassRotations, Rope
 from specdecode_worker.models.target_states import TargetStates
 
 

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input.op import draft_input
-from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import Eagle3Config, EagleConfig, PEagleConfig
-from specdecode_worker.models.layers import MLP, Attend, Attention, Block, RMSNorm, after_attention
+from specdecode_worker.models.causal_lm import MLP, Attend, Attention, Block, CausalLM, RMSNorm, after_attention
+from specdecode_worker.models.config import Eagle3Config, EagleConfig, PassRotations, PEagleConfig, Rope
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.rope import PassRotations, Rope
 from specdecode_worker.models.target_states import TargetStates
 
 # The EAGLE-1 draft head, which EAGLE-2 uses too (Li et al., arXiv 2401.15077 and 2406.16858).

@@ -12,13 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from specdecode_worker.models.causal_lm import Architecture, CausalLM
+from specdecode_worker.models.causal_lm import MLP, Architecture, Block, CausalLM, Experts, UnitNorm
 from specdecode_worker.models.checkpoint import Entry
-from specdecode_worker.models.config import CausalLMConfig, LayerKind, target_fields
+from specdecode_worker.models.config import CausalLMConfig, LayerKind, Temperature, target_fields
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.fields import Fields
-from specdecode_worker.models.layers import MLP, Block, Experts, UnitNorm
-from specdecode_worker.models.rope import Temperature
 
 _DEFAULTS = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5}
 _LONGEST = 2**20

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_kernels.quantised_linear.reference import Kind, stored_bytes
-from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.causal_lm import MLP, Attention, CausalLM, Experts
 from specdecode_worker.models.compiled_cpu import run_blocks_natively, run_norms_natively
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.layers import MLP, Attention, Experts
 from specdecode_worker.models.linear import Linear, Split
 
 _FP8 = (8, 9)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from specdecode_worker.models.causal_lm import UnitNorm
 from specdecode_worker.models.checkpoint import FLOATS, Checkpoint, Part
+from specdecode_worker.models.config import Rope
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.formats import StoredMatrix
 from specdecode_worker.models.headers import TensorHeader
-from specdecode_worker.models.layers import UnitNorm
 from specdecode_worker.models.linear import Linear
-from specdecode_worker.models.rope import Rope
 from specdecode_worker.stages import stage, staged
 
 Network = TypeVar("Network", bound=nn.Module)

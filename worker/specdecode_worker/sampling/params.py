@@ -6,15 +6,47 @@ tables, in captured steps and in others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of one request.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable truncation. Penalties are those of
+    vLLM: presence and frequency penalties count tokens of the output, the repetition penalty those of prompt and
+    output. ``seed`` is always set: the server draws one for a request without a seed.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    """Number of output tokens before a stop token can be chosen."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    """Number of most likely tokens to return with each chosen token; None for no log probabilities."""
+    prompt_logprobs: int | None = None
+    """Same as ``logprobs``, for every token of the prompt. Such a request does not reuse a cached prefix."""
+    grammar: str = ""
+    """Grammar that the answer follows (guided/grammars.py); empty for none."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request. Fields have the meaning defined in core/messages.py, `Sampling`.
+    """Sampling parameters of one request. Fields have the meaning defined in `Sampling`.
 
     ``temperature`` 0 is greedy. ``blocked`` are token ids that cannot be chosen before ``min_tokens`` answer tokens.
     The answer begins at position ``prompt_tokens``.
@@ -59,6 +91,35 @@ class SamplingParams:
     def adjusts(self) -> bool:
         """True if logits of single tokens change, which also affects greedy decoding."""
         return self.counts or self.blocks or self.guided or bool(self.logit_bias)
+
+
+# Rule for the end of a request by its tokens. Engine and server share it, so it needs no torch.
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRule:
+    """Rule that ends one request at a stop token, or at its largest number of output tokens."""
+
+    stops: frozenset[int]
+    """Token ids that end the request."""
+    min_tokens: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, sampling: Sampling, eos_token_ids: Iterable[int]) -> FinishRule:
+        """Return the rule for the sampling parameters of a request and the end tokens of the model."""
+        eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
+        return cls(frozenset(sampling.stop_token_ids) | eos, sampling.min_tokens, sampling.max_tokens)
+
+    def may_finish(self, tokens: Sequence[int], emitted: int) -> bool:
+        """Return whether one of ``tokens`` may end the request; the last one is output token number ``emitted``."""
+        return emitted >= self.max_tokens or not self.stops.isdisjoint(tokens)
+
+    def finish(self, token: int, emitted: int) -> Literal["stop", "length"] | None:
+        """Return the finish reason at ``token``, which is output token number ``emitted`` (from 1); None to go on."""
+        if token in self.stops and emitted >= self.min_tokens:
+            return "stop"
+        return "length" if emitted >= self.max_tokens else None
 
 
 # Optional parts of a step, which follow from the sampling parameters of its rows.

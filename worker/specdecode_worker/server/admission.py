@@ -1,28 +1,549 @@
-"""The served model, admission control, and what a request asks for besides its text: sampling, limits, deadline."""
+"""Who may send how much: API keys and admin tokens, admission control, and what a request asks for besides its text."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import hmac
+import ipaddress
 import json
+import logging
 import math
+import os
+import re
 import secrets
+import tempfile
+import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from enum import StrEnum
+from functools import cached_property, partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from specdecode_worker.contract import ServerConfig, ToolFormat, WorkerConfig
-from specdecode_worker.core.messages import Loaded, Sampling
+from specdecode_worker.contract import Env, Route, ServerConfig, ToolFormat, WorkerConfig
+from specdecode_worker.core.messages import Loaded
 from specdecode_worker.guided.grammars import GrammarCompiler
-from specdecode_worker.server.errors import BadRequest, TooManyWaiting
+from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.sampling.params import Sampling
+from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError, TooManyWaiting
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
-from specdecode_worker.server.tokenizer import Tokenizer
-from specdecode_worker.server.tools import format_of
+from specdecode_worker.server.tools import Tokenizer, format_of
 from specdecode_worker.version import VERSION
+
+log = logging.getLogger(__name__)
+
+# Scopes of admin tokens, and the one table of the routes that each scope may call.
+
+
+class Scope(StrEnum):
+    """Purpose of an admin token. The file of a token has the name of its scope."""
+
+    operator = "operator"
+    """Every route except the reading of captured segments, also routes that a later version adds."""
+    router = "router"
+    """The routes below INTERNAL_PREFIX: internal streams, and the worker's load."""
+    capture = "capture"
+    """Reading of captured segments, and nothing else."""
+
+
+INTERNAL_PREFIX = "/internal/"
+"""Paths between a router and its workers."""
+
+_OPERATOR = frozenset({Scope.operator})
+_OPERATOR_AND_ROUTER = frozenset({Scope.operator, Scope.router})
+_CAPTURE = frozenset({Scope.capture})
+
+ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
+    ("GET", Route.report): _OPERATOR,
+    ("GET", Route.plan): _OPERATOR,
+    ("PUT", Route.plan): _OPERATOR,
+    ("GET", Route.draft): _OPERATOR,
+    ("PUT", Route.draft): _OPERATOR,
+    ("GET", Route.synthetic): _OPERATOR,
+    ("PUT", Route.synthetic): _OPERATOR,
+    ("DELETE", Route.synthetic): _OPERATOR,
+    ("POST", Route.drain): _OPERATOR,
+    ("GET", Route.captures): _CAPTURE,
+    ("GET", f"{Route.captures}/{{name}}"): _CAPTURE,
+    ("POST", Route.capture_deletions): _OPERATOR,
+}
+"""Scopes that may call each route of the admin port."""
+
+
+def scope_of(name: str) -> Scope:
+    """Return the scope of the admin token ``name``: the part before a slash."""
+    return Scope(name.partition("/")[0])
+
+
+def allowed_scopes(method: str, path: str) -> frozenset[Scope]:
+    """Return the scopes that may call a route. A route that is not in the table is the operator's alone."""
+    if path.startswith(INTERNAL_PREFIX):
+        return _OPERATOR_AND_ROUTER
+    if path.startswith(f"{Route.captures}/") and (method, path) not in ROUTE_SCOPES:
+        return _CAPTURE
+    return ROUTE_SCOPES.get((method, path), _OPERATOR)
+
+
+# Immutable set of named secrets: API keys by client name, or admin tokens by scope.
+
+# Digests are keyed with a secret of this process, so that the time of a lookup depends on nothing that a client knows.
+_DIGEST_KEY = secrets.token_bytes(32)
+
+
+class SecretSet:
+    """Named secrets of which only digests are stored. Several names may have the same secret."""
+
+    def __init__(self, secret_of: Mapping[str, str]) -> None:
+        names: dict[bytes, list[str]] = {}
+        for name in sorted(secret_of):
+            names.setdefault(_digest(secret_of[name]), []).append(name)
+        self._names = {digest: tuple(owners) for digest, owners in names.items()}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def names_of(self, secret: str) -> tuple[str, ...]:
+        """Return the names that have this secret, in alphabetical order; empty for an unknown secret."""
+        return self._names.get(_digest(secret), ())
+
+
+def bearer_token(authorization: str) -> str | None:
+    """Return the token of an ``Authorization`` header; None without one, or for a scheme other than bearer."""
+    scheme, _, token = authorization.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+
+
+def _digest(secret: str) -> bytes:
+    return hmac.digest(_DIGEST_KEY, secret.encode(errors="surrogatepass"), hashlib.sha256)
+
+
+# Reading of secrets from files: a folder as the kubelet mounts a Secret, or a file with one secret a line.
+
+MAX_FILE_BYTES = 1 << 20
+"""Largest file that is read. A Secret has at most 1 MiB."""
+TENANT_SETTINGS = "tenants.json"
+"""File in a folder of API keys that only routers read."""
+MAX_SECRETS = 4096
+"""Most secrets of one path. Their files are examined every second."""
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}")
+
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, time of modification and size of every file of a path. It changes when a secret is replaced."""
+
+
+class SecretFileError(ServerError):
+    """Error for secrets that cannot be read; the message names the file, never its content."""
+
+
+def read_fingerprint(path: Path) -> Fingerprint:
+    """Return the fingerprint of a folder or of a file, without reading a secret.
+
+    Raises:
+        SecretFileError: The path cannot be examined.
+    """
+    try:
+        files = []
+        for file in _files(path) if path.is_dir() else [path]:
+            status = file.stat()
+            files.append((file.name, status.st_ino, status.st_mtime_ns, status.st_size))
+        return tuple(files)
+    except OSError as error:
+        raise SecretFileError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def read_secrets(path: Path, *, first_number: int = 1, many: bool = False) -> dict[str, str]:
+    """Read the secrets of a folder (one a file) or of a file (one a line).
+
+    Args:
+        path: Folder or file.
+        first_number: Number in the name of the first secret without a name (``key-1``).
+        many: A file of the folder may hold several secrets, one a line. Those after the first are named ``FILE/2``,
+            ``FILE/3`` and so on.
+
+    Returns:
+        The secrets by name, at least one.
+
+    Raises:
+        SecretFileError: The path cannot be read, holds no secret or an invalid one.
+    """
+    try:
+        secrets = _read_folder(path, many=many) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
+        raise SecretFileError(f"cannot read {path}: {reason}") from None
+    if not secrets:
+        raise SecretFileError(f"{path} holds no key or token; write one, or leave the option out")
+    if len(secrets) > MAX_SECRETS:
+        raise SecretFileError(f"{path} holds {len(secrets)} keys; at most {MAX_SECRETS} are supported")
+    return secrets
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a folder that hold secrets, by name.
+
+    The kubelet's own ``..data`` and other dot files are left out, and the routers' settings of tenants. So are links to
+    files that an update of the Secret has removed, which exist for a moment.
+    """
+    return sorted(
+        file
+        for file in folder.iterdir()
+        if not file.name.startswith(".") and file.name != TENANT_SETTINGS and file.is_file()
+    )
+
+
+def _read_folder(folder: Path, *, many: bool) -> dict[str, str]:
+    secrets = {}
+    for file in _files(folder):
+        if not _NAME.fullmatch(file.name):
+            raise SecretFileError(f"{file} is not named like a key: use letters, digits, '.', '_' and '-'")
+        first, *others = _read_text(file).strip().splitlines() or [""] if many else [_read_text(file).strip()]
+        secrets[file.name] = _checked(first.strip(), str(file))
+        for number, line in enumerate(others, 2):
+            secrets[f"{file.name}/{number}"] = _checked(line.strip(), f"{file} line {number}")
+    return secrets
+
+
+def _read_text(file: Path) -> str:
+    with file.open("rb") as opened:
+        content = opened.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise SecretFileError(f"{file} has more than {MAX_FILE_BYTES} bytes")
+    return content.decode()
+
+
+def _parse_lines(path: Path, text: str, first_number: int) -> dict[str, str]:
+    """Parse lines of the form ``name=key`` or ``key``.
+
+    The ``=`` at the end of a key in base64 belongs to the key, not to a name.
+    """
+    secrets: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        name, _, key = (part.strip() for part in line.partition("="))
+        if not key.strip("=") or not _NAME.fullmatch(name):
+            name, key = f"key-{first_number}", line.strip()
+            first_number += 1
+        if name in secrets:
+            raise SecretFileError(f"{path} line {number}: the name {name} occurs twice")
+        secrets[name] = _checked(key, f"{path} line {number}")
+    return secrets
+
+
+def _checked(key: str, place: str) -> str:
+    if not key:
+        raise SecretFileError(f"{place} holds no key or token; write one, or delete it")
+    if not all("!" <= character <= "~" for character in key):
+        raise SecretFileError(f"{place}: a key is one word of printable ASCII characters")
+    return key
+
+
+# Admin token of a worker that was given none: made at start, and kept in a file that only its user can read.
+
+_TOKEN_BYTES = 32
+
+
+def generate_token() -> str:
+    """Return a new random token."""
+    return secrets.token_urlsafe(_TOKEN_BYTES)
+
+
+@contextlib.contextmanager
+def token_file(token: str, port: int, environ: Mapping[str, str]) -> Iterator[Path]:
+    """Write the token to ``admin-PORT.token`` in a folder of the user, and delete the file when the block ends.
+
+    The folder is ``specdecode`` below $XDG_RUNTIME_DIR or the user's cache, else a new temporary one.
+
+    Args:
+        token: The token.
+        port: Admin port, of which a machine has only one.
+        environ: Environment variables of the process.
+
+    Raises:
+        CannotStart: No folder can be written.
+    """
+    file = _write_first(_folders(environ), f"admin-{port}.token", token)
+    try:
+        yield file
+    finally:
+        # Another worker may have taken the port, and written its own token, since this one stopped to listen.
+        with contextlib.suppress(OSError):
+            if file.read_text().strip() == token:
+                file.unlink()
+
+
+def _folders(environ: Mapping[str, str]) -> Iterator[Path]:
+    if environ.get("XDG_RUNTIME_DIR"):
+        yield Path(environ["XDG_RUNTIME_DIR"]) / "specdecode"
+    yield default_cache_dir().parent
+    with contextlib.suppress(OSError):
+        yield Path(tempfile.mkdtemp(prefix="specdecode-"))
+
+
+def _write_first(folders: Iterator[Path], name: str, token: str) -> Path:
+    """Write the token into the first folder that takes it."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # mkstemp creates a file that only its owner can read. The rename replaces what a crashed worker left.
+            handle, temporary = tempfile.mkstemp(prefix=f".{name}-", dir=folder)
+            with os.fdopen(handle, "w") as opened:
+                opened.write(token + "\n")
+            os.replace(temporary, folder / name)
+            return folder / name
+    raise CannotStart("cannot write the admin token to any folder; set SPECDECODE_ADMIN_TOKEN")
+
+
+# Salt of a request's cached prefix: requests with different salts share no blocks of the prefix cache.
+
+
+def prefix_salt(client: str, cache_salt: str, *, shared: bool, router_salt: str = "") -> str:
+    """Return the salt of a request; empty if it shares blocks with every request that has none.
+
+    The salt is the same in every worker, so that a router can send a client to the worker that has its prefix.
+
+    Args:
+        client: Name of the request's API key; empty without keys.
+        cache_salt: Field ``cache_salt`` of the request; empty if it has none.
+        shared: True if clients share the prefix cache, as far as ``cache_salt`` does not separate them.
+        router_salt: Salt that a router adds to the request; empty if it adds none.
+    """
+    parts = ["" if shared else client, cache_salt, *([router_salt] if router_salt else [])]
+    if not any(parts):
+        return ""
+    # JSON keeps the parts apart, so that no combination of values has the salt of another one.
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+# Checks against web pages that call the admin port through a user's browser.
+#
+# A page can reach loopback under a name of its own (DNS rebinding) or send requests across origins. The header ``Host``
+# reveals the first, the header ``Origin`` the second.
+
+
+def is_own_host(host: str, own_names: Container[str]) -> bool:
+    """Return whether ``host`` names this worker: an IP address, ``localhost`` or one of its names.
+
+    A page cannot choose any of these for its own address, whereas every DNS name may be under control of an attacker.
+
+    Args:
+        host: Value of the header ``Host``, with or without a port.
+        own_names: Names of this worker in lower case.
+    """
+    try:
+        parts = urlsplit(f"//{host}")
+        name = parts.hostname
+        _ = parts.port  # raises ValueError for an invalid port
+    except ValueError:
+        return False
+    if not name or parts.netloc != host or "@" in host:
+        return False
+    return name == "localhost" or name in own_names or _is_address(name)
+
+
+def is_own_origin(origin: str, host: str) -> bool:
+    """Return whether a request with these headers ``Origin`` and ``Host`` comes from a page of this worker itself."""
+    scheme, _, rest = origin.partition("://")
+    return scheme in ("http", "https") and rest.lower() == host.lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+# Secrets that are read again when their files change, by a thread of their own.
+#
+# A thread, because a file system that hangs must not stop the event loop, nor wait behind its other blocking calls.
+
+CHECK_SECONDS = 1.0
+"""Time between two examinations of the files."""
+
+
+class ReloadedSecrets:
+    """Fixed secrets together with those of a path. ``current`` is replaced as a whole when the path changes."""
+
+    def __init__(
+        self,
+        what: str,
+        fixed: Mapping[str, str],
+        read: Callable[[], Mapping[str, str]] | None = None,
+        fingerprint: Callable[[], Fingerprint] = tuple,
+    ) -> None:
+        """Read the secrets for the first time.
+
+        Args:
+            what: Name of the option that holds the path, for the log.
+            fixed: Secrets by name that never change.
+            read: Reads the secrets of the path; None without a path.
+            fingerprint: Examines the path without reading secrets.
+
+        Raises:
+            SecretFileError: The path has no usable secrets.
+        """
+        self._what, self._fixed, self._read, self._fingerprint = what, fixed, read, fingerprint
+        self._problem = ""
+        self._seen = fingerprint() if read else ()
+        self.current = self._secrets()
+
+    def reload(self) -> None:
+        """Read the secrets again if their files changed. On an error the last good secrets stay, and it is logged."""
+        if self._read is None:
+            return
+        try:
+            # Taken before the files are read: a change in between is seen the next time.
+            seen = self._fingerprint()
+            if seen == self._seen and not self._problem:
+                return
+            self.current, self._seen = self._secrets(), seen
+        except SecretFileError as error:
+            if str(error) != self._problem:
+                log.error("%s: %s; the last good ones stay in use", self._what, error)
+            self._problem = str(error)
+            return
+        self._problem = ""
+        log.info("%s: read again, %d are in use", self._what, len(self.current))
+
+    def _secrets(self) -> SecretSet:
+        return SecretSet({**(self._read() if self._read else {}), **self._fixed})
+
+
+@contextlib.contextmanager
+def watching(sources: Sequence[ReloadedSecrets]) -> Iterator[None]:
+    """Read changed secrets again, every CHECK_SECONDS, while the block runs."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(CHECK_SECONDS):
+            for source in sources:
+                try:
+                    source.reload()
+                except Exception:
+                    log.exception("cannot read secrets again; the last good ones stay in use")
+
+    threading.Thread(target=watch, name="secrets", daemon=True).start()
+    try:
+        yield
+    finally:
+        stop.set()
+
+
+# Credentials of a worker: API keys and admin tokens from flags, environment and files.
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """API keys and admin tokens of a worker.
+
+    ``generated_token`` is the admin token that was made because none was given; empty otherwise.
+    """
+
+    api_keys: ReloadedSecrets | None
+    """None admits every client to the public port."""
+    admin_tokens: ReloadedSecrets
+    generated_token: str = ""
+
+    @contextlib.contextmanager
+    def in_use(self, admin_port: int, environ: Mapping[str, str]) -> Iterator[None]:
+        """Read changed files again, and keep a generated token in its file, while the block runs.
+
+        Raises:
+            CannotStart: The file of a generated token cannot be written.
+        """
+        sources = [self.admin_tokens, *([self.api_keys] if self.api_keys else [])]
+        with contextlib.ExitStack() as stack:
+            if self.generated_token:
+                file = stack.enter_context(token_file(self.generated_token, admin_port, environ))
+                log.info("admin token: made for this run; it is in %s", file)
+            stack.enter_context(watching(sources))
+            yield
+
+
+def load_credentials(config: ServerConfig, environ: Mapping[str, str], flag_keys: Sequence[str] = ()) -> Credentials:
+    """Read all credentials for the first time.
+
+    Args:
+        config: Has the paths of keys and tokens.
+        environ: Environment variables of the process.
+        flag_keys: Keys of the flag --api-key.
+
+    Raises:
+        CannotStart: A source of keys or tokens is given and holds none, or cannot be read.
+    """
+    try:
+        api_keys = _api_keys(config, _fixed_keys(environ, flag_keys))
+        tokens, generated = _fixed_tokens(environ, generate=config.admin_tokens_path is None)
+        return Credentials(api_keys, _admin_tokens(config, tokens), generated)
+    except SecretFileError as error:
+        raise CannotStart(str(error)) from None
+
+
+def _fixed_keys(environ: Mapping[str, str], flag_keys: Sequence[str]) -> dict[str, str]:
+    """Return the keys of environment and flag, named key-1, key-2 and so on."""
+    words = environ.get(Env.api_keys, "").split()
+    if Env.api_keys in environ and not words:
+        raise CannotStart(f"${Env.api_keys} is set and holds no key; set a key, or unset it to serve every client")
+    if not all(key.strip() for key in flag_keys):
+        raise CannotStart("--api-key holds no key; give a key, or leave the flag out to serve every client")
+    return {f"key-{number}": key.strip() for number, key in enumerate((*words, *flag_keys), 1)}
+
+
+def _api_keys(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets | None:
+    if config.api_keys_path is None:
+        return ReloadedSecrets("API keys", fixed) if fixed else None
+    path = Path(config.api_keys_path)
+
+    def read() -> dict[str, str]:
+        keys = read_secrets(path, first_number=len(fixed) + 1, many=True)
+        if taken := sorted(keys.keys() & fixed.keys()):
+            raise SecretFileError(f"{path}: the name {taken[0]} is that of a key of the command line or environment")
+        return keys
+
+    return ReloadedSecrets("API keys", fixed, read, partial(read_fingerprint, path))
+
+
+def _fixed_tokens(environ: Mapping[str, str], *, generate: bool) -> tuple[dict[str, str], str]:
+    """Return the tokens of the environment by scope, and the one that was generated because there is none."""
+    given = environ.get(Env.admin_token)
+    if given is not None:
+        if not given.strip():
+            raise CannotStart(f"${Env.admin_token} is set and holds no token; set one, or unset it to have one made")
+        return {Scope.operator: given.strip()}, ""
+    generated = generate_token() if generate else ""
+    return ({Scope.operator: generated} if generated else {}), generated
+
+
+def _admin_tokens(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets:
+    """Return the admin tokens by scope: those of the folder and that of the environment."""
+    named = {f"{scope}/environment": token for scope, token in fixed.items()}
+    if config.admin_tokens_path is None:
+        return ReloadedSecrets("admin tokens", named)
+    path = Path(config.admin_tokens_path)
+
+    def read() -> dict[str, str]:
+        if not path.is_dir():
+            raise SecretFileError(f"{path} is no folder; it must be one, with files named {', '.join(Scope)}")
+        tokens = read_secrets(path, many=True)
+        known = {name: token for name, token in tokens.items() if name.partition("/")[0] in set(Scope)}
+        if unknown := sorted(tokens.keys() - known.keys()):
+            log.warning("%s: %s is ignored; a token is in a file named %s", path, unknown[0], ", ".join(Scope))
+        if not known:
+            raise SecretFileError(f"{path} holds no token; it needs a file named {', '.join(Scope)}")
+        return known
+
+    return ReloadedSecrets("admin tokens", named, read, partial(read_fingerprint, path))
+
+
+# The served model, admission control, and what a request asks for besides its text: sampling, limits, deadline.
 
 # Number of recent completions from which the completion rate is estimated.
 _RECENT_COMPLETIONS = 64

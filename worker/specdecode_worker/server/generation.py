@@ -14,16 +14,16 @@ import msgspec
 from specdecode_worker.contract import internal_stream as contract
 from specdecode_worker.contract.internal_stream import ChoiceCounters
 from specdecode_worker.core.errors import EngineGone
-from specdecode_worker.core.messages import Logprobs, Sampling, Submit, Tokens
-from specdecode_worker.core.request import FinishRule
+from specdecode_worker.core.messages import Logprobs, Submit, Tokens
 from specdecode_worker.engine.client import EngineClient, Stream
 from specdecode_worker.metrics import ServerCounters
-from specdecode_worker.server.access import prefix_salt
+from specdecode_worker.sampling.params import FinishRule, Sampling
 from specdecode_worker.server.admission import (
     AdmissionQueue,
     Model,
     ModelLimits,
     RequestTerms,
+    prefix_salt,
     sampling_of,
     seeds_of,
     token_limits,
@@ -47,7 +47,7 @@ from specdecode_worker.server.responses import (
     FinishedChoice,
     TextOptions,
 )
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 
 # Output of one choice: converts its tokens into pieces of text, whether they arrive or are replayed.
 

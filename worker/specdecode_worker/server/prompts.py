@@ -38,7 +38,7 @@ from specdecode_worker.server.requests import (
     TokenizeRequest,
 )
 from specdecode_worker.server.responses import ScoredToken
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 
 # Tokenized prompts of completion and chat requests, with the text to echo.
 

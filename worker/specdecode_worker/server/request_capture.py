@@ -22,8 +22,9 @@ from specdecode_worker.capture import CaptureError, Dropped, Record, Recorder, o
 from specdecode_worker.capture.records import load_hook
 from specdecode_worker.capture.segments import DeletionCounts, SegmentWriter
 from specdecode_worker.contract import CaptureConfig, CaptureRules, Env, Plan, Sampler, WorkerConfig
-from specdecode_worker.core.messages import Sampling, Tokens
-from specdecode_worker.server.access import Scope
+from specdecode_worker.core.messages import Tokens
+from specdecode_worker.sampling.params import Sampling
+from specdecode_worker.server.admission import Scope
 from specdecode_worker.server.errors import CannotStart
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import GenerationRequest

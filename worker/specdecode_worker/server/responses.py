@@ -13,10 +13,11 @@ import msgspec
 
 from specdecode_worker.core.messages import Logprobs, Tokens
 from specdecode_worker.models.vocabulary import Vocabulary
-from specdecode_worker.server.tokenizer import StopFinder, Tokenizer
 from specdecode_worker.server.tools import (
     Delta,
     ReasoningParser,
+    StopFinder,
+    Tokenizer,
     ToolParser,
     WrittenCall,
     text_deltas,

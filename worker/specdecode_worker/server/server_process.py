@@ -27,17 +27,22 @@ from specdecode_worker.http_edge import TlsCertificate, UnusableCertificate
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ConfigMismatch, ModelError
 from specdecode_worker.models.fields import sampling_defaults
-from specdecode_worker.server.access import load_credentials
-from specdecode_worker.server.admission import Model
+from specdecode_worker.server.admission import Model, load_credentials
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError
-from specdecode_worker.server.lifecycle import ExitDeadline, GracefulShutdown, Lifecycle, VitalParts, watch_engine
-from specdecode_worker.server.listening import listening
+from specdecode_worker.server.listening import (
+    ExitDeadline,
+    GracefulShutdown,
+    Lifecycle,
+    VitalParts,
+    listening,
+    watch_engine,
+)
 from specdecode_worker.server.request_capture import close_recorder, open_recorder
 from specdecode_worker.server.requests import CompletionRequest, parse_contract
 from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service, read_plan
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from specdecode_worker.termination import write_termination_message
 
 # Time from the end of the drain, or of the grace period, to the end of the process: 5 s are promised.

@@ -45,7 +45,7 @@ from specdecode_worker.server.generation import (
     new_choices,
 )
 from specdecode_worker.server.grammars import AnswerGrammars, guided_format
-from specdecode_worker.server.lifecycle import Lifecycle
+from specdecode_worker.server.listening import Lifecycle
 from specdecode_worker.server.prompts import Prompt, PromptPreparation
 from specdecode_worker.server.request_capture import RequestCapture, capture_permitted
 from specdecode_worker.server.requests import (

@@ -27,12 +27,12 @@ from specdecode_worker.models.config import (
     EagleConfig,
     MedusaConfig,
     PEagleConfig,
+    Scaling,
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.fields import Fields, read_config
-from specdecode_worker.models.rope import Scaling
 from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, shard_paths
 from specdecode_worker.training.files import write_json
 from specdecode_worker.training.trainer import TrainSettings

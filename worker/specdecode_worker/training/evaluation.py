@@ -16,12 +16,11 @@ from torch.nn import functional as F
 
 from specdecode_worker.capture import Record
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.causal_lm import Attend, CausalLM
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
 from specdecode_worker.models.fetch import CALIBRATION_FILE
-from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.training.acceptance import RANKS, StepCounts, by_root, ranks_of
 from specdecode_worker.training.conversations import Conversation, pieces

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import Method
 from specdecode_worker.models.arch import new_network
-from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.causal_lm import MLP, Block, CausalLM
 from specdecode_worker.models.config import (
     CausalLMConfig,
     DFlashConfig,
@@ -25,7 +25,6 @@ from specdecode_worker.models.dflash import DFlashHead, DFlashLayer
 from specdecode_worker.models.drafts import Draft, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
-from specdecode_worker.models.layers import MLP, Block
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.errors import DraftNotTrainable
 

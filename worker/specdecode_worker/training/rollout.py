@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.core.messages import Sampling, Submit, Tokens
+from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.causal_lm import Attend, CausalLM
 from specdecode_worker.models.config import CausalLMConfig
-from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.target_states import TargetStates
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import SHARD_TOKENS, Chat, Conversation, shard_paths, write_shard
 from specdecode_worker.training.errors import PromptFileError, TrainingError
 from specdecode_worker.training.prompts import Question

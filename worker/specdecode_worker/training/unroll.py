@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.causal_lm import Attend, CausalLM
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
-from specdecode_worker.models.layers import Attend
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.conversations import Conversation
 

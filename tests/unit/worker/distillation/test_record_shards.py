@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Record, opening_hash
-from specdecode_worker.core.messages import Sampling
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation, write_shard
 from specdecode_worker.training.distillation.judge import exclude_overlapping, runs_of_samples, text_of
 from specdecode_worker.training.distillation.pool import read_pool

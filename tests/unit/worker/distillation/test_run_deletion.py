@@ -12,7 +12,7 @@ import torch
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.capture.segments import unkeyed_hash
-from specdecode_worker.core.messages import Sampling
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.pool import read_pool
 

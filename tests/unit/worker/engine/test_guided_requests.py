@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.batch import Choice, Selection, given_tokens, with_forced_tokens
+from specdecode_worker.core.request import Choice, Selection, given_tokens, with_forced_tokens
 from specdecode_worker.engine.scheduler import GrammarQueue
 from specdecode_worker.guided.guide import GrammarRefused, Guide
 from specdecode_worker.sampling.trees import PLAIN, given_chain, tree_of

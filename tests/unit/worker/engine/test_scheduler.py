@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.batch import Row, Selection
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row, Selection
 from specdecode_worker.engine.scheduler import PROMPT_SHARE, STEP_SECONDS, Limits, Scheduler
 from specdecode_worker.sampling.trees import PLAIN, tree_of
 from support.worker.device import SimulatedDevice

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
-from specdecode_worker.control.guard import STOP_RULES
-from specdecode_worker.control.plan import Dispatcher
-from specdecode_worker.core.batch import ShapeSelector
+from specdecode_worker.control.plan import STOP_RULES, Dispatcher
+from specdecode_worker.core.request import ShapeSelector
 
 CHAIN = TreeShape.chain(2)
 

@@ -13,7 +13,7 @@ import pytest
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.guided.grammars import GrammarCompiler, json_grammar
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 
 pytestmark = pytest.mark.embedded
 

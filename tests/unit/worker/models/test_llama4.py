@@ -14,13 +14,12 @@ from torch import Tensor
 from specdecode_worker.engine.memory import network_of
 from specdecode_worker.models import linear
 from specdecode_worker.models.arch import causal_lm_config, new_network
-from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.causal_lm import CausalLM, Experts
+from specdecode_worker.models.config import Temperature
 from specdecode_worker.models.drafts import match_draft_model
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.layers import Experts
 from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Split
 from specdecode_worker.models.optimize import added_bytes, fuse, quantise_target
-from specdecode_worker.models.rope import Temperature
 from specdecode_worker.models.tensor_parallel import load_shard, split_network
 from specdecode_worker.models.unloaded import meta_init
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.server import tokenizer as text_tokenizer
+from specdecode_worker.server import tools as text_tokenizer
 from support.small_model import byte_tokenizer
 
 TEMPLATE = (

@@ -18,8 +18,7 @@ from specdecode_worker.server.responses import (
     ResponseContext,
     ToolCallOptions,
 )
-from specdecode_worker.server.tokenizer import Tokenizer
-from specdecode_worker.server.tools import ReasoningParser, parser_for, reasoning_parser
+from specdecode_worker.server.tools import ReasoningParser, Tokenizer, parser_for, reasoning_parser
 from support.published.tokens import tokenizer_of
 
 CASES = {

@@ -9,7 +9,8 @@ import pytest
 from specdecode_worker.capture import Dropped, ReadStats, Recorder, read_records
 from specdecode_worker.contract import Sampler
 from specdecode_worker.contract.capture import CaptureRules
-from specdecode_worker.core.messages import Sampling, Tokens
+from specdecode_worker.core.messages import Tokens
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.request_capture import RecordBuilder, RequestCapture
 

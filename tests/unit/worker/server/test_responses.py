@@ -22,7 +22,7 @@ from specdecode_worker.server.responses import (
     metrics,
     usage,
 )
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 
 STATISTICS = ChoiceStatistics(
     prompt_tokens=3, completion_tokens=10, cached_tokens=2, draft_tokens=12, acceptance=(1, 1, 1, 1)

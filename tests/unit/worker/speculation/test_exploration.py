@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
-from specdecode_worker.control.guard import MIN_STEPS
 from specdecode_worker.control.plan import (
     BURST_STEPS,
     EXPECTED_LOSS,
+    MIN_STEPS,
     MIN_WINDOWS,
     WINDOW_STEPS,
     Burst,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.control.guard import (
+from specdecode_worker.control.plan import (
     CHECK_STEPS,
     EARLY_STOP_RULES,
     MAX_PROBE_WAIT_FACTOR,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Record
-from specdecode_worker.core.messages import Sampling
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training import rollout
 from specdecode_worker.training.conversations import Conversation, DataSet, batches, read_shard, shard_paths
 from specdecode_worker.training.distillation.records import chunks_of, read_samples, write_samples

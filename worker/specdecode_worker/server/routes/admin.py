@@ -25,7 +25,7 @@ from starlette.types import Scope as AsgiScope
 from specdecode_worker.capture.records import FolderUnusable, SegmentNotFound
 from specdecode_worker.capture.segments import READ_BYTES, FinishedSegments
 from specdecode_worker.contract import MAX_REPORT_BYTES, Env, Header, Report, Route, SyntheticKnobs
-from specdecode_worker.server.access import (
+from specdecode_worker.server.admission import (
     ReloadedSecrets,
     allowed_scopes,
     bearer_token,
@@ -34,8 +34,7 @@ from specdecode_worker.server.access import (
     scope_of,
 )
 from specdecode_worker.server.errors import ApiError, Forbidden, Unauthorized, Unavailable
-from specdecode_worker.server.lifecycle import GracefulShutdown
-from specdecode_worker.server.listening import answer_errors, error_response, read_body
+from specdecode_worker.server.listening import GracefulShutdown, answer_errors, error_response, read_body
 from specdecode_worker.server.requests import NewDraft, UserDeletion, parse_contract
 from specdecode_worker.server.routes.internal import add_internal
 from specdecode_worker.server.service import Service, parse_plan

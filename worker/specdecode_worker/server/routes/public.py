@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdecode_worker import metrics
 from specdecode_worker.http_edge import BodyBudget
-from specdecode_worker.server.access import ReloadedSecrets, bearer_token
-from specdecode_worker.server.admission import ModelLimits, terms_of
+from specdecode_worker.server.admission import ModelLimits, ReloadedSecrets, bearer_token, terms_of
 from specdecode_worker.server.errors import BadRequest, NotBuilt, Unauthorized, without_paths
 from specdecode_worker.server.listening import (
     CloseConnectionsOnShutdown,

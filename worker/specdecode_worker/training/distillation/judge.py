@@ -14,9 +14,9 @@ import torch
 
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.messages import Sampling
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import prepare_causal_lm
+from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Chat, Conversation, shard_paths
 from specdecode_worker.training.distillation.records import (
     Interrupted,

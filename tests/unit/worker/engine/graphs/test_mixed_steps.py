@@ -14,8 +14,7 @@ from specdecode_worker.contract import Report, SyntheticKnobs
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
 from specdecode_worker.engine import cuda_graphs as mixed_steps
 from specdecode_worker.engine.cuda_graphs import Captured, EagerBackend, EagerReason, Work, is_replay_faster
-from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.runner import StepLauncher
+from specdecode_worker.engine.engine import Engine, StepLauncher
 from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.guided.grammars import GrammarCompiler, regex_grammar
 from support.char_tokenizer import END, tokenizer_json

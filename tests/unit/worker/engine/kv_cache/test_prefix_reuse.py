@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, PrefixIndex
-from specdecode_worker.core.request import DraftProgress, Request
+from specdecode_worker.core.request import DraftProgress, Request, Row
 from specdecode_worker.engine.scheduler import Limits
 from specdecode_worker.sampling.trees import PLAIN
 from support.worker.device import SimulatedDevice, text_of

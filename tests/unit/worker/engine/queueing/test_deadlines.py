@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.engine.scheduler import Deadlines
+from specdecode_worker.sampling.params import Sampling
 
 
 def submit(name: str, deadline: float = 0.0, queue: float = 0.0) -> Submit:

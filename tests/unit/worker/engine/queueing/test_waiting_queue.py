@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.core.messages import Sampling, Submit
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import Request
 from specdecode_worker.engine.scheduler import OUTPUT_COST, WaitingQueue
+from specdecode_worker.sampling.params import Sampling
 
 SHORT = 10
 

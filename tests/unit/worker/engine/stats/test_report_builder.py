@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
 
@@ -16,21 +16,21 @@ from specdecode_worker.contract import (
     DraftState,
     PhaseSeconds,
     PlanState,
+    Report,
     StepTime,
     SyntheticKnobs,
 )
-from specdecode_worker.engine.scheduler import Counters
 from specdecode_worker.engine.stats import (
     MAX_STEP_CELLS,
     AcceptanceCategory,
     Statistics,
     StepSize,
-    WorkerSnapshot,
     build_report,
 )
 from support.worker.small_engine import identity
 
-MOMENT = WorkerSnapshot(
+MOMENT = Report(
+    **asdict(identity(9)),
     draft=DraftState(method="eagle3", hash="d"),
     named_drafts=(),
     clock_seconds=12.5,
@@ -39,7 +39,10 @@ MOMENT = WorkerSnapshot(
     kv_tokens_total=640,
     kv_tokens_used=64,
     kv_tokens_cached=32,
-    counters=Counters(preemptions=5, prefill_chunks=6, prefix_query_tokens=70, prefix_hit_tokens=48),
+    preemptions=5,
+    prefill_chunks=6,
+    prefix_query_tokens=70,
+    prefix_hit_tokens=48,
     plan=PlanState(uid="u", version=4),
     synthetic=SyntheticKnobs(step_time=(StepTime(seconds=0.1),)),
     phases=PhaseSeconds(draft=1.0),
@@ -75,7 +78,7 @@ def test_every_value_is_in_its_field() -> None:
     statistics.record_draft(5, 3)
     statistics.record_draft(0, 0)
     statistics.running_request_seconds, statistics.waiting_request_seconds = 7.0, 8.0
-    report = build_report(identity(9), MOMENT, statistics)
+    report = build_report(MOMENT, statistics)
     assert (report.drafts, report.draft_tokens, report.accepted_tokens, report.plain_steps) == (1, 5, 3, 1)
     assert (report.running_request_seconds, report.waiting_request_seconds) == (7, 8)
     assert (report.running, report.waiting, report.kv_tokens_total, report.kv_tokens_used) == (2, 3, 640, 64)
@@ -89,9 +92,9 @@ def test_every_value_is_in_its_field() -> None:
 def test_the_operator_reads_what_a_worker_reports_and_what_happened_between() -> None:
     statistics = busy(2, 6, 40)
     statistics.record_draft(4, 2)
-    before = build_report(identity(), MOMENT, statistics)
+    before = build_report(MOMENT, statistics)
     statistics.record_draft(5, 3)
-    after = build_report(identity(), replace(MOMENT, clock_seconds=14.5), statistics)
+    after = build_report(MOMENT.model_copy(update={"clock_seconds": 14.5}), statistics)
     assert read_report(after.model_dump_json().encode()) == after
     delta = difference(before, after, at=100, buckets=Buckets())
     assert (delta.drafts, delta.draft_tokens, delta.accepted_tokens, delta.plain_steps) == (1, 5, 3, 0)
@@ -100,7 +103,7 @@ def test_the_operator_reads_what_a_worker_reports_and_what_happened_between() ->
 
 @pytest.mark.parametrize(("tasks", "depth", "kinds"), [(2, 6, 30), (MAX_TASKS, 16, 64), (MAX_TASKS + 4, 16, 200)])
 def test_a_report_is_never_larger_than_the_operator_reads(tasks: int, depth: int, kinds: int) -> None:
-    report = build_report(identity(), MOMENT, busy(tasks, depth, kinds))
+    report = build_report(MOMENT, busy(tasks, depth, kinds))
     assert len(report.model_dump_json().encode()) <= MAX_REPORT_BYTES
     assert len(report.tasks) <= MAX_TASKS + 1
     assert len(report.steps) >= 8, "a planner can do nothing without the cost of steps"
@@ -108,11 +111,11 @@ def test_a_report_is_never_larger_than_the_operator_reads(tasks: int, depth: int
 
 
 def test_nothing_is_left_out_of_a_small_report() -> None:
-    report = build_report(identity(), MOMENT, busy(2, 6, 30))
+    report = build_report(MOMENT, busy(2, 6, 30))
     assert (len(report.acceptance), len(report.steps)) == (2 * 2 * 6 * 2, 30)
 
 
 def test_cells_with_the_fewest_steps_are_left_out() -> None:
-    report = build_report(identity(), MOMENT, busy(1, 1, 200))
+    report = build_report(MOMENT, busy(1, 1, 200))
     assert len(report.steps) <= MAX_STEP_CELLS
     assert sum(cell.count == 2 for cell in report.steps) == 3

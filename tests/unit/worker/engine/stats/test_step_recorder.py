@@ -6,8 +6,7 @@ import pytest
 from msgspec import structs
 
 from specdecode_worker.contract import MAX_RANKS, TreeShape
-from specdecode_worker.core.batch import Row
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.engine.stats import RowResult, Statistics, StepRecorder, step_size_of
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 from support.worker.small_engine import request

@@ -16,7 +16,7 @@ import torch
 import specdecode_worker
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.core.device_state import to_host
-from specdecode_worker.engine import runner as step_launcher
+from specdecode_worker.engine import engine as step_launcher
 from support.small_llama import engine_of, networks, plan_of, submit
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from specdecode_worker.contract import TreeShape
-from specdecode_worker.core.batch import Choice, Row
 from specdecode_worker.core.device_state import HostCopy
 from specdecode_worker.core.messages import (
     Abort,
@@ -25,6 +24,7 @@ from specdecode_worker.core.messages import (
     ToEngine,
     Tokens,
 )
+from specdecode_worker.core.request import Choice, Row
 from specdecode_worker.engine.stats import step_size_of
 from specdecode_worker.engine.target import LaunchedStep, QueuedRows, RowLogprobs, TokenLogprobs
 from specdecode_worker.sampling.trees import tree_of

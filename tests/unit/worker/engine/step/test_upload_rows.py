@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from specdecode_worker.core import device_state
-from specdecode_worker.core.batch import Row
 from specdecode_worker.core.device_state import DeviceState
-from specdecode_worker.core.request import Request
+from specdecode_worker.core.request import Request, Row
 from specdecode_worker.engine.target import upload_rows
 from support.small_llama import submit
 

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from specdecode_worker.models.errors import TemplateRefused
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from specdecode_worker.training.conversations import Chat
 from support.published.folders import layouts, write_layout
 

@@ -14,7 +14,7 @@ from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.fields import Fields, end_tokens, read_config, sampling_defaults
 from specdecode_worker.models.vocabulary import read_tokenizer
 from specdecode_worker.models.weights import load_causal_lm
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from specdecode_worker.training.conversations import Chat
 from support import small_model
 from support.published.tokens import TOKENS, tokenizer_of

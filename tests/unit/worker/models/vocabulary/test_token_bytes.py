@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from specdecode_worker.models.vocabulary import Vocabulary
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 from support.small_model import byte_tokenizer
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.contract import Env, ServerConfig
-from specdecode_worker.server import access as generated_token
-from specdecode_worker.server.access import Credentials, Scope, load_credentials, scope_of, token_file
+from specdecode_worker.server import admission as generated_token
+from specdecode_worker.server.admission import Credentials, Scope, load_credentials, scope_of, token_file
 from specdecode_worker.server.errors import CannotStart
 
 ADMIN = {Env.admin_token: "admin"}

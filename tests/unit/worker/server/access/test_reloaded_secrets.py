@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from specdecode_worker.server import access as reloaded_secrets
-from specdecode_worker.server.access import (
+from specdecode_worker.server import admission as reloaded_secrets
+from specdecode_worker.server.admission import (
     Fingerprint,
     ReloadedSecrets,
     SecretFileError,

@@ -10,7 +10,7 @@ from fastapi.routing import APIRoute
 
 from specdecode_worker.contract import Route
 from specdecode_worker.contract.internal_stream import INTERNAL_STREAMS
-from specdecode_worker.server.access import (
+from specdecode_worker.server.admission import (
     INTERNAL_PREFIX,
     ROUTE_SCOPES,
     ReloadedSecrets,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.server.access import SecretFileError, read_fingerprint, read_secrets
+from specdecode_worker.server.admission import SecretFileError, read_fingerprint, read_secrets
 
 
 def test_folder_holds_one_key_per_file_and_dot_files_are_ignored(tmp_path: Path) -> None:

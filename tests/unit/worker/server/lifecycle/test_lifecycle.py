@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_worker.contract import ServerConfig
 from specdecode_worker.server.errors import Unavailable
-from specdecode_worker.server.lifecycle import GracefulShutdown, Lifecycle, LifecycleState
+from specdecode_worker.server.listening import GracefulShutdown, Lifecycle, LifecycleState
 
 
 def at(state: LifecycleState) -> Lifecycle:

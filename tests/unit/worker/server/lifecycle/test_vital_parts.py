@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from specdecode_worker.server.lifecycle import VitalParts
+from specdecode_worker.server.listening import VitalParts
 
 
 async def _fail(reason: str) -> None:

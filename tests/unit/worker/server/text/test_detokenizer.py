@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from specdecode_worker.core.messages import Logprobs, Tokens
 from specdecode_worker.server.responses import ChoiceDetokenizer, ChoicePiece, TextOptions
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 
 END = 257
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

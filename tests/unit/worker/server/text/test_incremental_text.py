@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers
 
 from specdecode_worker.models import fetch as model_store
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 
 SPECIAL, UNKNOWN = 256, 300
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from specdecode_worker.server import tokenizer as text_tokenizer
+from specdecode_worker.server import tools as text_tokenizer
 from specdecode_worker.server.prompts import TextTooLong, TextWorkStopped, encode_bounded
 
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.server.tokenizer import StopFinder
+from specdecode_worker.server.tools import StopFinder
 
 letters = st.text(alphabet="ab", max_size=12)
 

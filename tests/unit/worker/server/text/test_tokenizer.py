@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 
 from specdecode_worker.models.chat_template import find_template
 from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
-from specdecode_worker.server.tokenizer import Tokenizer
+from specdecode_worker.server.tools import Tokenizer
 
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
