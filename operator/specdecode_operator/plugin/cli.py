@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DRAFT_COMMANDS = {
     "promote": "promote a draft that its trial found better (mode Manual)",
     "distill": "train a draft from captured requests; one worker then tries it",
-    "reject": "end a training run or the trial of a draft, or take its promotion back",
+    "reject": "end a training run, or the trial or promotion of a draft before it serves everywhere",
     "rollback": "return to the draft before the last promotion",
 }
 
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("history", _history, "show the latest decisions with measurements, expected gain and realised gain")
     pin = add("pin", _pin, "fix the shape at every load, in any mode (spec.speculation.pin); the guard stays active")
     pin.add_argument("shape", metavar="SHAPE", help="chain:3, none, or one per task: code=chain:6,chat=none")
-    add("unpin", _unpin, "remove the pin; the mode of the deployment decides again")
+    add("unpin", _unpin, "remove the pin; the mode decides again")
     add("drafts", _drafts, "show the draft in use, the trial of another one, and the candidates before it")
     trial = add("try", _try, "offer a draft: one worker tries it, and a faster one is promoted")
     trial.add_argument("uri", metavar="URI", help="where the draft comes from, such as pvc://drafts/week-47")
