@@ -46,6 +46,10 @@ class Tuning:
     # --- step times
     model_error: float = 0.05
     """Relative error of the linear model beyond noise: recorded step times."""
+    knots: tuple[float, ...] = (8.0, 32.0, 128.0)
+    """Verified tokens of a step at which the slope over tokens may change, at edges of the kinds of step. Trade."""
+    bend: float = 0.15
+    """Standard deviation of what a knot adds to a step, as a share of the mean step. Trade."""
     carried_error: float = 0.15
     """Relative error of a time carried over from another shape; a smaller shift of a mean is noise. Recorded steps."""
     load_ratio: float = 1.5
