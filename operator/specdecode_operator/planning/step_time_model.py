@@ -2,7 +2,8 @@
 
 The model is Bayesian linear regression on the moments of all kinds of step. Its prior lets each coefficient carry a
 whole step time, so that a depth that was never timed is extrapolated with a wide error. The line over verified tokens
-has knots, because no device's is straight: an expert model's bends down, a dense one's up.
+bends at knots where the steps are evidence of it: an expert model's bends down, a dense one's up. On a noisy machine it
+stays straight, because bends that follow noise make small trees seem slow and wide ones fast.
 """
 
 from __future__ import annotations
@@ -89,10 +90,11 @@ class StepTimeModel:
         mean_x = x / count[:, None]
         scale = np.maximum(TUNING.least_seconds, mean_x.max(axis=0))
         weights = 1 / (variance + TUNING.model_error**2 * mean**2) / count
-        deviations = mean.mean() * np.array([1.0] * (K + 1) + [TUNING.bend] * len(TUNING.knots))
-        precision = np.diag(deviations**-2) + np.tensordot(weights, xx, 1) / np.outer(scale, scale)
-        covariance = _inverse(precision)
-        coefficients = covariance @ (weights @ xt / scale) / scale
+        seen = np.tensordot(weights, xx, 1) / np.outer(scale, scale), weights @ xt / scale
+        straight, bent = (_posterior(*seen, mean.mean(), bend) for bend in TUNING.bends)
+        is_bent = bent.evidence - straight.evidence > TUNING.bend_evidence
+        covariance, scaled, _ = bent if is_bent else straight
+        coefficients = scaled / scale
         sequences, verified, kv_tokens = np.maximum(TUNING.least_seconds, mean_x[:, _OF_A_SEQUENCE].T)
         columns = sequences, verified / sequences, kv_tokens / sequences, count, mean, variance, mean_x @ coefficients
         cells = tuple(
@@ -198,6 +200,22 @@ def _terms(mean_x: Array) -> Array:
     terms[:, K + 1 :, _TOKENS] = is_below
     terms[:, K + 1 :, _ONE] = TUNING.knots * ~is_below
     return terms
+
+
+class _Posterior(NamedTuple):
+    covariance: Array
+    coefficients: Array
+    evidence: float
+    """Log of the marginal likelihood, but for a constant."""
+
+
+def _posterior(moments: Array, sums: Array, step: float, bend: float) -> _Posterior:
+    """Return the coefficients if a knot may add ``bend`` mean steps, and the evidence of the timed steps for that."""
+    deviations = step * np.array([1.0] * (K + 1) + [bend] * (len(moments) - K - 1))
+    precision = np.diag(deviations**-2) + moments
+    covariance = _inverse(precision)
+    evidence = sums @ covariance @ sums - np.linalg.slogdet(precision)[1] - 2 * np.log(deviations).sum()
+    return _Posterior(covariance, covariance @ sums, float(evidence) / 2)
 
 
 def _inverse(precision: Array) -> Array:

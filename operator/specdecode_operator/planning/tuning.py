@@ -48,8 +48,12 @@ class Tuning:
     """Relative error of the linear model beyond noise: recorded step times."""
     knots: tuple[float, ...] = (8.0, 32.0, 128.0)
     """Verified tokens of a step at which the slope over tokens may change, at edges of the kinds of step. Trade."""
-    bend: float = 0.15
-    """Standard deviation of what a knot adds to a step, as a share of the mean step. Trade."""
+    bends: tuple[float, float] = (1e-3, 0.15)
+    """Standard deviation of what a knot adds to a step, as a share of the mean step: if the line is straight, and if it
+    bends. Trade."""
+    bend_evidence: float = 5.0
+    """Log of the ratio of both likelihoods above which it bends. Before wander is known, a noisy machine's is up to 8
+    for a minute; Scout's is 80 before serving, Maverick's 6. Trade."""
     carried_error: float = 0.15
     """Relative error of a time carried over from another shape; a smaller shift of a mean is noise. Recorded steps."""
     load_ratio: float = 1.5
