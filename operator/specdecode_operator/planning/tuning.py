@@ -52,8 +52,8 @@ class Tuning:
     """Standard deviation of what a knot adds to a step, as a share of the mean step: if the line is straight, and if it
     bends. Trade."""
     bend_evidence: float = 5.0
-    """Log of the ratio of both likelihoods above which it bends. Before wander is known, a noisy machine's is up to 8
-    for a minute; Scout's is 80 before serving, Maverick's 6. Trade."""
+    """Log of the ratio of both likelihoods above which it bends. Before serving it is 83 for Llama 4 Scout and 6 for
+    Maverick. Trade."""
     carried_error: float = 0.15
     """Relative error of a time carried over from another shape; a smaller shift of a mean is noise. Recorded steps."""
     load_ratio: float = 1.5
