@@ -1,7 +1,9 @@
 """Seconds of a decoding step: a linear model over contract.FEATURES, corrected by the kinds of step that were timed.
 
 The model is Bayesian linear regression on the moments of all kinds of step. Its prior lets each coefficient carry a
-whole step time, so that a depth that was never timed is extrapolated with a wide error.
+whole step time, so that a depth that was never timed is extrapolated with a wide error. The line over verified tokens
+bends at knots where the steps are evidence of it: an expert model's bends down, a dense one's up. On a noisy machine it
+stays straight, because bends that follow noise make small trees seem slow and wide ones fast.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from specdecode_operator.telemetry.counters import PAIRS, K, Moments
 from specdecode_worker.contract import FEATURES, Buckets
 
 _ROWS, _COLUMNS = np.array(PAIRS).T
+_ONE, _TOKENS, _PASSES = (FEATURES.index(name) for name in ("one", "verify_tokens", "draft_passes"))
 _OF_A_SEQUENCE = [FEATURES.index(name) for name in ("sequences", "verify_tokens", "kv_tokens")]
 Array = NDArray[np.float64]
 
@@ -78,18 +81,20 @@ class StepTimeModel:
         sums = [Moments(cost.values) for cost in known]
         count, mean, noise = np.array([(each.count, each.mean_seconds, each.variance) for each in sums]).T
         variance = noise / count + wander / np.array([max(1.0, cost.polls) for cost in known]) * mean**2
-        drafts = np.array([float(cost.draft_passes > 0) for cost in known])
-        x = np.column_stack([np.array([each.x for each in sums]), count * drafts])
-        xt = np.column_stack([np.array([each.xt for each in sums]), count * mean * drafts])
-        xx = np.zeros((len(known), K + 1, K + 1))
-        xx[:, _ROWS, _COLUMNS] = xx[:, _COLUMNS, _ROWS] = np.array([each.xx for each in sums])
-        xx[:, K] = xx[:, :, K] = x * drafts[:, None]
+        reported = np.zeros((len(known), K, K))
+        reported[:, _ROWS, _COLUMNS] = reported[:, _COLUMNS, _ROWS] = np.array([each.xx for each in sums])
+        terms = _terms(np.array([each.mean_x for each in sums]))
+        x = np.einsum("ntk,nk->nt", terms, [each.x for each in sums])
+        xt = np.einsum("ntk,nk->nt", terms, [each.xt for each in sums])
+        xx = terms @ reported @ terms.transpose(0, 2, 1)
         mean_x = x / count[:, None]
-        scale = np.append(np.maximum(TUNING.least_seconds, mean_x[:, :K].max(axis=0)), 1.0)
+        scale = np.maximum(TUNING.least_seconds, mean_x.max(axis=0))
         weights = 1 / (variance + TUNING.model_error**2 * mean**2) / count
-        precision = np.eye(K + 1) / mean.mean() ** 2 + np.tensordot(weights, xx, 1) / np.outer(scale, scale)
-        covariance = _inverse(precision)
-        coefficients = covariance @ (weights @ xt / scale) / scale
+        seen = np.tensordot(weights, xx, 1) / np.outer(scale, scale), weights @ xt / scale
+        straight, bent = (_posterior(*seen, mean.mean(), bend) for bend in TUNING.bends)
+        is_bent = bent.evidence - straight.evidence > TUNING.bend_evidence
+        covariance, scaled, _ = bent if is_bent else straight
+        coefficients = scaled / scale
         sequences, verified, kv_tokens = np.maximum(TUNING.least_seconds, mean_x[:, _OF_A_SEQUENCE].T)
         columns = sequences, verified / sequences, kv_tokens / sequences, count, mean, variance, mean_x @ coefficients
         cells = tuple(
@@ -102,7 +107,7 @@ class StepTimeModel:
     def predict(self, load: Load, shapes: Iterable[Batch]) -> dict[Batch, Estimate]:
         """Return the step time of every shape at one load. A larger step takes no less time than a timed one."""
         order = sorted({*shapes, *(Batch(cell.passes, round(cell.verified, 1)) for cell in self.near(load))})
-        x = np.array([_with_drafting(features(load, *batch)) for batch in order])
+        x = np.array([_extended(features(load, *batch)) for batch in order])
         spreads = np.maximum(0.0, ((x @ self.covariance) * x).sum(axis=1)).tolist()
         lines = [max(self.floor, line) for line in (x @ np.array(self.coefficients)).tolist()]
         found = [self._estimate(load, *each) for each in zip(order, lines, spreads, strict=True)]
@@ -114,12 +119,12 @@ class StepTimeModel:
 
     def linear(self, x: Sequence[float]) -> float:
         """Return the seconds by the linear model for features in the order of contract.FEATURES."""
-        return float(sum(map(float.__mul__, map(float, _with_drafting(x)), self.coefficients)))
+        return float(sum(map(float.__mul__, map(float, _extended(x)), self.coefficients)))
 
     def drafting_share(self, load: Load, batch: Batch) -> float:
         """Return the share of a step that its draft passes surely take: the lower bound of 90 % confidence."""
-        x = np.zeros(K + 1)
-        x[FEATURES.index("draft_passes")], x[K] = batch.passes, 1
+        x = np.zeros(len(self.coefficients))
+        x[_PASSES], x[K] = batch.passes, 1
         error = TUNING.z * math.sqrt(max(0.0, float(x @ self.covariance @ x)))
         return max(0.0, float(x @ np.array(self.coefficients)) - error) / self.mean(load, batch)
 
@@ -176,9 +181,41 @@ def features(load: Load, passes: int, verified: float | None = None) -> tuple[fl
     return 1.0, load.sequences, tokens, load.sequences * load.context_tokens, float(passes), 0.0
 
 
-def _with_drafting(x: Sequence[float]) -> tuple[float, ...]:
-    """Return the features with one more: whether anything is drafted. The first pass has costs of its own."""
-    return (*x, min(1.0, x[FEATURES.index("draft_passes")]))
+def _extended(x: Sequence[float]) -> tuple[float, ...]:
+    """Return the features and the further terms of the model, in the order of `_terms`."""
+    return (*x, min(1.0, x[_PASSES]), *(min(x[_TOKENS], knot) for knot in TUNING.knots))
+
+
+def _terms(mean_x: Array) -> Array:
+    """Return every term of the model as a sum of features, by the mean features of the kinds: [kinds, terms, features].
+
+    The first draft pass has costs of its own, and a token may cost more or less up to a knot than beyond it: the first
+    tokens of a step read further experts, and the last ones are bound by arithmetic. Knots are edges of the kinds of
+    step, so that all steps of one kind lie on one side.
+    """
+    is_below = mean_x[:, _TOKENS, None] <= np.array(TUNING.knots)
+    terms = np.zeros((len(mean_x), K + 1 + len(TUNING.knots), K))
+    terms[:, :K] = np.eye(K)
+    terms[:, K, _ONE] = mean_x[:, _PASSES] > 0
+    terms[:, K + 1 :, _TOKENS] = is_below
+    terms[:, K + 1 :, _ONE] = TUNING.knots * ~is_below
+    return terms
+
+
+class _Posterior(NamedTuple):
+    covariance: Array
+    coefficients: Array
+    evidence: float
+    """Log of the marginal likelihood, but for a constant."""
+
+
+def _posterior(moments: Array, sums: Array, step: float, bend: float) -> _Posterior:
+    """Return the coefficients if a knot may add ``bend`` mean steps, and the evidence of the timed steps for that."""
+    deviations = step * np.array([1.0] * (K + 1) + [bend] * (len(moments) - K - 1))
+    precision = np.diag(deviations**-2) + moments
+    covariance = _inverse(precision)
+    evidence = sums @ covariance @ sums - np.linalg.slogdet(precision)[1] - 2 * np.log(deviations).sum()
+    return _Posterior(covariance, covariance @ sums, float(evidence) / 2)
 
 
 def _inverse(precision: Array) -> Array:

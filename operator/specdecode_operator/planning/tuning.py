@@ -46,6 +46,14 @@ class Tuning:
     # --- step times
     model_error: float = 0.05
     """Relative error of the linear model beyond noise: recorded step times."""
+    knots: tuple[float, ...] = (8.0, 32.0, 128.0)
+    """Verified tokens of a step at which the slope over tokens may change, at edges of the kinds of step. Trade."""
+    bends: tuple[float, float] = (1e-3, 0.15)
+    """Standard deviation of what a knot adds to a step, as a share of the mean step: if the line is straight, and if it
+    bends. Trade."""
+    bend_evidence: float = 5.0
+    """Log of the ratio of both likelihoods above which it bends. Before serving it is 83 for Llama 4 Scout and 6 for
+    Maverick. Trade."""
     carried_error: float = 0.15
     """Relative error of a time carried over from another shape; a smaller shift of a mean is noise. Recorded steps."""
     load_ratio: float = 1.5

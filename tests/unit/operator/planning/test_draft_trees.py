@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,12 @@ from specdecode_operator.planning.draft_trees import Path, TaskAcceptance, paths
 from specdecode_operator.planning.estimates import Estimate
 from specdecode_operator.planning.loads import Load
 from specdecode_operator.planning.shape_search import ShapeSearch
-from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
+from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, features
 from specdecode_operator.planning.task_bounds import Bounds
 from specdecode_operator.planning.workload import Objective, TaskLoad, tasks_at
-from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
-from specdecode_worker.contract import TreeShape
-from support.operators.estimates import FULL, chances, spec
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState, StepTimeCell
+from specdecode_worker.contract import Plan, TreeShape
+from support.operators.estimates import FULL, chances, cost, moments, spec
 
 LEVEL = (Estimate(0.6, 0.01), Estimate(0.2, 0.01), Estimate(0.1, 0.01))
 RATES = TaskAcceptance((LEVEL,) * 4, ((Estimate(0.5, 0.02), Estimate(0.1, 0.02), Estimate(0.05, 0.02)),) * 4)
@@ -155,3 +156,70 @@ def test_what_the_spec_asks_for_counts_against_the_nodes() -> None:
     found = [step[1].path for step in search._by_survival(3)]
     assert len(found) == 2, found
     assert all(shapes[0][1].nodes <= 5 for shapes in search.best_by_depth())
+
+
+# --- step times that bend over tokens -----------------------------------------------------------------------------
+
+
+def of_experts(sequences: float, passes: int, verified: float) -> float:
+    """Seconds of a step of 16 experts in each layer, of which few tokens read few (Llama 4 Scout on an H200)."""
+    chosen = 16 * (1 - math.pow(15 / 16, sequences * verified))
+    return 0.005 + 0.00135 * chosen + 0.000226 * passes
+
+
+def of_dense_layers(sequences: float, passes: int, verified: float) -> float:
+    """Seconds of a step whose tokens are free until arithmetic takes longer than reading weights (8B on an H200)."""
+    tokens = sequences * verified
+    return 0.001 + math.cbrt(0.00326**3 + (0.0000221 * tokens) ** 3) + 0.0003 * passes
+
+
+def of_a_noisy_machine(sequences: float, passes: int, verified: float) -> float:
+    """Seconds of a step on a straight line, of which the machine's other work takes a third more or less."""
+    tokens = sequences * verified
+    return (0.03 + 0.003 * passes + 0.001 * tokens) * Random(f"{tokens} {passes}").lognormvariate(0, 0.3)
+
+
+def timed_before_serving(seconds: Callable[[float, int, float], float]) -> tuple[StepTimeCell, ...]:
+    """Return what a worker times before it serves: plain steps, the timed shapes of a plan, at the edges of loads."""
+    kinds = dict[tuple[int, int], StepTimeCell]()
+    shapes = Plan(uid="u", max_depth=7, top_k=4, explore=0.05).timed_shapes
+    for sequences, shape in product((1, 2, 4, 8, 16, 32), (TreeShape.chain(0), *shapes)):
+        x = features(Load(sequences, 20), shape.depth, 1 + shape.nodes)
+        cell = cost(sequences, shape.depth, 0.01)
+        values = moments(x, seconds(sequences, shape.depth, 1 + shape.nodes), 12).values
+        key = 1 << math.ceil(math.log2(x[2])), shape.depth
+        if key not in kinds:
+            kinds[key] = cell.model_copy(update={"tokens_bucket": key[0], "values": values, "made_up": 12})
+    return tuple(kinds.values())
+
+
+@pytest.mark.parametrize("seconds", [of_experts, of_dense_layers])
+def test_times_that_bend_over_tokens_are_extrapolated_from_what_was_timed_before_serving(
+    seconds: Callable[[float, int, float], float],
+) -> None:
+    """Wide trees were not timed. On a straight line, 16 nodes on experts are twice too cheap at one sequence."""
+    fitted = StepTimeModel.fit(timed_before_serving(seconds))
+    assert fitted is not None
+    for sequences, batch in product((1, 3, 6, 12), (Batch(0, 1), Batch(2, 3), Batch(3, 9), Batch(5, 17))):
+        found = fitted.predict(Load(sequences, 20), [batch])[batch]
+        assert found.mean == pytest.approx(seconds(sequences, *batch), rel=0.1), (sequences, batch)
+
+
+def test_step_times_that_wander_do_not_bend_the_line() -> None:
+    """Bends that follow noise let a tree seem as fast as a smaller one, until it runs."""
+    fitted = StepTimeModel.fit(timed_before_serving(of_a_noisy_machine), wander=0.09)
+    assert fitted is not None
+    four, twelve, twenty = (fitted.linear(features(Load(1, 20), 2, verified)) for verified in (4, 12, 20))
+    assert twenty - twelve == pytest.approx(twelve - four, rel=0.05)
+
+
+def test_on_experts_a_short_chain_is_best_alone_and_a_wide_tree_in_a_large_batch() -> None:
+    """A token reads further experts at one sequence; at twelve all experts are read whatever is drafted."""
+    rates = (Estimate(0.7, 0.001), Estimate(0.15, 0.001), Estimate(0.05, 0.001), Estimate(0.03, 0.001))
+    known, fitted = TaskAcceptance((rates,) * 7, (rates,) * 7), StepTimeModel.fit(timed_before_serving(of_experts))
+    tasks = (TaskLoad("other", Bounds(0, 7, 3, 16, 4), known, share=1, demand=1),)
+    assert fitted is not None
+    for sequences in (1, 12):
+        search = ShapeSearch(fitted, Load(sequences, 20), tasks, Objective())
+        shape = min(search.evaluate(search.best_by_depth()).values(), key=lambda choice: choice.rank).shapes[0][1]
+        assert shape.nodes <= 3 if sequences == 1 else shape.nodes == 16, (sequences, shape)
