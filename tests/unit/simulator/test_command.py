@@ -44,6 +44,7 @@ def test_seeds_begin_at_the_first_seed(recordings: Path, capsys: pytest.CaptureF
     assert documents[0]["traces"] != documents[1]["traces"]
 
 
+@pytest.mark.slow
 def test_rules_of_scaling_are_judged_on_scaled_traces_and_rules_of_depth_on_the_others(
     recordings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
