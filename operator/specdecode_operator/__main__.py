@@ -7,9 +7,12 @@ import gc
 import logging
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from specdecode_operator.errors import SettingsError
-from specdecode_operator.settings import Settings, read_settings
+
+if TYPE_CHECKING:
+    from specdecode_operator.settings import Settings
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,6 +21,9 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="serve the cluster of the pod's service account, or of the current kubeconfig")
     parser.parse_args(argv)
+    # Imported here, as below: the help needs neither the models of the API, nor kopf, nor the controller.
+    from specdecode_operator.settings import read_settings
+
     try:
         settings = read_settings(os.environ)
     except SettingsError as error:
@@ -29,7 +35,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(settings: Settings) -> None:
     """Serve the cluster until SIGINT or SIGTERM."""
-    # Imported here, because the help needs neither kopf nor the controller.
     import kopf
 
     from specdecode_operator.controller.handlers import kopf_settings, register
