@@ -16,9 +16,9 @@ import pytest
 
 from specdecode_worker.contract import Port, Route, TreeShape
 from support.client_threads import ClientThreads
-from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.endpoint import MEMORY, MODEL, Endpoint
 from support.e2e.kube import Namespace
-from support.e2e.loop import deployed
+from support.e2e.loop import HALF_A_CORE, deployed
 from support.e2e.release import Release
 from support.e2e.traffic import PROMPTS
 from support.e2e.worker_faults import kill_pod, signal_engine
@@ -33,9 +33,10 @@ pytestmark = [pytest.mark.timeout(3600), pytest.mark.proof("prefill")]
 def apart(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.start()
     speculation = {"draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"}, "depth": {"initial": 3}}
-    # An updated worker ends what it runs: on half of a slow core a long prompt takes more than the usual ten seconds.
+    # Half of a slow core takes more than the usual ten seconds for a long prompt, which an updated worker is to end.
     drain = {"endpointDelay": "1s", "gracePeriod": "2m"}
-    with deployed(watched, NAME, speculation, {}, prefill={"replicas": 1}, drain=drain) as endpoint:
+    workers = {"resources": {**HALF_A_CORE, "limits": {"cpu": "1", "memory": MEMORY}}}
+    with deployed(watched, NAME, speculation, workers, prefill={"replicas": 1}, drain=drain) as endpoint:
         wait_for("a prefill worker is ready", lambda: len(ready_prefill(endpoint)) == 1, timeout_s=300, every_s=2)
         wait_for("its address is published", lambda: endpoint.plan().prefill != (), timeout_s=60)
         yield endpoint
