@@ -1,10 +1,11 @@
-"""Parts of the HTTP servers of workers and routers: a budget of bytes for request bodies, and TLS."""
+"""Parts of worker and router servers: a budget of bytes for bodies, TLS, and the files of a mounted Secret."""
 
 from __future__ import annotations
 
 import logging
 import math
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -127,3 +128,22 @@ def _version(path: Path) -> _Version:
 def _refuse_password() -> str:
     # Without a callback, OpenSSL asks for the password on the terminal.
     raise ValueError("the key is encrypted; store it without a password")
+
+
+Fingerprint = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, time of modification and size of files. It changes when a file is replaced."""
+
+
+def mounted_files(folder: Path) -> list[Path]:
+    """Return the files of a folder by name.
+
+    The kubelet's own ``..data`` and other dot files are left out. So are links to files that an update of the Secret
+    has removed, which exist for a moment.
+    """
+    return sorted(file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file())
+
+
+def fingerprint_of(files: Iterable[Path]) -> Fingerprint:
+    """Return the fingerprint of files without reading them. Raise OSError if one cannot be examined."""
+    statuses = ((file.name, file.stat()) for file in files)
+    return tuple((name, status.st_ino, status.st_mtime_ns, status.st_size) for name, status in statuses)

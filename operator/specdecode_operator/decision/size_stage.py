@@ -32,7 +32,7 @@ class CapacityInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stage:
-    """What all parts of the replica decision depend on."""
+    """Inputs that the parts of the replica decision share."""
 
     deployment: Deployment
     observed: Observation

@@ -326,16 +326,15 @@ class DriftDetector:
         return self.log_evidence >= math.log(batches_between)
 
 
-def excess_loss(baseline: Baseline, at: float, log_cost: float, min_loss: float = ACCEPTED_LOSS) -> float:
+def excess_loss(baseline: Baseline, at: float, log_cost: float) -> float:
     """Return how far a batch exceeds the baseline plus the accepted loss, in standard deviations.
 
     Args:
         baseline: Learnt baseline of the task.
         at: Time of the batch in seconds since the epoch.
         log_cost: Log of the batch's cost per token.
-        min_loss: Loss of speed that is accepted, such as 0.05 for a token rate that is 5 % lower.
     """
-    accepted = -math.log1p(-min_loss) + DAY_MARGIN * baseline.day_deviation
+    accepted = -math.log1p(-ACCEPTED_LOSS) + DAY_MARGIN * baseline.day_deviation
     return (log_cost - baseline.expected(at) - accepted) / baseline.deviation
 
 

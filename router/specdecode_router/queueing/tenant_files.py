@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from specdecode_router.errors import RouterError
+from specdecode_worker.http_edge import Fingerprint, fingerprint_of, mounted_files
 
 SETTINGS_FILE = "tenants.json"
 """File of a folder that holds settings of tenants and no key."""
@@ -20,9 +21,6 @@ MAX_FILE_BYTES = 1 << 20
 MAX_KEYS = 4096
 """Most keys of one path. Their files are examined every second."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}")
-
-Fingerprint = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, time of modification and size of every file of a path. It changes when a file is replaced."""
 
 
 class TenantFileError(RouterError):
@@ -57,11 +55,7 @@ def read_fingerprint(path: Path) -> Fingerprint:
         TenantFileError: The path cannot be examined.
     """
     try:
-        files = []
-        for file in _files(path) if path.is_dir() else [path]:
-            status = file.stat()
-            files.append((file.name, status.st_ino, status.st_mtime_ns, status.st_size))
-        return tuple(files)
+        return fingerprint_of(mounted_files(path) if path.is_dir() else [path])
     except OSError as error:
         raise _unreadable(path, error) from None
 
@@ -105,18 +99,9 @@ def read_settings(path: Path) -> dict[str, TenantSettings]:
         raise TenantFileError(f"{file}: {place}: {first['msg']}; correct it, or delete the file") from None
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder by name.
-
-    The kubelet's own ``..data`` and other dot files are left out. So are links to files that an update of the Secret
-    has removed, which exist for a moment.
-    """
-    return sorted(file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file())
-
-
 def _folder_keys(folder: Path) -> dict[str, tuple[str, ...]]:
     keys = {}
-    for file in _files(folder):
+    for file in mounted_files(folder):
         if file.name == SETTINGS_FILE:
             continue
         if not _NAME.fullmatch(file.name):

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from specdecode_router.errors import ApiError, CannotStart
 from specdecode_router.queueing.tenant_files import (
-    Fingerprint,
     TenantFileError,
     TenantSettings,
     read_fingerprint,
     read_keys,
     read_settings,
 )
+from specdecode_worker.http_edge import Fingerprint
 
 # Digests are keyed with a secret of this process, so that the time of a lookup depends on nothing that a client knows.
 _DIGEST_KEY = secrets.token_bytes(32)

@@ -20,7 +20,6 @@ from specdecode_operator.drafts.drift import (
 )
 from specdecode_simulator.drafts.request_costs import DEFAULT_NOISE, CostNoise, draw_requests
 
-MIN_LOSS = 0.05
 CYCLE = 0.15
 """Amplitude of log cost over the day: other prompts at night, other batch sizes at noon."""
 DAY_SPREAD = 0.02
@@ -67,7 +66,7 @@ def count_false_alarms(days: int, requests_per_day: int, seed: int) -> tuple[int
     threshold = batches_between_alarms(baseline, tasks=1)
     detector, alarms = DriftDetector(), 0
     for at, log_cost in batches:
-        detector = detector.add(excess_loss(baseline, at, log_cost, MIN_LOSS))
+        detector = detector.add(excess_loss(baseline, at, log_cost))
         if detector.alarms(threshold):
             alarms, detector = alarms + 1, DriftDetector()
     return alarms, threshold
@@ -83,7 +82,7 @@ def requests_until_alarm(fall: float, requests_per_day: int, seed: int) -> int |
     detector, requests = DriftDetector(), 0
     for at, log_cost in batches:
         requests += BATCH_REQUESTS if at >= fall_at else 0
-        detector = detector.add(excess_loss(baseline, at, log_cost, MIN_LOSS))
+        detector = detector.add(excess_loss(baseline, at, log_cost))
         if detector.alarms(threshold):
             return requests or None
     return None

@@ -1,4 +1,4 @@
-"""Who may send how much: API keys and admin tokens, admission control, and what a request asks for besides its text."""
+"""API keys and admin tokens, admission control, and the headers and fields of a request besides its text."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from starlette.datastructures import Headers
 from specdecode_worker.contract import Env, Route, ServerConfig, ToolFormat, WorkerConfig
 from specdecode_worker.core.messages import Loaded
 from specdecode_worker.guided.grammars import GrammarCompiler
+from specdecode_worker.http_edge import Fingerprint, fingerprint_of, mounted_files
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError, TooManyWaiting
@@ -133,9 +134,6 @@ MAX_SECRETS = 4096
 """Most secrets of one path. Their files are examined every second."""
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}")
 
-Fingerprint = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, time of modification and size of every file of a path. It changes when a secret is replaced."""
-
 
 class SecretFileError(ServerError):
     """Error for secrets that cannot be read; the message names the file, never its content."""
@@ -148,11 +146,7 @@ def read_fingerprint(path: Path) -> Fingerprint:
         SecretFileError: The path cannot be examined.
     """
     try:
-        files = []
-        for file in _files(path) if path.is_dir() else [path]:
-            status = file.stat()
-            files.append((file.name, status.st_ino, status.st_mtime_ns, status.st_size))
-        return tuple(files)
+        return fingerprint_of(_files(path) if path.is_dir() else [path])
     except OSError as error:
         raise SecretFileError(f"cannot read {path}: {error.strerror or error}") from None
 
@@ -185,16 +179,8 @@ def read_secrets(path: Path, *, first_number: int = 1, many: bool = False) -> di
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of a folder that hold secrets, by name.
-
-    The kubelet's own ``..data`` and other dot files are left out, and the routers' settings of tenants. So are links to
-    files that an update of the Secret has removed, which exist for a moment.
-    """
-    return sorted(
-        file
-        for file in folder.iterdir()
-        if not file.name.startswith(".") and file.name != TENANT_SETTINGS and file.is_file()
-    )
+    """Return the mounted files of a folder that hold secrets: all but the routers' settings of tenants."""
+    return [file for file in mounted_files(folder) if file.name != TENANT_SETTINGS]
 
 
 def _read_folder(folder: Path, *, many: bool) -> dict[str, str]:

@@ -64,7 +64,7 @@ def test_days_that_differ_widen_the_accepted_loss() -> None:
     assert same.day_deviation == pytest.approx(0.0, abs=1e-9)
     assert different.day_deviation == pytest.approx(0.107, rel=0.01)
     at = 9 * DAY_SECONDS
-    excess = [excess_loss(one, at, one.expected(at) + 0.15, 0.05) * one.deviation for one in baselines]
+    excess = [excess_loss(one, at, one.expected(at) + 0.15) * one.deviation for one in baselines]
     assert excess[0] - excess[1] == pytest.approx(1.5 * 0.107, rel=0.02)
 
 
