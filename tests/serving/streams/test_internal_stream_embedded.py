@@ -38,7 +38,7 @@ async def workers() -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
     cache = default_cache_dir()
     config = WorkerConfig(
         deployment_uid="uid-1",
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="small", max_model_len=512),
+        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="small", dtype="float32", max_model_len=512),
         engine=EngineConfig(max_num_seqs=AT_ONCE, device="cpu", threads=1, kv_cache_tokens=AT_ONCE * 512),
         server=ServerConfig(max_waiting=4 * AT_ONCE),
         cache_dir=str(cache),
