@@ -10,19 +10,19 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdecode_worker.contract import Metric
-from support.e2e.endpoint import DTYPE, EQUAL_STEPS, MODEL, Endpoint
+from support.e2e.endpoint import EQUAL_STEPS, MODEL, Endpoint
 from support.e2e.traffic import PROMPTS, Traffic
 from support.kube import wait_for
+from support.processor import FASTEST_DTYPE, MULTIPLIES_BF16
 from support.tiers import skip_reason
 
 DEPTH = 1
 """Depth that gains on every processor with bfloat16 instructions.
 
-Where a shape loses, the guard lets only bursts speculate, and SPEEDUP would be the speedup of those bursts.
+Where a shape loses, the guard lets only bursts speculate, and SPEEDUP would be the speedup of those bursts. On other
+processors no depth is sure to gain: steps are padded there, and ``bench`` has nothing to compare.
 """
-GAINS = DTYPE == "bfloat16"
-"""False on processors where no depth is sure to gain. Steps are padded there, and ``bench`` has nothing to compare."""
-CONCURRENCY = 2 if GAINS else 4
+CONCURRENCY = 2 if MULTIPLIES_BF16 else 4
 """More requests at once give a slow processor the 500 drafts a minute from which status has an acceptance rate."""
 QUESTIONS = PROMPTS[:4]
 """Prompts used both for the traffic and for bench, because acceptance depends on the text."""
@@ -54,7 +54,7 @@ def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
     """
     with endpoint.namespace.reach("service", endpoint.name, 80) as url:
         endpoint.patch({"speculation": {"mode": "Static", "depth": {"initial": DEPTH}}})
-        endpoint.set_knobs(None if GAINS else EQUAL_STEPS)
+        endpoint.set_knobs(None if MULTIPLIES_BF16 else EQUAL_STEPS)
         with Traffic(url, MODEL, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, prompts=QUESTIONS) as traffic:
             time.sleep(20)
             drafted, accepted = drafted_after, accepted_after = speculation_counters(endpoint)
@@ -77,7 +77,7 @@ def test_accept_equals_the_workers_own_counters(measured: tuple[float, dict[str,
     assert abs(status["acceptanceRate"] - by_metrics) <= 0.05
 
 
-@pytest.mark.skipif(not GAINS, reason=skip_reason("bf16", "without its instructions drafts need not gain"))
+@pytest.mark.skipif(not MULTIPLIES_BF16, reason=skip_reason("bf16", "without its instructions drafts need not gain"))
 @pytest.mark.timeout(300)
 def test_speedup_is_what_bench_measures_in_the_pod(
     endpoint: Endpoint, measured: tuple[float, dict[str, float]]
@@ -89,7 +89,7 @@ def test_speedup_is_what_bench_measures_in_the_pod(
     pod = endpoint.one_pod()
     lines = "".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in QUESTIONS)
     endpoint.namespace.exec(pod, "sh", "-c", "cat > /tmp/prompts.jsonl", stdin=lines)
-    flags = ["--dtype", DTYPE, "--threads", "1", "--depth", str(DEPTH), "--concurrency", str(CONCURRENCY)]
+    flags = ["--dtype", FASTEST_DTYPE, "--threads", "1", "--depth", str(DEPTH), "--concurrency", str(CONCURRENCY)]
     command = ["specdecode-worker", "bench", "--json", "--prompts", "/tmp/prompts.jsonl"]
     cache = ["--cache-dir", "/var/cache/specdecode", "--max-tokens", str(MAX_TOKENS), "--rounds", str(ROUNDS)]
     document = json.loads(endpoint.namespace.exec(pod, *command, *flags, *cache, timeout_s=240))

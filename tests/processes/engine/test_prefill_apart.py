@@ -1,7 +1,7 @@
 """A prefill worker and a worker as processes: same text and acceptance, and no request is lost with the former.
 
-Both run the embedded model with its EAGLE-3 head in bf16, whose rows do not depend on the batch, so that texts and
-numbers of accepted draft tokens are compared exactly.
+Both run the embedded model with its EAGLE-3 head in a dtype in which a row does not depend on the batch, so that texts
+and numbers of accepted draft tokens are compared exactly.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import pytest
 
 from specdecode_kernels.cpu.native import library
 from specdecode_worker.contract import Plan, Route, TreeShape
+from support.processor import FASTEST_DTYPE
 from support.tiers import by_effort, skip_reason
 from support.worker_process import WorkerProcess, real
 
@@ -37,6 +38,7 @@ COUNT = by_effort(quick=8, full=8, nightly=200)
 FLAGS = (
     *("--model", "embedded://smollm2-135m-instruct", "--served-model-name", "smollm2", "--host", "127.0.0.1"),
     *("--max-num-seqs", "4", "--kv-cache-tokens", "6144", "--max-model-len", "1024", "--threads", "1"),
+    *("--dtype", FASTEST_DTYPE),
 )
 AT_ONCE = 4
 TOKENS = 24

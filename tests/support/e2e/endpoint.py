@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,20 +16,12 @@ from specdecode_operator.state.learned import parse_state, plan_of
 from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
 from support.e2e.kube import Namespace
 from support.kube import KubectlError, Manifest, wait_for
+from support.processor import FASTEST_DTYPE, MULTIPLIES_BF16
 
 CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,poddisruptionbudgets"
 
 MODEL = "smollm2"
-
-
-def _fastest_dtype() -> str:
-    """Return the dtype with the fastest steps on this processor: bfloat16 only with instructions for it."""
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    return "bfloat16" if "avx512_bf16" in flags.split() else "float32"
-
-
-DTYPE = _fastest_dtype()
-MEMORY = "4Gi" if DTYPE == "bfloat16" else "6Gi"
+MEMORY = "4Gi" if MULTIPLIES_BF16 else "6Gi"
 """Memory limit of a worker, with room for a second copy of the weights: a test runs ``bench`` while the server runs."""
 EQUAL_STEPS = SyntheticKnobs(step_time=(StepTime(seconds=0.12),))
 """Steps that take equally long with and without drafts, so that drafts gain time on every processor."""
@@ -53,7 +44,7 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
                 "servedName": MODEL,
             },
             "speculation": speculation,
-            "engine": {"dtype": DTYPE, "maxModelLen": 1024, "maxNumSeqs": 4, "kvCacheTokens": 4096},
+            "engine": {"dtype": FASTEST_DTYPE, "maxModelLen": 1024, "maxNumSeqs": 4, "kvCacheTokens": 4096},
             "workers": {
                 "accelerator": {"count": 0},
                 "resources": resources,

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -17,9 +16,9 @@ from specdecode_worker.commands import arguments
 from specdecode_worker.training.artifacts import FAMILIES
 from specdecode_worker.training.distillation.students import StudentSettings
 from specdecode_worker.training.trainer import TrainSettings
+from support.processor import MULTIPLIES_BF16
 
-IS_RECENT = "avx512_bf16" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else True
-LIMIT_SECONDS = 0.5 if IS_RECENT else 0.75
+LIMIT_SECONDS = 0.5 if MULTIPLIES_BF16 else 0.75
 """Processor seconds; most of them import pydantic, for which older processors take half as long again."""
 PROGRAMS = {
     **{f"worker {name}": ("specdecode_worker", name, "--help") for name in arguments.COMMANDS},
