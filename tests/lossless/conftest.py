@@ -292,6 +292,25 @@ def make_engine(pair: Pair) -> EngineMaker:
     return make
 
 
+PLAIN: dict[tuple[CausalLM, tuple[Submit, ...]], dict[str, list[int]]] = {}
+
+
+@pytest.fixture
+def plain(make_engine: EngineMaker, pair: Pair) -> Callable[[Sequence[Submit]], dict[str, list[int]]]:
+    """Return a function for the tokens by an engine without a draft, which test_engine compares with dense passes.
+
+    A target decodes the same requests once for all tests.
+    """
+
+    def tokens(requests: Sequence[Submit]) -> dict[str, list[int]]:
+        key = pair.target, tuple(requests)
+        if key not in PLAIN:
+            PLAIN[key] = texts(make_engine(None), requests)
+        return PLAIN[key]
+
+    return tokens
+
+
 @pytest.fixture
 def drafter(pair: Pair) -> Callable[[Engine, str], Drafter]:
     """Return a function that builds a further drafter, by name, for an engine of make_engine."""
@@ -347,7 +366,7 @@ def texts(engine: Engine, requests: Sequence[Submit], *, together: bool = True) 
 
 def _take(tokens_by_request: dict[str, list[int]], new: Tokens) -> None:
     tokens_by_request[new.request_id] += new.tokens
-    assert new.finish in (None, "length")
+    assert new.finish in (None, "length", "stop")
 
 
 @pytest.fixture

@@ -52,16 +52,6 @@ def serve(
     return tokens_by_request
 
 
-@pytest.fixture
-def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]:
-    """Return a function that decodes with an engine without draft and graphs.
-
-    test_engine compares that engine with dense passes.
-    """
-    _, _, texts = lossless
-    return lambda requests: texts(make_engine(None), requests)
-
-
 def acceptance(report: Report) -> Any:
     cells = sorted((cell.depth, cell.parent, cell.sampled, cell.ranks) for cell in report.acceptance)
     return report.drafts, report.accepted_tokens, cells

@@ -269,6 +269,7 @@ BUGS = {
 """Planted bugs: the patch, the sampling parameters that expose it, and the samplers that it affects."""
 
 
+@pytest.mark.proof("planted")
 @pytest.mark.parametrize(
     ("bug", "params", "sampler"),
     [

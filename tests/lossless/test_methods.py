@@ -5,14 +5,12 @@ Plain text comes from the engine without a draft, which test_engine compares wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShape, draft_passes
-from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.models.target_states import TargetStates
 from support.lossless.draft_names import DRAFTS
@@ -35,12 +33,6 @@ MIX = [
 TOKENS = 40
 
 Text = dict[str, list[int]]
-
-
-@pytest.fixture
-def plain(make_engine: Any, lossless: Any) -> Callable[[Sequence[Submit]], Text]:
-    _, _, texts = lossless
-    return lambda requests: texts(make_engine(None), requests)
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

@@ -84,22 +84,24 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash"])
-def test_text_equals_plain_decoding(make_engine: Any, lossless: Any, draft: str, shape: str, sampled: bool) -> None:
+def test_text_equals_plain_decoding(
+    make_engine: Any, lossless: Any, plain: Any, draft: str, shape: str, sampled: bool
+) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine(draft, max_num_seqs=5)
     engine.set_plan(plan_of([TreeShape.parse(shape)]))
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
-    assert texts(engine, requests) == texts(make_engine(None), requests)
+    assert texts(engine, requests) == plain(requests)
     assert engine.report().accepted_tokens > 0
 
 
-def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, lossless: Any) -> None:
+def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, lossless: Any, plain: Any) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine(["copy", "eagle3", "ngram"], max_num_seqs=5)
     merge = (MergedDraft(draft="d1"), MergedDraft(draft="d2", depth=6))
     engine.set_plan(plan_of([TreeShape.parse("tree:3,2")], tasks=(TaskMatch(name="t0", merge=merge),)))
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(6)]
-    assert texts(engine, requests) == texts(make_engine(None), requests)
+    assert texts(engine, requests) == plain(requests)
     assert {cell.draft for cell in engine.report().credit} == {"d", "1", "2"}
 
 
@@ -111,7 +113,7 @@ SCALES = tuple(Scales(0.004 * 2**layer, 0.01) for layer in range(8))
 @pytest.mark.parametrize("options", [{}, {"blocks": 12}, {"budget": 40}, {"graphs": (1, 2, 4)}], ids=str)
 @pytest.mark.parametrize("pair", [None], ids=["plain target"], indirect=True)
 def test_text_on_a_cache_in_fp8(
-    make_engine: Any, lossless: Any, pair: Any, options: dict[str, Any], shape: str, sampled: bool
+    make_engine: Any, lossless: Any, plain: Any, pair: Any, options: dict[str, Any], shape: str, sampled: bool
 ) -> None:
     """Keys and values of the own pass are read as rounded as all others, in chunks, after preemption, and in graphs."""
     plan_of, submit, texts = lossless
@@ -121,15 +123,15 @@ def test_text_on_a_cache_in_fp8(
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(6)]
     wanted = texts(make_engine(None, scales=scales), requests)
     assert texts(engine, requests) == wanted
-    assert wanted != texts(make_engine(None), requests), "rounding must change the text to be seen"
+    assert wanted != plain(requests), "rounding must change the text to be seen"
     assert engine.report().accepted_tokens > 0
 
 
 def test_quantised_target_text_does_not_depend_on_batch_size(
-    make_engine: Any, lossless: Any, pair: Any, request: Any
+    make_engine: Any, lossless: Any, plain: Any, pair: Any, request: Any
 ) -> None:
     _, submit, texts = lossless
     requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(8)]
     is_quantised = any(isinstance(module, QuantizedWeight) for module in pair.target.modules())
     assert is_quantised == ("plain target" not in request.node.name)
-    assert texts(make_engine(None), requests) == texts(make_engine(None, max_num_seqs=1), requests)
+    assert plain(requests) == texts(make_engine(None, max_num_seqs=1), requests)

@@ -72,6 +72,7 @@ def rows_are_independent(module: ModuleType) -> bool:
     return True
 
 
+@pytest.mark.proof("planted")
 def test_the_result_of_a_row_does_not_depend_on_other_rows(plant: Plant) -> None:
     assert rows_are_independent(kernel)
     assert not rows_are_independent(plant(kernel, "* up_TN\n", "* up_TN + tl.sum(up_TN, 0)[None, :]\n"))
@@ -81,6 +82,7 @@ def test_no_rows() -> None:
     assert kernel.small_linear(random(0, 8, seed=0), random(6, 8, seed=1), None, None, gated=True).shape == (0, 3)
 
 
+@pytest.mark.proof("planted")
 @pytest.mark.usefixtures("on_kernels")
 def test_products_that_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "LEAST_OUTPUTS", 4)
@@ -105,6 +107,7 @@ BUGS = {
 }
 
 
+@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
     sizes = (5, 70, 33)

@@ -333,12 +333,15 @@ def differs_from_reference(run: Callable[[Case], Tensor], sequences: tuple[Seque
         return True
 
 
+@pytest.mark.proof("planted")
 def test_unmodified_kernel_passes_the_bug_check(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(kernel, "kernel", "kernel")
     mutant.BLOCK_N, mutant.CHUNKS = 16, 1
     assert not differs_from_reference(lambda case: attended(case, of=mutant))
 
 
+@pytest.mark.proof("planted")
+@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(kernel, *BUGS[bug])
@@ -346,6 +349,7 @@ def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, s
     assert differs_from_reference(lambda case: attended(case, of=mutant))
 
 
+@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", LARGE_BUGS)
 def test_bugs_planted_for_large_tiles_are_detected(
     bug: str, plant: Callable[[ModuleType, str, str], ModuleType]
@@ -356,6 +360,7 @@ def test_bugs_planted_for_large_tiles_are_detected(
     assert differs_from_reference(lambda case: attended(case, of=mutant), LARGE)
 
 
+@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", PLAN_BUGS)
 def test_bugs_planted_in_the_plan_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     mutant = plant(plan, *PLAN_BUGS[bug])

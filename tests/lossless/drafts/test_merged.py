@@ -60,14 +60,16 @@ def tasks_of(drafts: Sequence[str], count: int = 1, depth: int = 8) -> tuple[Tas
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_mixed_shapes_equal_plain_decoding(make_engine: Any, lossless: Any, drafts: list[str], pipelined: bool) -> None:
+def test_mixed_shapes_equal_plain_decoding(
+    make_engine: Any, lossless: Any, plain: Any, drafts: list[str], pipelined: bool
+) -> None:
     """The text is the same with few slots and blocks, prompt chunks and a different shape for every request."""
     plan_of, submit, texts = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=len(MIX)) for i in range(10)]
     names = [f"{name}-blind" if pipelined and name in ("ngram", "suffix") else name for name in drafts]
     engine = make_engine(names, max_num_seqs=5, blocks=14, budget=40, pipelined=pipelined)
     engine.set_plan(plan_of(MIX, tasks=tasks_of(drafts, len(MIX))))
-    assert texts(engine, requests) == texts(make_engine(None), requests)
+    assert texts(engine, requests) == plain(requests)
     report = engine.report()
     assert engine.preemptions > 0
     assert {cell.draft for cell in report.acceptance} == {"d"}
@@ -83,11 +85,11 @@ LOOKUPS = {"lookup": ["copy", "ngram-blind"], "suffix": ["eagle3", "suffix-blind
 
 
 @pytest.mark.parametrize("drafts", [*HEADS, *LOOKUPS])
-def test_graphs_run_merged_trees(make_engine: Any, lossless: Any, drafts: str) -> None:
+def test_graphs_run_merged_trees(make_engine: Any, lossless: Any, plain: Any, drafts: str) -> None:
     """Several heads draft in the captured step; what looks tokens up proposes before it."""
     plan_of, submit, texts = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(6)]
-    reports, emitted = [], [texts(make_engine(None), requests)]
+    reports, emitted = [], [plain(requests)]
     for graphs in ((), (1, 2, 4, 8)):
         names = (HEADS | LOOKUPS)[drafts]
         engine = make_engine(names, graphs=graphs)
@@ -158,8 +160,8 @@ def test_equal_drafts_get_equal_credit(
     assert sum(sum(ranks[:-1]) for *_, ranks in cells[0]) > 0
 
 
-def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: Any, drafter: Any) -> None:
-    plan_of, submit, texts = lossless
+def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: Any, plain: Any, drafter: Any) -> None:
+    plan_of, submit, _ = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
     engine = make_engine(["eagle3", "ngram"])
     engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(["", ""], 2)))
@@ -176,15 +178,15 @@ def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: An
             engine.set_plan(plan_of(MIX[:2], version=steps, draft=engine.draft.hash, tasks=tasks_of(["", ""], 2)))
         for tokens in new:
             tokens_by_request[tokens.request_id] += tokens.tokens
-    assert tokens_by_request == texts(make_engine(None), requests)
+    assert tokens_by_request == plain(requests)
     assert {cell.draft for cell in engine.report().credit} >= {"d", "1", "s", "new", "n"}
 
 
 @pytest.mark.parametrize("drafts", [["eagle3", "ngram"], ["eagle3", "copy"]], ids=["lookup", "two-heads"])
 def test_plans_drop_drafts_and_take_them_back_while_requests_run(
-    make_engine: Any, lossless: Any, drafts: list[str]
+    make_engine: Any, lossless: Any, plain: Any, drafts: list[str]
 ) -> None:
-    plan_of, submit, texts = lossless
+    plan_of, submit, _ = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
     engine = make_engine(drafts)
     engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(drafts, 2)))
@@ -200,7 +202,7 @@ def test_plans_drop_drafts_and_take_them_back_while_requests_run(
             engine.set_plan(plan_of(MIX[:2], version=steps, tasks=tasks_of(running, 2)))
         for tokens in new:
             tokens_by_request[tokens.request_id] += tokens.tokens
-    assert tokens_by_request == texts(make_engine(None), requests)
+    assert tokens_by_request == plain(requests)
     counts.append(sum(sum(cell.ranks) for cell in engine.report().credit))
     assert 0 < counts[0] == counts[1] < counts[2], "a draft that was dropped gets no credit"
 
@@ -230,7 +232,7 @@ def test_answers_that_follow_a_grammar(make_engine: Any, lossless: Any, graphs: 
     assert len(engine.report().credit) > 0
 
 
-def test_cached_prefixes_are_reused(make_engine: Any, lossless: Any) -> None:
+def test_cached_prefixes_are_reused(make_engine: Any, lossless: Any, plain: Any) -> None:
     """A merged head does not see the keys of a prefix that another request computed, and follows the text behind it."""
     plan_of, submit, texts = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(3, 6)]
@@ -238,17 +240,17 @@ def test_cached_prefixes_are_reused(make_engine: Any, lossless: Any) -> None:
     engine = make_engine(["copy", "eagle3", "ngram"])
     engine.set_plan(plan_of(MIX[1:2], tasks=tasks_of(["", "", ""])))
     first, second = texts(engine, requests), texts(engine, again)
-    assert list(first.values()) == list(second.values()) == list(texts(make_engine(None), requests).values())
+    assert list(first.values()) == list(second.values()) == list(plain(requests).values())
     assert engine.report().prefix_hit_tokens > 0
 
 
-def test_an_own_draft_that_is_not_loaded_merges_nothing(make_engine: Any, lossless: Any) -> None:
+def test_an_own_draft_that_is_not_loaded_merges_nothing(make_engine: Any, lossless: Any, plain: Any) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine(["copy", "ngram"])
     del engine._drafts._drafts[""]
     engine.set_plan(plan_of(MIX[:1], tasks=tasks_of(["", ""])))
     requests = [submit(i, sampled=False, tokens=8) for i in range(2)]
-    assert texts(engine, requests) == texts(make_engine(None), requests)
+    assert texts(engine, requests) == plain(requests)
     assert engine.report().drafts == 0
 
 

@@ -86,24 +86,24 @@ def test_proposals_equal_those_of_the_shared_draft(
 
 
 @pytest.mark.parametrize("method", LOCAL)
-def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, lossless: Any, method: str) -> None:
+def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, lossless: Any, plain: Any, method: str) -> None:
     plan_of, submit, _ = lossless
-    plain = run(make_engine(None), requests_of(submit))
+    wanted = plain(requests_of(submit))
     engine = make_engine(method, graphs=(2, 8))
     engine.set_plan(plan_of(SHAPES[:2]))
-    assert run(engine, requests_of(submit)) == plain
+    assert run(engine, requests_of(submit)) == wanted
     assert engine._graphs.outside[OutsideReason.METHOD] > 10
 
 
 @pytest.mark.parametrize("method", LOCAL)
 @pytest.mark.parametrize("first", ["copy", "own"])
 def test_own_and_shared_drafts_replace_each_other(
-    make_engine: Any, lossless: Any, drafter: Any, method: str, first: str
+    make_engine: Any, lossless: Any, plain: Any, drafter: Any, method: str, first: str
 ) -> None:
     """The text is the same when a shared draft is replaced by one in a process of its own, and back."""
     plan_of, submit, _ = lossless
     requests = requests_of(submit)
-    plain = run(make_engine(None), requests)
+    wanted = plain(requests)
     order = [method, "copy", method] if first == "own" else ["copy", method, "copy"]
     engine = make_engine(order[0])
     engine.set_plan(plan_of(SHAPES))
@@ -114,7 +114,7 @@ def test_own_and_shared_drafts_replace_each_other(
             engine.set_draft("", LoadedDraft(drafter(engine, name), DraftState(hash=f"{step}")))
             engine.set_plan(plan_of(SHAPES, version=step, draft=f"{step}"))
 
-    assert run(engine, requests, swap) == plain
+    assert run(engine, requests, swap) == wanted
 
 
 @pytest.fixture
@@ -145,12 +145,12 @@ def wait_for_restart(engine: Any, seconds: float = 120) -> None:
 @pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 def test_a_killed_process_fails_no_request_and_comes_back(
-    own_engine: Any, make_engine: Any, lossless: Any, pipelined: bool
+    own_engine: Any, make_engine: Any, lossless: Any, plain: Any, pipelined: bool
 ) -> None:
     """Prefixes that were cached before the loss are no longer taken for known to the draft."""
     _, submit, _ = lossless
     engine, requests = own_engine, requests_of(submit)
-    plain = run(make_engine(None), requests)
+    wanted = plain(requests)
     engine._ahead = 1 if pipelined else 0
     pid, problems = drafter_in(engine).pid, set()
 
@@ -159,7 +159,7 @@ def test_a_killed_process_fails_no_request_and_comes_back(
             os.kill(pid, signal.SIGKILL)
         problems.add(engine.report().draft.problem)
 
-    assert run(engine, requests, kill) == plain
+    assert run(engine, requests, kill) == wanted
     problem = next(one for one in problems if one)
     assert "ended with exit code -9; requests decode plainly, and it starts again" in problem
     wait_for_restart(engine)
@@ -170,7 +170,7 @@ def test_a_killed_process_fails_no_request_and_comes_back(
     while not engine.idle:
         engine.step()
     before = engine.report().accepted_tokens
-    assert run(engine, requests) == plain
+    assert run(engine, requests) == wanted
     report = engine.report()
     assert report.draft.problem is None
     assert report.accepted_tokens > before
@@ -184,11 +184,13 @@ def marked_blocks(engine: Any) -> int:
 
 
 @pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
-def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, make_engine: Any, lossless: Any) -> None:
+def test_a_restarted_process_is_taken_over_while_requests_run(
+    own_engine: Any, make_engine: Any, lossless: Any, plain: Any
+) -> None:
     """Requests that began with the old process draft with the new one, which has none of their keys yet."""
     _, submit, _ = lossless
     requests = [replace_tokens(request, 100) for request in requests_of(submit, count=4, tokens=10)]
-    plain = run(make_engine(None), requests)
+    wanted = plain(requests)
     engine, counts = own_engine, []
 
     def lose(step: int) -> None:
@@ -198,17 +200,17 @@ def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, m
             wait_for_restart(engine)
             counts.append((engine.report().drafts, engine.report().accepted_tokens))
 
-    assert run(engine, requests, lose) == plain
+    assert run(engine, requests, lose) == wanted
     report = engine.report()
     drafts, accepted = report.drafts - counts[0][0], report.accepted_tokens - counts[0][1]
     assert accepted / drafts > (1.5 if drafter_in(engine).first_slot == 0 else 0), "keys are missing"
 
 
 @pytest.mark.parametrize("own_engine", ["own-model"], indirect=True)
-def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, lossless: Any) -> None:
+def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, lossless: Any, plain: Any) -> None:
     _, submit, _ = lossless
     engine, requests = own_engine, requests_of(submit)
-    plain = run(make_engine(None), requests)
+    wanted = plain(requests)
     drafter_in(engine)._supervisor._process._reply_seconds = 0.5
     problems = set()
 
@@ -217,7 +219,7 @@ def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, los
             os.kill(drafter_in(engine).pid, signal.SIGSTOP)
         problems.add(engine.report().draft.problem)
 
-    assert run(engine, requests, stop) == plain
+    assert run(engine, requests, stop) == wanted
     assert any("did not answer for 0.5 seconds" in problem for problem in problems if problem)
 
 
