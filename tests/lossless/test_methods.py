@@ -5,6 +5,7 @@ Plain text comes from the engine without a draft, which test_engine compares wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +20,6 @@ from support.lossless.plain_decoding import dense
 METHODS = (*DRAFTS, "suffix-blind")
 PIPELINED = [(method, True) for method in METHODS if method not in ("ngram", "suffix")]
 """Nothing is foreseen for the other two while steps are launched ahead."""
-METHODS_AND_BATCHES = [
-    *((method, 1) for method in METHODS),
-    # A draft on a device of its own is a process.
-    *(pytest.param(method, 8, marks=() if method.startswith("own") else pytest.mark.core) for method in METHODS),
-]
 LEAST = {"draft-model": 1.5, "foreign-model": 1.2}
 """Minimum tokens per step for the test of a method to be meaningful. Other methods only need some accepted tokens."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
@@ -35,11 +31,22 @@ TOKENS = 40
 Text = dict[str, list[int]]
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("method", "batch"), METHODS_AND_BATCHES)
+def single_shapes() -> Iterator[Any]:
+    """Yield (method, batch, shape, sampled): all shapes for requests together, and two of them for one at a time."""
+    every = [(shape, sampled) for shape in SHAPES for sampled in (False, True)]
+    for method in METHODS:
+        # A draft on a device of its own is a process, which is too slow for the core.
+        marks = () if method.startswith("own") else pytest.mark.core
+        for shape, sampled in every:
+            name = f"{method}-{shape}-{'sampled' if sampled else 'greedy'}"
+            yield pytest.param(method, 8, shape, sampled, marks=marks, id=f"{name}-8")
+            if (shape == "tree") == sampled:
+                yield pytest.param(method, 1, shape, sampled, id=f"{name}-1")
+
+
+@pytest.mark.parametrize(("method", "batch", "shape", "sampled"), single_shapes())
 def test_single_shape_equals_plain_decoding(
-    make_engine: Any, lossless: Any, plain: Any, method: str, shape: str, batch: int, sampled: bool
+    make_engine: Any, lossless: Any, plain: Any, method: str, batch: int, shape: str, sampled: bool
 ) -> None:
     plan_of, submit, texts = lossless
     engine = make_engine(method, max_num_seqs=batch)
