@@ -270,7 +270,7 @@ def is_urgent(before: LearnedState, after: LearnedState) -> bool:
 def _ownership(learned: LearnedState) -> tuple[object, ...]:
     """Return the part of the scaling state that a restart must not misread as a hand-over of the replicas."""
     state = learned.scaling
-    return state.replicas, state.spec_replicas, state.owned, state.retry_at
+    return state.replicas, state.spec_replicas, state.owned
 
 
 def _other_changes(

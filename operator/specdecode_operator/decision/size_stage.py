@@ -184,30 +184,19 @@ def _follow_demand(
     """Return the replicas for the measured demand; with an external owner or in mode Advisory only report them."""
     is_owner = spec.owner == "Operator"
     follows = is_owner and stage.deployment.spec.speculation.mode != "Advisory"
-    placement = scaling.placement_of(stage.observed.workload, stage.observed.workers)
-    result = scaling.scale_to_activity(
-        spec,
-        state,
-        _demand(stage, load),
-        _activity(stage),
-        now=stage.now,
-        placement=placement if follows and not stage.deployment.spec.paused else None,
-    )
+    problem = scaling.placement_problem(stage.observed.workload, stage.observed.workers)
+    result = scaling.scale_to_activity(spec, state, _demand(stage, load, problem), _activity(stage), now=stage.now)
     replicas = result.replicas
     if not follows:
         replicas = max(spec.min_replicas, min(spec.max_replicas, running)) if is_owner else running
     capacity = load.capacity if load else None
-    problems = (
-        scaling.placement_problem(stage.observed.workload, stage.observed.workers),
-        scaling.withdrawal_message(spec, result.state, result.wanted, stage.now),
-    )
     decision = ReplicaDecision(
         replicas=replicas,
         desired=result.replicas,
         wanted=result.wanted,
         arrivals=load.window_arrival_rate if load else None,
         capacity=capacity,
-        limited=scaling.scaling_limit(spec, result.wanted, capacity, placement_problems=problems) if is_owner else None,
+        limited=scaling.scaling_limit(spec, result.wanted, capacity, placement_problem=problem) if is_owner else None,
         reason=result.reason,
     )
     return decision, result.state.model_copy(update={"replicas": replicas})
@@ -219,7 +208,7 @@ def _activity(stage: _Stage) -> scaling.Activity:
     return scaling.activity_of(stage.observed.workers, stage.delta, held_requests(stage.observed.demand, stage.now))
 
 
-def _demand(stage: _Stage, load: scaling.ServiceLoad | None) -> scaling.Demand:
+def _demand(stage: _Stage, load: scaling.ServiceLoad | None, placement_problem: str | None) -> scaling.Demand:
     """Return the measured demand.
 
     While the capacity of a worker is unknown, waiting requests count as running ones. Afterwards they are a backlog,
@@ -233,5 +222,6 @@ def _demand(stage: _Stage, load: scaling.ServiceLoad | None) -> scaling.Demand:
         max_num_seqs=max_num_seqs(stage.deployment, stage.observed),
         seconds=delta.seconds if delta else 0.0,
         is_complete=is_complete(stage.observed),
+        are_all_placed=placement_problem is None,
         load=load,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.scaling.capacity import arrivals
@@ -80,7 +79,7 @@ def placement_problem(workload: Workload | None, workers: Iterable[Worker]) -> s
 
 
 def scaling_limit(
-    spec: ScalingSpec, wanted: int, capacity: Capacity | None, *, placement_problems: Sequence[str | None] = ()
+    spec: ScalingSpec, wanted: int, capacity: Capacity | None, *, placement_problem: str | None = None
 ) -> ScalingLimit | None:
     """Return why replicas do not follow demand. Return None if they do.
 
@@ -88,11 +87,10 @@ def scaling_limit(
         spec: Bounds of the replicas.
         wanted: Workers that demand asks for.
         capacity: Capacity of one worker. None while it is unknown.
-        placement_problems: Reasons why workers have no node; the first one that is not None counts.
+        placement_problem: Reason why workers have no node. None if all have one.
     """
-    for problem in placement_problems:
-        if problem is not None:
-            return ScalingLimit("Unschedulable", problem)
+    if placement_problem is not None:
+        return ScalingLimit("Unschedulable", placement_problem)
     if wanted > spec.max_replicas:
         return ScalingLimit("AtMaximum", f"demand asks for {wanted} workers, maxReplicas is {spec.max_replicas}")
     if capacity is not None and not capacity.attainable:
@@ -100,36 +98,6 @@ def scaling_limit(
         message = f"one sequence alone misses the objective ({capacity.limited_by}): {step}"
         return ScalingLimit("ObjectiveOutOfReach", message)
     return None
-
-
-# Workers without a node: whether readings are complete without them, when to withdraw them and when to try again.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Numbers of workers with and without a node. The default has none without."""
-
-    placed: int = 0
-    unplaced: int = 0
-    """Pods without a node, and replicas whose pods the ReplicaSet could not create."""
-    oldest_created_at: float | None = None
-    """Creation time of the oldest pod without a node, in seconds since the epoch."""
-    is_node_held: bool = False
-    """A terminating worker still holds its node, which a pod without a node may be waiting for."""
-
-
-def placement_of(workload: Workload | None, workers: Sequence[Worker]) -> Placement:
-    """Return how many workers have a node."""
-    staying = [worker for worker in workers if not worker.leaving]
-    pending = [worker for worker in staying if not worker.placed]
-    uncreated = max(0, workload.wanted - workload.replicas) if workload and workload.replica_failure else 0
-    created = [worker.created_at for worker in pending if worker.created_at is not None]
-    return Placement(
-        placed=len(staying) - len(pending),
-        unplaced=len(pending) + uncreated,
-        oldest_created_at=min(created, default=None),
-        is_node_held=any(worker.leaving and worker.placed for worker in workers),
-    )
 
 
 def is_complete(workload: Workload | None, workers: Sequence[Worker]) -> bool:
@@ -147,72 +115,6 @@ def is_complete(workload: Workload | None, workers: Sequence[Worker]) -> bool:
         and workload.available + pending == workload.replicas
         and all(worker.ready and worker.report is not None for worker in staying if worker.placed)
     )
-
-
-def follow_placement(
-    spec: ScalingSpec, state: ScalingState, placement: Placement, *, replicas: int, now: float
-) -> ScalingState:
-    """Withdraw workers that had no node for the time-out; they are tried again later, with back-off.
-
-    Args:
-        spec: Bounds of the replicas; no worker below the lower one is withdrawn.
-        state: State after the previous decision.
-        placement: Workers with and without a node.
-        replicas: Replicas that are set at present.
-        now: Present time, in seconds since the epoch.
-
-    Returns:
-        The state with the remaining replicas.
-    """
-    state = state.model_copy(update={"replicas": replicas})
-    if placement.unplaced == 0:
-        return _without_unplaced(state, placement)
-    since = placement.oldest_created_at
-    if since is None:
-        since = now if state.unplaced_since is None else state.unplaced_since
-    remaining = max(spec.min_replicas, placement.placed)
-    is_overdue = now - since >= TUNING.placement_timeout_seconds and not placement.is_node_held
-    if not is_overdue or remaining >= replicas:
-        return state.model_copy(update={"unplaced_since": since})
-    return state.model_copy(
-        update={
-            "replicas": remaining,
-            "above_polls": 0,
-            "unplaced_since": None,
-            "placed_limit": remaining,
-            "retry_at": now + _retry_seconds(state.withdrawals),
-            "withdrawals": state.withdrawals + 1,
-        }
-    )
-
-
-def upper_bound(spec: ScalingSpec, state: ScalingState, now: float) -> int:
-    """Return the most replicas that may be set now: maxReplicas, or fewer until withdrawn workers are tried again."""
-    if state.placed_limit is None or state.retry_at is None or now >= state.retry_at:
-        return spec.max_replicas
-    return min(spec.max_replicas, max(spec.min_replicas, state.placed_limit))
-
-
-def withdrawal_message(spec: ScalingSpec, state: ScalingState, wanted: int, now: float) -> str | None:
-    """Return why fewer than the ``wanted`` workers are set, if withdrawn workers are not tried again yet."""
-    bound = upper_bound(spec, state, now)
-    if wanted <= bound or bound == spec.max_replicas or state.retry_at is None:
-        return None
-    retry = datetime.fromtimestamp(state.retry_at, UTC).strftime("%H:%M")
-    return f"demand asks for {wanted} workers, but only {bound} could be placed; the next attempt is at {retry} UTC"
-
-
-def _retry_seconds(withdrawals: int) -> float:
-    """Return the back-off after so many withdrawals in a row."""
-    return min(TUNING.max_retry_seconds, TUNING.retry_seconds * 2.0 ** min(withdrawals, 10))
-
-
-def _without_unplaced(state: ScalingState, placement: Placement) -> ScalingState:
-    """Return the state after every worker got a node; more workers than the limit end the back-off."""
-    state = state.model_copy(update={"unplaced_since": None})
-    if state.placed_limit is None or placement.placed <= state.placed_limit:
-        return state
-    return state.model_copy(update={"placed_limit": None, "retry_at": None, "withdrawals": 0})
 
 
 # Replicas that follow demand.
@@ -260,6 +162,8 @@ class Demand:
     """Seconds that the last poll covers."""
     is_complete: bool = False
     """Every placed worker is ready and has reported, and no rollout is under way."""
+    are_all_placed: bool = True
+    """No worker waits for a node."""
     load: ServiceLoad | None = None
     """None while the capacity of a worker is unknown."""
 
@@ -288,9 +192,7 @@ class _Need:
     """Requests wait too long."""
 
 
-def scale(
-    spec: ScalingSpec, state: ScalingState, demand: Demand, *, now: float, placement: Placement | None = None
-) -> ScaleResult:
+def scale(spec: ScalingSpec, state: ScalingState, demand: Demand, *, now: float) -> ScaleResult:
     """Return the replicas for ``demand``.
 
     Args:
@@ -298,27 +200,20 @@ def scale(
         state: State after the previous decision. Its ``replicas`` are what is set at present.
         demand: Measured demand.
         now: Present time, in seconds since the epoch.
-        placement: Workers with and without a node. None if nothing is to be withdrawn.
     """
-    placement = placement or Placement()
-    set_replicas = max(spec.min_replicas, min(spec.max_replicas, state.replicas or 0))
-    state = follow_placement(spec, state, placement, replicas=set_replicas, now=now)
-    replicas = state.replicas or 0
-    if replicas < set_replicas:
-        reason = f"no node for {placement.unplaced} of {set_replicas} workers"
-        return ScaleResult(replicas=replicas, wanted=state.wanted or 0, state=state, reason=reason)
+    replicas = max(spec.min_replicas, min(spec.max_replicas, state.replicas or 0))
     if demand.requests is None:
+        state = state.model_copy(update={"replicas": replicas})
         return ScaleResult(replicas=replicas, wanted=state.wanted or 0, state=state)
-    are_all_placed = placement.unplaced == 0
-    need = _need(demand, demand.requests, replicas, can_serve_all=demand.is_complete and are_all_placed)
+    need = _need(demand, demand.requests, replicas)
     if need.wanted > replicas:
-        return _rise(spec, state, replicas, need, now)
+        return _rise(spec, state, replicas, need)
     # Waiting requests may be demand for the workers that have no node yet.
-    is_measured = demand.is_complete and (are_all_placed or demand.waiting == 0)
+    is_measured = demand.is_complete and (demand.are_all_placed or demand.waiting == 0)
     return _fall(spec, state, replicas, need, now, seconds=demand.seconds, is_measured=is_measured)
 
 
-def _need(demand: Demand, requests: float, replicas: int, *, can_serve_all: bool) -> _Need:
+def _need(demand: Demand, requests: float, replicas: int) -> _Need:
     if demand.load is None:
         slots = TUNING.usable_slots * demand.max_num_seqs
         wanted = _workers(requests, slots)
@@ -328,7 +223,7 @@ def _need(demand: Demand, requests: float, replicas: int, *, can_serve_all: bool
     rate = load.arrival_rate_bound + demand.waiting / TUNING.drain_seconds
     wanted = max(_workers(rate, load.capacity.rate), _workers(running, load.capacity.sequences))
     is_urgent = _is_urgent(load, demand.waiting)
-    if is_urgent and can_serve_all:
+    if is_urgent and demand.is_complete and demand.are_all_placed:
         # Requests wait although every worker serves, so the estimated capacity is too high.
         wanted = max(wanted, replicas + 1)
     lasting = max(
@@ -350,11 +245,11 @@ def _is_urgent(load: ServiceLoad, waiting: float) -> bool:
     return waiting > TUNING.urgent_wait_share * load.ttft_seconds * rate and waiting >= 1
 
 
-def _rise(spec: ScalingSpec, state: ScalingState, replicas: int, need: _Need, now: float) -> ScaleResult:
+def _rise(spec: ScalingSpec, state: ScalingState, replicas: int, need: _Need) -> ScaleResult:
     """Add workers, if demand was above the workers for enough polls."""
     polls = state.above_polls + 1
     if polls >= TUNING.polls_to_rise or need.is_urgent:
-        replicas = max(replicas, min(upper_bound(spec, state, now), need.wanted))
+        replicas = max(replicas, min(spec.max_replicas, need.wanted))
     return _result(state, replicas, need.wanted, above_polls=polls, below_since=None)
 
 
@@ -442,14 +337,13 @@ def scale_to_activity(
     activity: Activity,
     *,
     now: float,
-    placement: Placement | None = None,
 ) -> ScaleResult:
     """Return the replicas for ``demand``, where minReplicas may be 0. The other arguments are those of ``scale``."""
     if spec.min_replicas > 0:
-        return scale(spec, state, demand, now=now, placement=placement)
+        return scale(spec, state, demand, now=now)
     if state.replicas == 0:
         return _wake(spec, state, demand, activity)
-    result = scale(spec.model_copy(update={"min_replicas": 1}), state, demand, now=now, placement=placement)
+    result = scale(spec.model_copy(update={"min_replicas": 1}), state, demand, now=now)
     return _rest(spec, result, activity, now)
 
 

@@ -36,13 +36,6 @@ class Tuning:
     """Consecutive polls with more demand than workers before workers are added; one poll may be a burst."""
     headroom: float = 1.1
     """Factor on demand before a worker is removed; the others must carry a tenth more than was measured."""
-    # Workers without a node.
-    placement_timeout_seconds: float = 300.0
-    """Seconds that a pod may stay without a node; a cluster autoscaler adds a node within 5 minutes."""
-    retry_seconds: float = 600.0
-    """Seconds until withdrawn workers are tried again for the first time; twice the time-out of one try."""
-    max_retry_seconds: float = 3600.0
-    """Upper bound on the doubling time between tries, in seconds; a node that joins is used within an hour."""
 
 
 TUNING = Tuning()
