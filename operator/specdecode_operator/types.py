@@ -82,22 +82,13 @@ class ScalingLimit:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UnhealthyWorker:
     """Pod whose acceptance fell far below its peers and its own past, or whose steps take longer than theirs."""
 
     pod: str
-    uid: str
     reason: Literal["AcceptanceCollapsed", "SlowSteps"]
     message: str
-    since: float
-    """Start of the difference, in seconds of the operator's clock."""
-    acceptance: float | None = None
-    """Present acceptance rate of the first drafted token."""
-    usual: float | None = None
-    """Earlier acceptance rate of the first drafted token, for the same tasks."""
-    pace: float | None = None
-    """Step time of the pod divided by that of its peers."""
 
 
 # Records that pass between the steps observe, decide, apply and status. Data only, with a few derived properties.

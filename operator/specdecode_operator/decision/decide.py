@@ -19,7 +19,7 @@ from specdecode_operator.decision.materialise_stage import materialise, settle_r
 from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.size_stage import is_complete, size
-from specdecode_operator.health.pod_health import heal_from
+from specdecode_operator.health.pod_health import heal
 from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
 from specdecode_operator.planning import figures as measurements
@@ -66,7 +66,7 @@ def decide(
     planned = plan(merged.deployment, observed, learnt.learned, buckets, now=now)
     update = {"rows": planned.rows, "swept_at": planned.swept_at, "plan": planned.plan, "pin": planned.pin.text}
     with_plan = learnt.learned.model_copy(update=update)
-    healed = heal_from(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
+    healed = heal(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
     session = replace(
         observed.session,
         baselines=learnt.baselines,
