@@ -33,7 +33,6 @@ from specdecode_operator.api.schema import (
     SecretKeyRef,
     Text,
     container_in,
-    is_valid_name,
     object_in,
     objects_in,
     rule,
@@ -91,13 +90,6 @@ from specdecode_operator.api.status import (
     TaskStatus,
     TrafficStatus,
 )
-
-
-class SpecDecodeDeployment(Api):
-    """Model that is served with speculative decoding tuned from measurements."""
-
-    spec: Spec
-    status: Status | None = None
 
 
 COLUMNS: tuple[dict[str, Any], ...] = (
