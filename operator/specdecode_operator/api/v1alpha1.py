@@ -91,7 +91,6 @@ from specdecode_operator.api.status import (
     TrafficStatus,
 )
 
-
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"name": "Ready", "type": "string", "jsonPath": ".status.ready"},
     {"name": "Mode", "type": "string", "jsonPath": ".spec.speculation.mode"},
