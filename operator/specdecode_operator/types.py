@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
@@ -72,6 +72,22 @@ class Capacity:
     """First limit that a higher rate would exceed: slots for sequences, an objective (ITL, TTFT), or the KV cache."""
     attainable: bool = True
     """False if a single sequence misses an objective; then more workers do not help."""
+
+
+class StepEstimate(NamedTuple):
+    """One step of a number of sequences of a worker, with the best shapes for that number."""
+
+    seconds: float
+    tokens: float
+    """Expected tokens per sequence, mean over the tasks."""
+    least_tokens: float
+    """Expected tokens per sequence of the task with the fewest."""
+    error: float
+    """Standard error of log(seconds / tokens)."""
+
+
+StepModel = Callable[[float, float], StepEstimate]
+"""Step of so many sequences, which also reads so many prompt tokens on average."""
 
 
 @dataclass(frozen=True, slots=True)

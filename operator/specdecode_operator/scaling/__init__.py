@@ -1,10 +1,10 @@
 """The replica decision: capacity of one worker, demand and bounds. Pure."""
 
-from specdecode_operator.scaling.capacity import Limits, Mix, StepEstimate, StepModel, arrival_rate, arrivals, capacity
+from specdecode_operator.scaling.capacity import Limits, Mix, WorkerModel, arrival_rate, arrivals
 from specdecode_operator.scaling.replicas import (
     Activity,
     Demand,
-    ScaleResult,
+    Scaled,
     ServiceLoad,
     activity_of,
     is_complete,

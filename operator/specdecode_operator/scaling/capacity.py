@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from specdecode_operator.scaling.tuning import TUNING
 from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.types import Capacity
+from specdecode_operator.types import Capacity, StepEstimate, StepModel
 
 # Arrivals and arrival rates from the report differences of the last minute.
 
@@ -45,35 +45,6 @@ Limit = Literal["slots", "itl", "ttft", "cache"]
 """The limit that a worker reaches first, as in types.Capacity."""
 
 
-class StepEstimate(Protocol):
-    """One step of a number of sequences, with the best shape for that number."""
-
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def tokens(self) -> float:
-        """Expected tokens per sequence, mean over the tasks."""
-        ...
-
-    @property
-    def least_tokens(self) -> float:
-        """Expected tokens per sequence of the task with the fewest."""
-        ...
-
-    @property
-    def error(self) -> float:
-        """Standard error of log(seconds / tokens)."""
-        ...
-
-
-class StepModel(Protocol):
-    """Step times and tokens per step of one worker."""
-
-    def __call__(self, sequences: float, prompt_tokens: float, /) -> StepEstimate:
-        """Return the step of ``sequences`` that also reads ``prompt_tokens`` on average."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
     """The mean request."""
@@ -101,38 +72,6 @@ class Limits:
     ttft_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Steady state with a number of running sequences."""
-
-    sequences: float
-    rate: float
-    seconds: float
-    missed: Limit | None
-
-    def capacity(self, limited_by: Limit, *, attainable: bool = True) -> Capacity:
-        return Capacity(
-            rate=self.rate,
-            sequences=self.sequences,
-            step_seconds=self.seconds,
-            limited_by=limited_by,
-            attainable=attainable,
-        )
-
-
-def capacity(mix: Mix, step_model: StepModel, limits: Limits, *, standard_errors: float = 0) -> Capacity:
-    """Return the capacity of one worker.
-
-    Args:
-        mix: The mean request.
-        step_model: Step times of the worker.
-        limits: Limits of the worker, and objectives.
-        standard_errors: Number of standard errors by which steps are assumed to be slower than their mean. With 0 the
-            result is the mean capacity, with more a lower confidence bound.
-    """
-    return _Search(mix, step_model, limits, standard_errors).run()
-
-
 def waiting_seconds(offered: float, slots: int, service_seconds: float) -> float:
     """Return the mean wait for a slot in seconds, by Erlang C.
 
@@ -153,24 +92,27 @@ def waiting_seconds(offered: float, slots: int, service_seconds: float) -> float
     return waits * service_seconds / (slots - offered)
 
 
-@dataclass(frozen=True, slots=True)
-class _Search:
-    """Search over the running sequences of one worker."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerModel:
+    """The mean request, and one worker that serves it."""
 
     mix: Mix
     step_model: StepModel
+    """Step times of the worker."""
     limits: Limits
-    standard_errors: float
+    standard_errors: float = 0
+    """Number of standard errors by which steps are assumed to be slower than their mean."""
 
-    def run(self) -> Capacity:
-        within: list[_Point] = []
+    def capacity(self) -> Capacity:
+        """Return the capacity of the worker: the mean, or with standard errors a lower confidence bound."""
+        within: list[Capacity] = []
         most, last = self._most_sequences()
         for sequences in _grid(most):
-            point = self._point(sequences)
-            if point.missed is not None:
-                return self._bisect(within, point, point.missed)
+            point, missed = self._point(sequences)
+            if missed is not None:
+                return self._bisect(within, point, missed)
             within.append(point)
-        return _fastest(within).capacity(last)
+        return replace(_fastest(within), limited_by=last)
 
     def _most_sequences(self) -> tuple[float, Limit]:
         """Return the sequences that slots and cache have room for, at least one, and the smaller of the two limits."""
@@ -180,31 +122,32 @@ class _Search:
         cache = TUNING.usable_cache * cache_tokens / self.mix.context_tokens if cache_tokens else math.inf
         return (max(1.0, cache), "cache") if cache < slots else (max(1.0, slots), "slots")
 
-    def _bisect(self, within: list[_Point], outside: _Point, limit: Limit) -> Capacity:
+    def _bisect(self, within: list[Capacity], outside: Capacity, limit: Limit) -> Capacity:
         """Search between the last point that meets the objectives and the first that misses one."""
         if not within:
-            return outside.capacity(limit, attainable=False)
+            return replace(outside, limited_by=limit, attainable=False)
         low, high = within[-1].sequences, outside.sequences
         for _ in range(TUNING.bisections):
-            point = self._point((low + high) / 2)
-            if point.missed is None:
+            point, missed = self._point((low + high) / 2)
+            if missed is None:
                 low = point.sequences
                 within.append(point)
             else:
-                high, limit = point.sequences, point.missed
-        return _fastest(within).capacity(limit)
+                high, limit = point.sequences, missed
+        return replace(_fastest(within), limited_by=limit)
 
-    def _point(self, sequences: float) -> _Point:
-        """Return the steady state with ``sequences`` running."""
+    def _point(self, sequences: float) -> tuple[Capacity, Limit | None]:
+        """Return the steady state with ``sequences`` running, and the objective that it misses."""
         without_prompts = self.step_model(sequences, 0.0)
         ended = sequences * without_prompts.tokens / self.mix.output_tokens
         step = self.step_model(sequences, ended * self.mix.prompt_tokens)
         seconds = step.seconds * math.exp(min(TUNING.max_log_error, self.standard_errors * step.error))
         rate = sequences * step.tokens / (self.mix.output_tokens * seconds)
-        return _Point(sequences, rate, seconds, _missed(sequences, seconds, step, self.mix, self.limits))
+        point = Capacity(rate=rate, sequences=sequences, step_seconds=seconds, limited_by="slots")
+        return point, _missed(sequences, seconds, step, self.mix, self.limits)
 
 
-def _fastest(points: list[_Point]) -> _Point:
+def _fastest(points: list[Capacity]) -> Capacity:
     return max(points, key=lambda point: point.rate)
 
 

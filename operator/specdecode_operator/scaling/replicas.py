@@ -168,16 +168,8 @@ class Demand:
     """None while the capacity of a worker is unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleResult:
-    """Replicas to set."""
-
-    replicas: int
-    wanted: int
-    """Workers that demand asks for, without bounds."""
-    state: ScalingState
-    reason: str = ""
-    """Reason for a change, as the decision history shows it."""
+Scaled = tuple[ScalingState, str]
+"""State with the replicas to set, and the reason for a change, as the decision history shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +184,7 @@ class _Need:
     """Requests wait too long."""
 
 
-def scale(spec: ScalingSpec, state: ScalingState, demand: Demand, *, now: float) -> ScaleResult:
+def scale(spec: ScalingSpec, state: ScalingState, demand: Demand, *, now: float) -> Scaled:
     """Return the replicas for ``demand``.
 
     Args:
@@ -203,8 +195,7 @@ def scale(spec: ScalingSpec, state: ScalingState, demand: Demand, *, now: float)
     """
     replicas = max(spec.min_replicas, min(spec.max_replicas, state.replicas or 0))
     if demand.requests is None:
-        state = state.model_copy(update={"replicas": replicas})
-        return ScaleResult(replicas=replicas, wanted=state.wanted or 0, state=state)
+        return state.model_copy(update={"replicas": replicas}), ""
     need = _need(demand, demand.requests, replicas)
     if need.wanted > replicas:
         return _rise(spec, state, replicas, need)
@@ -245,12 +236,12 @@ def _is_urgent(load: ServiceLoad, waiting: float) -> bool:
     return waiting > TUNING.urgent_wait_share * load.ttft_seconds * rate and waiting >= 1
 
 
-def _rise(spec: ScalingSpec, state: ScalingState, replicas: int, need: _Need) -> ScaleResult:
+def _rise(spec: ScalingSpec, state: ScalingState, replicas: int, need: _Need) -> Scaled:
     """Add workers, if demand was above the workers for enough polls."""
     polls = state.above_polls + 1
     if polls >= TUNING.polls_to_rise or need.is_urgent:
         replicas = max(replicas, min(spec.max_replicas, need.wanted))
-    return _result(state, replicas, need.wanted, above_polls=polls, below_since=None)
+    return _result(state, replicas, need.wanted, above_polls=polls)
 
 
 def _fall(
@@ -262,14 +253,14 @@ def _fall(
     *,
     seconds: float,
     is_measured: bool,
-) -> ScaleResult:
+) -> Scaled:
     """Remove a worker, if demand was below the workers for the whole window, and is not higher within it.
 
     A poll of ``seconds`` that was not measured completely extends the window: while all ready workers are busy,
     requests may wait for workers that are still starting.
     """
     if need.lasting >= replicas:
-        return _result(state, replicas, need.wanted, above_polls=0, below_since=None)
+        return _result(state, replicas, need.wanted)
     window = spec.scale_down_window_seconds
     pause = 0 if is_measured else seconds
     since = now if state.below_since is None else min(now, state.below_since + pause)
@@ -277,7 +268,7 @@ def _fall(
     needs = tuple((at, lasting) for at, lasting in (*earlier, (now, need.lasting)) if now - at <= window)
     if is_measured and now - since >= window:
         replicas = max(spec.min_replicas, min(replicas, max(replicas - 1, needs[0][1])))
-    return _result(state, replicas, need.wanted, above_polls=0, below_since=since, low_needs=needs)
+    return _result(state, replicas, need.wanted, below_since=since, low_needs=needs)
 
 
 def _result(
@@ -285,13 +276,13 @@ def _result(
     replicas: int,
     wanted: int,
     *,
-    above_polls: int,
-    below_since: float | None,
+    above_polls: int = 0,
+    below_since: float | None = None,
     low_needs: tuple[tuple[float, int], ...] = (),
-) -> ScaleResult:
+) -> Scaled:
     update = {"replicas": replicas, "wanted": wanted, "above_polls": above_polls}
     state = state.model_copy(update={**update, "below_since": below_since, "low_needs": low_needs})
-    return ScaleResult(replicas=replicas, wanted=wanted, state=state, reason=f"demand asks for {wanted} workers")
+    return state, f"demand asks for {wanted} workers"
 
 
 def _workers(demand: float, capacity: float) -> int:
@@ -300,8 +291,6 @@ def _workers(demand: float, capacity: float) -> int:
         return 0
     return TUNING.max_wanted if demand > capacity * TUNING.max_wanted else math.ceil(demand / capacity - 1e-9)
 
-
-# Scaling to zero and back.
 
 # Scaling to zero and back: no workers after a time without requests, and one again for requests that routers hold.
 #
@@ -331,55 +320,25 @@ def activity_of(workers: Sequence[Worker], delta: Delta | None, held: int) -> Ac
 
 
 def scale_to_activity(
-    spec: ScalingSpec,
-    state: ScalingState,
-    demand: Demand,
-    activity: Activity,
-    *,
-    now: float,
-) -> ScaleResult:
+    spec: ScalingSpec, state: ScalingState, demand: Demand, activity: Activity, *, now: float
+) -> Scaled:
     """Return the replicas for ``demand``, where minReplicas may be 0. The other arguments are those of ``scale``."""
     if spec.min_replicas > 0:
         return scale(spec, state, demand, now=now)
     if state.replicas == 0:
-        return _wake(spec, state, demand, activity)
-    result = scale(spec.model_copy(update={"min_replicas": 1}), state, demand, now=now)
-    return _rest(spec, result, activity, now)
-
-
-def _wake(spec: ScalingSpec, state: ScalingState, demand: Demand, activity: Activity) -> ScaleResult:
-    """Start workers for held requests. The rate of arrivals before the rest says nothing about now."""
-    slots = max(1.0, TUNING.usable_slots * demand.max_num_seqs)
-    wanted = math.ceil(activity.held / slots)
-    replicas = min(spec.max_replicas, wanted)
-    update = {
-        "replicas": replicas,
-        "wanted": wanted,
-        "above_polls": 0,
-        "below_since": None,
-        "low_needs": (),
-        "idle_since": None,
-    }
-    return ScaleResult(
-        replicas=replicas,
-        wanted=wanted,
-        state=state.model_copy(update=update),
-        reason="routers hold a request" if activity.held == 1 else f"routers hold {activity.held} requests",
-    )
-
-
-def _rest(spec: ScalingSpec, result: ScaleResult, activity: Activity, now: float) -> ScaleResult:
-    """Remove all workers after ``idleAfter`` without requests. A poll that says nothing only delays it."""
-    since = result.state.idle_since if activity.is_quiet is not False else None
+        return _wake(spec, state.model_copy(update={"idle_since": None}), demand, activity.held)
+    state, reason = scale(spec.model_copy(update={"min_replicas": 1}), state, demand, now=now)
+    since = state.idle_since if activity.is_quiet is not False else None
     if activity.is_quiet and since is None:
         since = now
     if not activity.is_quiet or since is None or now - since < spec.idle_seconds:
-        state = result.state.model_copy(update={"idle_since": since})
-        return ScaleResult(replicas=result.replicas, wanted=result.wanted, state=state, reason=result.reason)
-    update = {"replicas": 0, "wanted": 0, "above_polls": 0, "below_since": None, "low_needs": (), "idle_since": None}
-    return ScaleResult(
-        replicas=0,
-        wanted=0,
-        state=result.state.model_copy(update=update),
-        reason=f"no requests for {spec.idle_seconds} s",
-    )
+        return state.model_copy(update={"idle_since": since}), reason
+    rests, _ = _result(state.model_copy(update={"idle_since": None}), 0, 0)
+    return rests, f"no requests for {spec.idle_seconds} s"
+
+
+def _wake(spec: ScalingSpec, state: ScalingState, demand: Demand, held: int) -> Scaled:
+    """Start workers for held requests. The rate of arrivals before the rest says nothing about now."""
+    wanted = math.ceil(held / max(1.0, TUNING.usable_slots * demand.max_num_seqs))
+    reason = "routers hold a request" if held == 1 else f"routers hold {held} requests"
+    return _result(state, min(spec.max_replicas, wanted), wanted)[0], reason

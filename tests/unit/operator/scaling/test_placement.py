@@ -105,9 +105,9 @@ def test_waiting_requests_may_be_for_the_workers_without_a_node() -> None:
     load = Demand(requests=3, waiting=2, max_num_seqs=10, seconds=5, is_complete=True)
     state = ScalingState(replicas=4, below_since=0)
     unplaced = replace(load, are_all_placed=False)
-    assert scale(SPEC, state, unplaced, now=1000).replicas == 4
-    assert scale(SPEC, state, replace(unplaced, waiting=0), now=1000).replicas == 3
-    assert scale(SPEC, state, load, now=1000).replicas == 3
+    assert scale(SPEC, state, unplaced, now=1000)[0].replicas == 4
+    assert scale(SPEC, state, replace(unplaced, waiting=0), now=1000)[0].replicas == 3
+    assert scale(SPEC, state, load, now=1000)[0].replicas == 3
 
 
 def test_a_long_wait_adds_no_more_workers_while_some_have_no_node() -> None:
@@ -123,8 +123,8 @@ def test_a_long_wait_adds_no_more_workers_while_some_have_no_node() -> None:
     )
     demand = Demand(requests=10, waiting=9, max_num_seqs=10, seconds=5, is_complete=True, load=load)
     state = ScalingState(replicas=2)
-    assert scale(SPEC, state, replace(demand, are_all_placed=False), now=1000).replicas == 2
-    assert scale(SPEC, state, demand, now=1000).replicas == 3
+    assert scale(SPEC, state, replace(demand, are_all_placed=False), now=1000)[0].replicas == 2
+    assert scale(SPEC, state, demand, now=1000)[0].replicas == 3
 
 
 def test_demand_keeps_the_workers_without_a_node() -> None:
