@@ -416,7 +416,5 @@ class Outcome:
     """Result of applying the desired children."""
 
     problems: tuple[ChildProblem, ...] = ()
-    is_saved: bool = True
-    """The state that the decision rests on is persisted."""
     job_problem: str = ""
     """Reason why the training Job could not be created; empty if there is none."""

@@ -14,6 +14,8 @@ GROUP = "specdecode.io"
 VERSION = "v1alpha1"
 KIND = "SpecDecodeDeployment"
 PLURAL = "specdecodedeployments"
+NAME_LABEL = f"{GROUP}/name"
+"""Label with the name of the deployment that an object belongs to."""
 MAX_NAME_LENGTH = 45
 """Maximum characters of a name. Children append suffixes to it, and a label value has at most 63 characters."""
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"

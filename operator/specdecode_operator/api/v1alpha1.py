@@ -21,6 +21,7 @@ from specdecode_operator.api.schema import (
     GROUP,
     KIND,
     MAX_NAME_LENGTH,
+    NAME_LABEL,
     NAME_MESSAGE,
     NAME_PATTERN,
     PLURAL,

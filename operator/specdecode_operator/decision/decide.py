@@ -157,7 +157,7 @@ def _shown(
 ) -> Shown:
     """Return the values for status, Events and metrics."""
     learned, current = session.learned, planned.plan
-    depth = plan_stage.depth_in_use(deployment, observed, learned, current, buckets)
+    used = plan_stage.in_use(deployment, observed, learned, current, buckets)
     return Shown(
         image=learned.template.image if learned.template else "",
         url=manifests.service_url(
@@ -165,9 +165,9 @@ def _shown(
         ),
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         recommended=planned.recommended,
-        depth=depth,
-        suspended=plan_stage.suspended_shape(observed, learned, current, buckets),
-        nodes=plan_stage.nodes_in_use(current, learned, buckets, depth),
+        depth=used.depth,
+        suspended=used.suspended,
+        nodes=used.nodes,
         task_depths=plan_stage.task_depths(deployment, current, learned, buckets),
         figures=figures,
         measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
