@@ -19,7 +19,7 @@ from specdecode_operator.decision.materialise_stage import materialise, settle_r
 from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.size_stage import is_complete, size
-from specdecode_operator.health.pod_health import heal
+from specdecode_operator.health import heal
 from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
 from specdecode_operator.planning import figures as measurements

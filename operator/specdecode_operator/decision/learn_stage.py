@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from specdecode_operator import health
 from specdecode_operator.decision import history
-from specdecode_operator.health import pod_health
-from specdecode_operator.health.pod_health import WorkerDelta
+from specdecode_operator.health import WorkerDelta
 from specdecode_operator.planning import learning
 from specdecode_operator.planning.figures import saved_seconds
 from specdecode_operator.state.learned import LearnedState, with_promoted_draft
 from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Session, Silence
-from specdecode_operator.telemetry.deltas import Delta, difference, fleet
+from specdecode_operator.telemetry.counters import Delta, difference, fleet
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import Buckets, Method, Report
 
@@ -83,7 +83,7 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
     baselines, deltas = read_deltas(observed, buckets, now)
     present = {worker.uid for worker in observed.workers}
     judged = recalled.model_copy(
-        update={"pods": pod_health.learn_pods(recalled, deltas, present=present, now=now)},
+        update={"pods": health.learn_pods(recalled, deltas, present=present, now=now)},
     )
     delta, others = _fleet_deltas(judged, observed, deltas, now)
     window = (*observed.session.window, *([delta] if delta else []))
@@ -145,8 +145,8 @@ def _fleet_deltas(
     Returns:
         The sum of all workers, and one sum for each draft other than the deployment's, such as that of a canary.
     """
-    unhealthy = pod_health.suspected(learned)
-    evened = pod_health.evened(learned.pods, list(deltas))
+    unhealthy = health.suspected(learned)
+    evened = health.evened(learned.pods, list(deltas))
     counted = [delta.without_acceptance() if uid in unhealthy else delta for uid, _, delta in evened]
     if not counted:
         return None, ()

@@ -12,7 +12,7 @@ from specdecode_operator.planning import loads, step_pace, workload
 from specdecode_operator.scaling import TUNING
 from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import WINDOW_SECONDS
-from specdecode_operator.telemetry.deltas import Delta, over
+from specdecode_operator.telemetry.counters import Delta, over
 from specdecode_operator.types import Deployment, Observation, ReplicaDecision
 from specdecode_worker.contract.demand import held_requests
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.health import pod_health
-from specdecode_operator.health.pod_health import TUNING
+from specdecode_operator import health
+from specdecode_operator.health import TUNING
 from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState
 from specdecode_operator.state.session import Session
 from specdecode_operator.types import Observation, Remediation, Worker
@@ -45,7 +45,7 @@ def heal(inputs: Inputs) -> Remediation:
         speculation={"depth": {"min": inputs.least_depth, "max": 5}},
         workers={"recycle": "OnCollapse" if inputs.can_replace else "Never"},
     )
-    return pod_health.heal(
+    return health.heal(
         served,
         Observation(workload=None, workers=inputs.workers, session=Session()),
         LearnedState(pods=inputs.pods, recycling=inputs.recycling, recycled_at=inputs.recycled_at),

@@ -23,11 +23,10 @@ from specdecode_operator.scaling import (
     arrival_rate,
     scale,
     scaling_limit,
+    waiting_seconds,
 )
-from specdecode_operator.scaling.capacity import waiting_seconds
 from specdecode_operator.state.learned import LearnedState, LoadState, ScalingState, TrafficCell
-from specdecode_operator.telemetry.counters import NO_TRAFFIC
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import NO_TRAFFIC, Delta
 from specdecode_operator.types import Capacity, StepEstimate, StepModel
 from support.operators.estimates import FULL, chances, moments, spec
 

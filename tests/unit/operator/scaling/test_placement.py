@@ -15,7 +15,7 @@ from specdecode_operator.scaling import (
 )
 from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import Session
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Capacity, Observation, ReplicaDecision, Worker
 from support.operators.fleet import SimulatedWorker, Truth, deployment_with, with_spec, workload_with
 

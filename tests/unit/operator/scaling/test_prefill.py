@@ -15,7 +15,7 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.decision.size_stage import prefill_replicas
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Decision, Observation, PolicyPeers, Worker
 from specdecode_worker.contract import Env, PlanState, Port, Report, WorkerConfig
 from support.operators.fleet import DEFAULTS, deployment_with, with_spec, workload_with

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from specdecode_operator.planning import task_bounds
 from specdecode_operator.planning.acceptance_model import effect_of
 from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState
-from specdecode_operator.telemetry.counters import NO_REQUESTS, CellKey, Hits, Moments, RequestSums
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import NO_REQUESTS, CellKey, Delta, Hits, Moments, RequestSums
 from specdecode_operator.types import Deployment, Observation, Remediation, UnhealthyWorker, Worker
 from specdecode_worker.contract import Plan, TreeShape
 
