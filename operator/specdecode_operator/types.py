@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
@@ -74,6 +74,22 @@ class Capacity:
     """False if a single sequence misses an objective; then more workers do not help."""
 
 
+class StepEstimate(NamedTuple):
+    """One step of a number of sequences of a worker, with the best shapes for that number."""
+
+    seconds: float
+    tokens: float
+    """Expected tokens per sequence, mean over the tasks."""
+    least_tokens: float
+    """Expected tokens per sequence of the task with the fewest."""
+    error: float
+    """Standard error of log(seconds / tokens)."""
+
+
+StepModel = Callable[[float, float], StepEstimate]
+"""Step of so many sequences, which also reads so many prompt tokens on average."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScalingLimit:
     """Reason why the replicas do not follow demand."""
@@ -82,22 +98,13 @@ class ScalingLimit:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UnhealthyWorker:
     """Pod whose acceptance fell far below its peers and its own past, or whose steps take longer than theirs."""
 
     pod: str
-    uid: str
     reason: Literal["AcceptanceCollapsed", "SlowSteps"]
     message: str
-    since: float
-    """Start of the difference, in seconds of the operator's clock."""
-    acceptance: float | None = None
-    """Present acceptance rate of the first drafted token."""
-    usual: float | None = None
-    """Earlier acceptance rate of the first drafted token, for the same tasks."""
-    pace: float | None = None
-    """Step time of the pod divided by that of its peers."""
 
 
 # Records that pass between the steps observe, decide, apply and status. Data only, with a few derived properties.
@@ -409,7 +416,5 @@ class Outcome:
     """Result of applying the desired children."""
 
     problems: tuple[ChildProblem, ...] = ()
-    is_saved: bool = True
-    """The state that the decision rests on is persisted."""
     job_problem: str = ""
     """Reason why the training Job could not be created; empty if there is none."""

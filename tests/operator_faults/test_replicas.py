@@ -13,8 +13,6 @@ from support.operator_faults.tenant import ServedDeployment, Tenant
 
 WINDOW_SECONDS = 5
 HOLD_SECONDS = 15
-WITHDRAWAL_SECONDS = 380
-"""A cluster autoscaler has five minutes to add a node; the rest is for polls."""
 
 
 def wanted(served: ServedDeployment) -> int:
@@ -113,22 +111,3 @@ def test_rollout_finishes_on_a_full_node(tenant: Tenant, figures: Figures) -> No
             raise
         figures.record(12, "seconds to roll out on a full node", time.monotonic() - started)
         wait_for("Ready", lambda: served.is_condition("Ready", "True"), timeout_s=30)
-
-
-@pytest.mark.timeout(600)
-def test_pending_workers_are_withdrawn_after_a_time_out(tenant: Tenant, figures: Figures) -> None:
-    """Demand stays, but no node takes the new workers: after some minutes they are no longer wanted."""
-    scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 3}
-    with (
-        node_resource(tenant.api, 1) as resource,
-        tenant.deployment("withdrawn", accelerator=(resource, 1), scaling=scaling) as served,
-    ):
-        served.behave(served.pods()[0], running=12)
-        wait_for("scaled up", lambda: wanted(served) == 3, timeout_s=60)
-        started = time.monotonic()
-        try:
-            wait_for("withdrawn", lambda: wanted(served) == 1, timeout_s=WITHDRAWAL_SECONDS, every_s=2)
-        except AssertionError:
-            figures.record(9, "seconds to withdraw pending workers", f"not within {WITHDRAWAL_SECONDS}")
-            raise
-        figures.record(9, "seconds to withdraw pending workers", time.monotonic() - started)

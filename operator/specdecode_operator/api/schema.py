@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic.alias_generators import to_camel
 
 GROUP = "specdecode.io"
 VERSION = "v1alpha1"
 KIND = "SpecDecodeDeployment"
 PLURAL = "specdecodedeployments"
+NAME_LABEL = f"{GROUP}/name"
+"""Label with the name of the deployment that an object belongs to."""
 MAX_NAME_LENGTH = 45
 """Maximum characters of a name. Children append suffixes to it, and a label value has at most 63 characters."""
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
@@ -65,39 +67,18 @@ Anything = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-pres
 """Object that the API server validates when a child that contains it is applied."""
 
 
-def _quantity(value: int | str) -> int | str:
-    if isinstance(value, str) and not _QUANTITY.fullmatch(value):
-        raise ValueError(f"{value!r} is no quantity; write 2, 500m or 16Gi")
-    return value
-
-
-def _count_or_percent(value: int | str) -> int | str:
-    if isinstance(value, str) and not _PERCENT.fullmatch(value):
-        raise ValueError(f"{value!r} is no percentage; write 1 or 25%")
-    if isinstance(value, int) and not 0 <= value <= MAX_COUNT:
-        raise ValueError(f"{value} pods are not within 0 and {MAX_COUNT}")
-    return value
-
-
 Quantity = Annotated[
     int | str,
-    AfterValidator(_quantity),
     WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY.pattern, "maxLength": 64}),
 ]
 """Amount of a resource, such as 2, 500m or 16Gi."""
 CountOrPercent = Annotated[
     int | str,
-    AfterValidator(_count_or_percent),
     WithJsonSchema(
         {"x-kubernetes-int-or-string": True, "pattern": _PERCENT.pattern, "minimum": 0, "maximum": MAX_COUNT}
     ),
 ]
 """Number of pods, or their share of the replicas, such as 1 or 25%."""
-
-
-def is_valid_name(name: str) -> bool:
-    """Return whether a deployment may have this name; NAME_MESSAGE says the rule."""
-    return len(name) <= MAX_NAME_LENGTH and re.fullmatch(NAME_PATTERN, name) is not None
 
 
 def rule(expression: str, message: str) -> dict[str, str]:

@@ -240,7 +240,6 @@ class SpeculationStatus(Api):
         default=None,
         description="Shape that mode Auto would run at the present load. Present in mode Advisory and while pinned.",
     )
-    last_decision: _Message | None = Field(default=None, description="Latest decision, in a sentence.")
     history: Annotated[tuple[Decision, ...], Field(max_length=10)] = Field(
         default=(), description="Latest decisions, the newest first."
     )

@@ -21,6 +21,7 @@ from specdecode_operator.api.schema import (
     GROUP,
     KIND,
     MAX_NAME_LENGTH,
+    NAME_LABEL,
     NAME_MESSAGE,
     NAME_PATTERN,
     PLURAL,
@@ -33,7 +34,6 @@ from specdecode_operator.api.schema import (
     SecretKeyRef,
     Text,
     container_in,
-    is_valid_name,
     object_in,
     objects_in,
     rule,
@@ -91,14 +91,6 @@ from specdecode_operator.api.status import (
     TaskStatus,
     TrafficStatus,
 )
-
-
-class SpecDecodeDeployment(Api):
-    """Model that is served with speculative decoding tuned from measurements."""
-
-    spec: Spec
-    status: Status | None = None
-
 
 COLUMNS: tuple[dict[str, Any], ...] = (
     {"name": "Ready", "type": "string", "jsonPath": ".status.ready"},

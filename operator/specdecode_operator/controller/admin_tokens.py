@@ -23,8 +23,6 @@ from specdecode_operator.types import Deployment, Key
 
 KEY_SECRET = "specdecode-operator-token-key"
 """Name of the Secret with the key."""
-SCOPES = ("operator", "router", "capture")
-"""Clients of the admin port, each with tokens of its own."""
 ENSURE_SECONDS = 10.0
 """Least time between two attempts to create the Secret of a deployment whose pods do not start, in seconds."""
 
@@ -112,7 +110,7 @@ class AdminTokens:
             return
         if last is not None and (not suspicious or self._clock() - last < ENSURE_SECONDS):
             return
-        tokens = {scope: self._keys.tokens(deployment.key, scope) for scope in SCOPES}
+        tokens = {scope: self._keys.tokens(deployment.key, scope) for scope in manifests.TokenScope}
         try:
             await self._client.create(SECRETS, manifests.tokens_secret(deployment, tokens))
             log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)

@@ -134,10 +134,6 @@ class Caches:
         """Return the Deployment of the workers, or of those with another role, without its pod template."""
         return next((record.workload for record in self._workloads.of(key) if record.role == role), None)
 
-    def routers(self, key: Key) -> Workload | None:
-        """Return the Deployment of the routers without its pod template."""
-        return self.workload(key, Role.router)
-
     def demand(self, key: Key) -> Mapping[str, HeldRequests]:
         """Return the requests that routers reported as held, by router."""
         return next(iter(self._demand.of(key)), {})

@@ -168,7 +168,7 @@ class DeploymentLoop:
             workers=tuple(map(self._poller.reported, caches.workers(self.key))),
             session=session,
             round=self._poller.round,
-            routers=caches.routers(self.key),
+            routers=caches.workload(self.key, manifests.Role.router),
             prefill_workload=caches.workload(self.key, manifests.Role.prefill),
             prefill=tuple(map(self._poller.reported, caches.workers(self.key, manifests.Role.prefill))),
             demand=caches.demand(self.key),
@@ -273,7 +273,7 @@ class DeploymentLoop:
             job_problem = await shared.jobs.carry_out(deployment.key, decision.job, decision.ended_jobs)
         await self._delete_unwanted(deployment, decision)
         await self._evict(deployment, observed, decision)
-        return Outcome(problems=tuple(problems), is_saved=unsaved is None, job_problem=job_problem)
+        return Outcome(problems=tuple(problems), job_problem=job_problem)
 
     async def _ensure_tokens(self, deployment: Deployment, observed: Observation) -> ChildProblem | None:
         workers = [worker for worker in observed.workers if not worker.leaving]
@@ -290,7 +290,7 @@ class DeploymentLoop:
     async def _delete_unwanted(self, deployment: Deployment, decision: Decision) -> None:
         """Delete the NetworkPolicy and the DaemonSet once none is wanted: they would go on to act."""
         wanted = {manifest["kind"] for manifest in decision.children}
-        policy, prefetch = manifests.policy_name(deployment.name), manifests.prefetch_name(deployment.name)
+        policy, prefetch = deployment.name, manifests.prefetch_name(deployment.name)
         for kind, name in ((NETWORK_POLICIES, policy), (DAEMON_SETS, prefetch)):
             record = self._shared.caches.record((kind.kind, deployment.namespace, name))
             if record is None or record.controller_uid != deployment.uid or record.deleting or kind.kind in wanted:

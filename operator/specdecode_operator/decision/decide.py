@@ -19,7 +19,7 @@ from specdecode_operator.decision.materialise_stage import materialise, settle_r
 from specdecode_operator.decision.merge_stage import choose_merges
 from specdecode_operator.decision.plan_stage import Planned, plan
 from specdecode_operator.decision.size_stage import is_complete, size
-from specdecode_operator.health.pod_health import heal_from
+from specdecode_operator.health import heal
 from specdecode_operator.merging.credit import own_acceptance
 from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
 from specdecode_operator.planning import figures as measurements
@@ -66,7 +66,7 @@ def decide(
     planned = plan(merged.deployment, observed, learnt.learned, buckets, now=now)
     update = {"rows": planned.rows, "swept_at": planned.swept_at, "plan": planned.plan, "pin": planned.pin.text}
     with_plan = learnt.learned.model_copy(update=update)
-    healed = heal_from(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
+    healed = heal(deployment, observed, with_plan, planned.plan, is_complete=is_complete(observed), now=now)
     session = replace(
         observed.session,
         baselines=learnt.baselines,
@@ -157,7 +157,7 @@ def _shown(
 ) -> Shown:
     """Return the values for status, Events and metrics."""
     learned, current = session.learned, planned.plan
-    depth = plan_stage.depth_in_use(deployment, observed, learned, current, buckets)
+    used = plan_stage.in_use(deployment, observed, learned, current, buckets)
     return Shown(
         image=learned.template.image if learned.template else "",
         url=manifests.service_url(
@@ -165,9 +165,9 @@ def _shown(
         ),
         selector=",".join(f"{key}={value}" for key, value in manifests.selector(deployment.name).items()),
         recommended=planned.recommended,
-        depth=depth,
-        suspended=plan_stage.suspended_shape(observed, learned, current, buckets),
-        nodes=plan_stage.nodes_in_use(current, learned, buckets, depth),
+        depth=used.depth,
+        suspended=used.suspended,
+        nodes=used.nodes,
         task_depths=plan_stage.task_depths(deployment, current, learned, buckets),
         figures=figures,
         measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,

@@ -26,8 +26,7 @@ from specdecode_operator.drafts.drift import (
 )
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, LearnedState, TaskDrift
-from specdecode_operator.telemetry.counters import NO_HITS, Hits
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import NO_HITS, Delta, Hits
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment
 from specdecode_worker.contract import DRAFT_FREE, OTHER_TASK

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from specdecode_operator import health
 from specdecode_operator.api.v1alpha1 import Cause, Decision
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.health import pod_health
 from specdecode_operator.planning.figures import interpolated
 from specdecode_operator.planning.loads import bucket_of, present_row
 from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
-from specdecode_operator.telemetry.counters import CellKey, Moments
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import CellKey, Delta, Moments
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, ReplicaDecision
 from specdecode_worker.contract import FEATURES, Buckets, Method, Plan, TreeShape, draft_passes
@@ -263,14 +262,14 @@ def is_urgent(before: LearnedState, after: LearnedState) -> bool:
         or before.history != after.history
         or before.uid != after.uid
         or (before.recycled_at, before.recycling) != (after.recycled_at, after.recycling)
-        or pod_health.suspected(before) != pod_health.suspected(after)
+        or health.suspected(before) != health.suspected(after)
     )
 
 
 def _ownership(learned: LearnedState) -> tuple[object, ...]:
     """Return the part of the scaling state that a restart must not misread as a hand-over of the replicas."""
     state = learned.scaling
-    return state.replicas, state.spec_replicas, state.owned, state.retry_at
+    return state.replicas, state.spec_replicas, state.owned
 
 
 def _other_changes(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from specdecode_operator import health
 from specdecode_operator.decision import history
-from specdecode_operator.health import pod_health
-from specdecode_operator.health.pod_health import WorkerDelta
+from specdecode_operator.health import WorkerDelta
 from specdecode_operator.planning import learning
 from specdecode_operator.planning.figures import saved_seconds
 from specdecode_operator.state.learned import LearnedState, with_promoted_draft
 from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Session, Silence
-from specdecode_operator.telemetry.deltas import Delta, difference, fleet
+from specdecode_operator.telemetry.counters import Delta, difference, fleet
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import Buckets, Method, Report
 
@@ -22,11 +22,19 @@ STALE_SECONDS, STALE_LOOKS = 30.0, 3
 """A worker is stale after this time and this many rounds without a report. One missed report means nothing."""
 
 
-def silent_workers(observed: Observation, now: float) -> dict[str, Silence]:
-    """Return the ready workers without a report in this round, by uid, with the time since when."""
+def count_silent(observed: Observation, now: float) -> Mapping[str, Silence]:
+    """Count the ready workers without a report once for every round, however often the planner runs in between."""
     known = observed.session.silent
-    silent = [worker for worker in observed.workers if worker.ready and not worker.leaving and worker.report is None]
-    return {worker.uid: _longer(known.get(worker.uid), worker, now) for worker in silent}
+    silent = [worker for worker in observed.workers if worker.report is None]
+    if 0 < observed.round == observed.session.round:
+        return {worker.uid: known[worker.uid] for worker in silent if worker.uid in known}
+    return {
+        worker.uid: replace(known[worker.uid], looks=known[worker.uid].looks + 1)
+        if worker.uid in known
+        else Silence(since=now, looks=1, problem=worker.report_problem or "no report")
+        for worker in silent
+        if worker.ready and not worker.leaving
+    }
 
 
 def stale_workers(observed: Observation, session: Session, now: float) -> dict[str, str]:
@@ -38,12 +46,6 @@ def stale_workers(observed: Observation, session: Session, now: float) -> dict[s
         and silence.looks >= STALE_LOOKS
         and now - silence.since >= STALE_SECONDS
     }
-
-
-def _longer(known: Silence | None, worker: Worker, now: float) -> Silence:
-    if known is None:
-        return Silence(since=now, looks=1, problem=worker.report_problem or "no report")
-    return replace(known, looks=known.looks + 1)
 
 
 # Stage 1, learn: reports become differences, and differences move the estimates. Pure.
@@ -81,7 +83,7 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
     baselines, deltas = read_deltas(observed, buckets, now)
     present = {worker.uid for worker in observed.workers}
     judged = recalled.model_copy(
-        update={"pods": pod_health.learn_pods(recalled, deltas, present=present, now=now)},
+        update={"pods": health.learn_pods(recalled, deltas, present=present, now=now)},
     )
     delta, others = _fleet_deltas(judged, observed, deltas, now)
     window = (*observed.session.window, *([delta] if delta else []))
@@ -133,15 +135,6 @@ def _with_planned_draft(learned: LearnedState, observed: Observation) -> Learned
     return with_promoted_draft(learned, planned) if planned and learned.draft not in ("", planned) else learned
 
 
-def count_silent(observed: Observation, now: float) -> Mapping[str, Silence]:
-    """Count the silent workers once for every round of readings, however often the planner runs in between."""
-    known = observed.session.silent
-    if observed.round == 0 or observed.round != observed.session.round:
-        return silent_workers(observed, now)
-    still = {worker.uid for worker in observed.workers if worker.report is None}
-    return {uid: silence for uid, silence in known.items() if uid in still}
-
-
 def _fleet_deltas(
     learned: LearnedState, observed: Observation, deltas: Sequence[WorkerDelta], now: float
 ) -> tuple[Delta | None, Sequence[Delta]]:
@@ -152,8 +145,8 @@ def _fleet_deltas(
     Returns:
         The sum of all workers, and one sum for each draft other than the deployment's, such as that of a canary.
     """
-    unhealthy = pod_health.suspected(learned)
-    evened = pod_health.evened(learned.pods, list(deltas))
+    unhealthy = health.suspected(learned)
+    evened = health.evened(learned.pods, list(deltas))
     counted = [delta.without_acceptance() if uid in unhealthy else delta for uid, _, delta in evened]
     if not counted:
         return None, ()

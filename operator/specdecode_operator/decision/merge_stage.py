@@ -23,7 +23,7 @@ from specdecode_operator.planning.shape_search import ShapeSearch
 from specdecode_operator.planning.step_time_model import StepTimeModel
 from specdecode_operator.planning.tuning import TUNING as PLANNING
 from specdecode_operator.state.learned import LearnedState, MergeChoice
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import DRAFT_FREE, Buckets

@@ -238,37 +238,32 @@ def held_back_loads(observed: Observation, plan: Plan | None) -> set[tuple[int, 
     return suppressed_loads(observed.reports, plan.version) if plan is not None else set()
 
 
-def depth_in_use(
-    deployment: Deployment, observed: Observation, learned: LearnedState, plan: Plan, buckets: Buckets
-) -> int | None:
-    """Return the draft depth at the present load, or None while no worker reports that it runs this plan."""
-    if deployment.spec.speculation.method == "none":
-        return None
-    running = [report for report in observed.reports if report.plan.version == plan.version]
-    if not running:
-        return None
-    if all(report.draft.problem for report in running):
-        return 0
-    concurrency, context = loads.present_row(learned.load, buckets)
-    if (concurrency, context) in held_back_loads(observed, plan):
-        return 0
-    if not any(report.plan.matches_draft for report in running):
-        return plan.initial.depth
-    return plan.shape(concurrency, context, learned.load.task).depth
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """Shapes at the present load."""
+
+    depth: int | None = None
+    """Draft depth. None while no worker reports that it runs the plan."""
+    nodes: int | None = None
+    """Draft tokens of the shape; 0 for plain decoding. None where the depth is unknown."""
+    suspended: TreeShape | None = None
+    """Shape of the plan that the guards of all workers suspend. None if they suspend none."""
 
 
-def suspended_shape(observed: Observation, learned: LearnedState, plan: Plan, buckets: Buckets) -> TreeShape | None:
-    """Return the plan's shape at the present load if it speculates and the guards of all workers suspend it."""
+def in_use(deployment: Deployment, observed: Observation, learned: LearnedState, plan: Plan, buckets: Buckets) -> InUse:
+    """Return the shapes that workers run at the present load."""
     present = loads.present_row(learned.load, buckets)
     shape = plan.shape(*present, learned.load.task)
-    return shape if shape.nodes and present in held_back_loads(observed, plan) else None
-
-
-def nodes_in_use(plan: Plan, learned: LearnedState, buckets: Buckets, depth: int | None) -> int | None:
-    """Return the number of draft tokens of the shape in use; 0 for plain decoding, None where the depth is unknown."""
-    if not depth:
-        return depth
-    return plan.shape(*loads.present_row(learned.load, buckets), learned.load.task).nodes
+    is_held_back = present in held_back_loads(observed, plan)
+    suspended = shape if shape.nodes and is_held_back else None
+    running = [report for report in observed.reports if report.plan.version == plan.version]
+    if deployment.spec.speculation.method == "none" or not running:
+        return InUse(suspended=suspended)
+    if is_held_back or all(report.draft.problem for report in running):
+        return InUse(0, 0, suspended)
+    if not any(report.plan.matches_draft for report in running):
+        return InUse(plan.initial.depth, shape.nodes if plan.initial.depth else 0, suspended)
+    return InUse(shape.depth, shape.nodes, suspended)
 
 
 def task_depths(deployment: Deployment, plan: Plan, learned: LearnedState, buckets: Buckets) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from specdecode_operator import scaling
@@ -12,37 +12,13 @@ from specdecode_operator.planning import loads, step_pace, workload
 from specdecode_operator.scaling import TUNING
 from specdecode_operator.state.learned import LearnedState, ScalingState
 from specdecode_operator.state.session import WINDOW_SECONDS
-from specdecode_operator.telemetry.deltas import Delta, over
+from specdecode_operator.telemetry.counters import Delta, over
 from specdecode_operator.types import Deployment, Observation, ReplicaDecision
 from specdecode_worker.contract.demand import held_requests
 
 PREFILL_BUSY = 0.7
 PREFILL_IDLE = 0.5
 """Shares of the time in which prefill workers compute: the largest, and that below which one of them is taken away."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapacityInputs:
-    """The mean request, and one worker that serves it."""
-
-    mix: scaling.Mix
-    step_model: scaling.StepModel
-    limits: scaling.Limits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stage:
-    """Inputs that the parts of the replica decision share."""
-
-    deployment: Deployment
-    observed: Observation
-    delta: Delta | None
-    """Differences of the reports since the previous poll. None if no worker has a new reading."""
-    window: tuple[Delta, ...]
-    """Differences of the last minute, oldest first."""
-    capacity: CapacityInputs | None
-    """None while requests or step times are unknown."""
-    now: float
 
 
 def size(
@@ -65,14 +41,7 @@ def size(
     """
     spec = deployment.spec
     is_scaling_known = delta is not None and (spec.scaling is not None or spec.prefill.max_replicas is not None)
-    stage = _Stage(
-        deployment=deployment,
-        observed=observed,
-        delta=delta,
-        window=window,
-        capacity=_capacity_inputs(deployment, observed, learned) if is_scaling_known else None,
-        now=now,
-    )
+    worker = _worker_model(deployment, observed, learned) if is_scaling_known else None
     state = scaling.take_over(
         learned.scaling,
         spec_replicas=spec.replicas,
@@ -84,15 +53,22 @@ def size(
     if spec.scaling is None:
         decision = ReplicaDecision(replicas=running, desired=running)
     else:
-        decision, state = _follow_demand(stage, spec.scaling, state, _service_load(stage), running)
-    prefill = prefill_replicas(deployment, observed, stage.capacity, window, now)
-    return replace(decision, prefill=prefill), state
+        problem = scaling.placement_problem(observed.workload, observed.workers)
+        load = _service_load(worker, window, now) if worker else None
+        demand = _demand(deployment, observed, delta, window, load, are_all_placed=problem is None)
+        activity = scaling.Activity()
+        if not spec.paused:
+            activity = scaling.activity_of(observed.workers, delta, held_requests(observed.demand, now))
+        after, reason = scaling.scale_to_activity(spec.scaling, state, demand, activity, now=now)
+        decision = _decision(deployment, spec.scaling, running, after, reason, load, problem)
+        state = after.model_copy(update={"replicas": decision.replicas})
+    return replace(decision, prefill=prefill_replicas(deployment, observed, worker, window, now)), state
 
 
 def prefill_replicas(
     deployment: Deployment,
     observed: Observation,
-    capacity: CapacityInputs | None,
+    worker: scaling.WorkerModel | None,
     window: tuple[Delta, ...],
     now: float,
 ) -> int:
@@ -105,9 +81,9 @@ def prefill_replicas(
     if spec.max_replicas is None:
         return spec.replicas
     wanted = running
-    if capacity is not None and not deployment.spec.paused:
+    if worker is not None and not deployment.spec.paused:
         rate = scaling.arrival_rate(window, now=now, within=WINDOW_SECONDS)
-        busy = rate * capacity.mix.prompt_busy_seconds
+        busy = rate * worker.mix.prompt_busy_seconds
         wanted = max(math.ceil(busy / PREFILL_BUSY), min(running, math.ceil(busy / PREFILL_IDLE)))
     return max(spec.replicas, min(spec.max_replicas, wanted))
 
@@ -128,7 +104,8 @@ def is_complete(observed: Observation) -> bool:
     return scaling.is_complete(observed.workload, observed.workers)
 
 
-def _capacity_inputs(deployment: Deployment, observed: Observation, learned: LearnedState) -> CapacityInputs | None:
+def _worker_model(deployment: Deployment, observed: Observation, learned: LearnedState) -> scaling.WorkerModel | None:
+    """Return one worker under the present mix of requests. Return None while requests or step times are unknown."""
     request = workload.request_of(learned)
     if request is None:
         return None
@@ -158,80 +135,73 @@ def _capacity_inputs(deployment: Deployment, observed: Observation, learned: Lea
         # With prefill workers, these are sized for first tokens, and workers for inter-token latencies.
         ttft_seconds=None if ttft is None or is_apart else ttft / objective.ttft_ratio,
     )
-    return CapacityInputs(mix=mix, step_model=step_model, limits=limits)
+    return scaling.WorkerModel(mix=mix, step_model=step_model, limits=limits)
 
 
-def _service_load(stage: _Stage) -> scaling.ServiceLoad | None:
-    """Return arrival rates and the capacity of one worker. Return None while the capacity is unknown."""
-    known = stage.capacity
-    if known is None:
-        return None
-    capacity = partial(scaling.capacity, known.mix, known.step_model, known.limits)
-    rate = partial(scaling.arrival_rate, stage.window, now=stage.now)
+def _service_load(worker: scaling.WorkerModel, window: tuple[Delta, ...], now: float) -> scaling.ServiceLoad:
+    """Return arrival rates and the capacity of one worker."""
+    rate = partial(scaling.arrival_rate, window, now=now)
     return scaling.ServiceLoad(
-        capacity=capacity(),
-        capacity_bound=capacity(standard_errors=TUNING.confidence_errors),
+        capacity=worker.capacity(),
+        capacity_bound=replace(worker, standard_errors=TUNING.confidence_errors).capacity(),
         arrival_rate=rate(within=TUNING.recent_seconds),
         arrival_rate_bound=rate(within=TUNING.recent_seconds, standard_errors=TUNING.confidence_errors),
         window_arrival_rate=rate(within=WINDOW_SECONDS),
-        ttft_seconds=known.limits.ttft_seconds,
+        ttft_seconds=worker.limits.ttft_seconds,
     )
 
 
-def _follow_demand(
-    stage: _Stage, spec: ScalingSpec, state: ScalingState, load: scaling.ServiceLoad | None, running: int
-) -> tuple[ReplicaDecision, ScalingState]:
+def _decision(
+    deployment: Deployment,
+    spec: ScalingSpec,
+    running: int,
+    after: ScalingState,
+    reason: str,
+    load: scaling.ServiceLoad | None,
+    problem: str | None,
+) -> ReplicaDecision:
     """Return the replicas for the measured demand; with an external owner or in mode Advisory only report them."""
-    is_owner = spec.owner == "Operator"
-    follows = is_owner and stage.deployment.spec.speculation.mode != "Advisory"
-    placement = scaling.placement_of(stage.observed.workload, stage.observed.workers)
-    result = scaling.scale_to_activity(
-        spec,
-        state,
-        _demand(stage, load),
-        _activity(stage),
-        now=stage.now,
-        placement=placement if follows and not stage.deployment.spec.paused else None,
-    )
-    replicas = result.replicas
-    if not follows:
-        replicas = max(spec.min_replicas, min(spec.max_replicas, running)) if is_owner else running
+    is_owner, desired, wanted = spec.owner == "Operator", after.replicas or 0, after.wanted or 0
+    if not is_owner:
+        replicas = running
+    elif deployment.spec.speculation.mode == "Advisory":
+        replicas = max(spec.min_replicas, min(spec.max_replicas, running))
+    else:
+        replicas = desired
     capacity = load.capacity if load else None
-    problems = (
-        scaling.placement_problem(stage.observed.workload, stage.observed.workers),
-        scaling.withdrawal_message(spec, result.state, result.wanted, stage.now),
-    )
-    decision = ReplicaDecision(
+    return ReplicaDecision(
         replicas=replicas,
-        desired=result.replicas,
-        wanted=result.wanted,
+        desired=desired,
+        wanted=wanted,
         arrivals=load.window_arrival_rate if load else None,
         capacity=capacity,
-        limited=scaling.scaling_limit(spec, result.wanted, capacity, placement_problems=problems) if is_owner else None,
-        reason=result.reason,
+        limited=scaling.scaling_limit(spec, wanted, capacity, placement_problem=problem) if is_owner else None,
+        reason=reason,
     )
-    return decision, result.state.model_copy(update={"replicas": replicas})
 
 
-def _activity(stage: _Stage) -> scaling.Activity:
-    if stage.deployment.spec.paused:
-        return scaling.Activity()
-    return scaling.activity_of(stage.observed.workers, stage.delta, held_requests(stage.observed.demand, stage.now))
-
-
-def _demand(stage: _Stage, load: scaling.ServiceLoad | None) -> scaling.Demand:
+def _demand(
+    deployment: Deployment,
+    observed: Observation,
+    delta: Delta | None,
+    window: tuple[Delta, ...],
+    load: scaling.ServiceLoad | None,
+    *,
+    are_all_placed: bool,
+) -> scaling.Demand:
     """Return the measured demand.
 
     While the capacity of a worker is unknown, waiting requests count as running ones. Afterwards they are a backlog,
     which needs workers only until it has drained.
     """
-    delta, last_minute = stage.delta, over(stage.window)
+    last_minute = over(window)
     return scaling.Demand(
-        requests=delta.running + delta.waiting if delta and not stage.deployment.spec.paused else None,
+        requests=delta.running + delta.waiting if delta and not deployment.spec.paused else None,
         window_requests=last_minute.running if load else last_minute.running + last_minute.waiting,
         waiting=delta.waiting if delta and load else 0.0,
-        max_num_seqs=max_num_seqs(stage.deployment, stage.observed),
+        max_num_seqs=max_num_seqs(deployment, observed),
         seconds=delta.seconds if delta else 0.0,
-        is_complete=is_complete(stage.observed),
+        is_complete=is_complete(observed),
+        are_all_placed=are_all_placed,
         load=load,
     )

@@ -124,14 +124,13 @@ class JobState(StrEnum):
 class JobStatus:
     """State of a distillation Job with the reason for it.
 
-    ``verdict`` is that of FINISHED. ``pods_failed`` counts pods that ended without a result, preempted ones included.
+    ``verdict`` is that of FINISHED.
     ``completed`` says that a pod ended with 0, with a verdict or without.
     """
 
     state: JobState
     reason: str = ""
     verdict: DistillationVerdict | None = None
-    pods_failed: int = 0
     completed: bool = False
 
 
@@ -145,40 +144,38 @@ def job_status(job: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> Job
     pods = sorted(pods, key=_created)
     verdict = next((read for pod in reversed(pods) if (read := _verdict(pod)) is not None), None)
     conditions = _conditions(job)
-    failed = sum(_ended_without_result(pod) for pod in pods)
-    failed = max(failed, int((job.get("status") or {}).get("failed") or 0))
     if _holds(conditions, "Complete") and verdict is None and pods and not _has_ended(pods[-1]):
         # Job and pods come on two watches, and the end of the Job may arrive before that of its pod.
-        return JobStatus(state=JobState.RUNNING, pods_failed=failed)
+        return JobStatus(state=JobState.RUNNING)
     if _holds(conditions, "Complete") or verdict is not None:
-        return _finished(verdict, pods, failed)
+        return _finished(verdict, pods)
     if _holds(conditions, "Failed") or _holds(conditions, "FailureTarget"):
-        return _failed(conditions, pods, failed)
+        return _failed(conditions, pods)
     state, reason = _unfinished(job, conditions, pods)
-    return JobStatus(state=state, reason=_short(reason), pods_failed=failed)
+    return JobStatus(state=state, reason=_short(reason))
 
 
-def _finished(verdict: DistillationVerdict | None, pods: Sequence[Mapping[str, Any]], failed: int) -> JobStatus:
+def _finished(verdict: DistillationVerdict | None, pods: Sequence[Mapping[str, Any]]) -> JobStatus:
     """Return the status of a Job whose pod ended with 0, or wrote a verdict already."""
     if verdict is None:
         message = _last_message(pods[-1]) if pods else "its pods are gone"
         reason = f"the Job completed without a verdict: {message or 'its termination message is empty'}"
-        return JobStatus(state=JobState.FAILED, reason=_short(reason), pods_failed=failed, completed=True)
+        return JobStatus(state=JobState.FAILED, reason=_short(reason), completed=True)
     reason = _short("; ".join(verdict.reasons))
-    return JobStatus(state=JobState.FINISHED, reason=reason, verdict=verdict, pods_failed=failed, completed=True)
+    return JobStatus(state=JobState.FINISHED, reason=reason, verdict=verdict, completed=True)
 
 
-def _failed(conditions: Mapping[str, Mapping[str, Any]], pods: Sequence[Mapping[str, Any]], failed: int) -> JobStatus:
+def _failed(conditions: Mapping[str, Mapping[str, Any]], pods: Sequence[Mapping[str, Any]]) -> JobStatus:
     """Return the status of a Job that failed, with the words of the controller and of the last pod."""
     names = ("Failed", "FailureTarget")
     condition = next(conditions[name] for name in names if _holds(conditions, name))
     message = str(condition.get("message") or condition.get("reason") or "")
     if condition.get("reason") == "DeadlineExceeded":
-        return JobStatus(state=JobState.DEADLINE, reason=_short(message), pods_failed=failed)
+        return JobStatus(state=JobState.DEADLINE, reason=_short(message))
     last = pods[-1] if pods else None
     words = [message, _pod_failure(last) if last else ""]
     state = JobState.OUT_OF_MEMORY if last and _is_out_of_memory(last) else JobState.FAILED
-    return JobStatus(state=state, reason=_short("; ".join(filter(None, words))), pods_failed=failed)
+    return JobStatus(state=state, reason=_short("; ".join(filter(None, words))))
 
 
 def _unfinished(
@@ -233,10 +230,6 @@ def _is_out_of_memory(pod: Mapping[str, Any]) -> bool:
     killed = any(one["state"]["terminated"].get("reason") == _OUT_OF_MEMORY for one in _ended_containers(pod))
     status = pod.get("status") or {}
     return killed or (status.get("reason") == "Evicted" and "memory" in str(status.get("message") or ""))
-
-
-def _ended_without_result(pod: Mapping[str, Any]) -> bool:
-    return (pod.get("status") or {}).get("phase") == "Failed"
 
 
 def _has_ended(pod: Mapping[str, Any]) -> bool:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import KIND
+from specdecode_operator.api.v1alpha1 import KIND, NAME_LABEL
 from specdecode_operator.errors import ClusterError, Refused
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.informer import NAME_LABEL
 from specdecode_operator.kube.kinds import APPLIED, FIELD_MANAGER, Child, Kind
 from specdecode_operator.times import back_off
 from specdecode_operator.types import ChildProblem, Key, Manifest
@@ -332,7 +331,7 @@ class ChildApplier:
     async def _read(self, child: Child) -> ChildRecord | None:
         """Read the metadata of an object that the informer does not have."""
         kind = APPLIED[child[0]]
-        resource = await self._client.get_metadata(kind, *child[1:])
+        resource = await self._client.get(kind, *child[1:], metadata_only=True)
         return project_child(kind)(resource) if resource else None
 
     def _note_apply(self, child: Child, text: str, ours: str, record: ChildRecord | None) -> None:

@@ -264,18 +264,12 @@ class KubeClient:
     async def close(self) -> None:
         await self._api.close()
 
-    async def get(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
-        """Return the object, or None if there is none."""
+    async def get(self, kind: Kind, namespace: str, name: str, *, metadata_only: bool = False) -> dict[str, Any] | None:
+        """Return the object, or its metadata alone (below the key ``metadata``); None if there is none."""
         try:
-            resource = await self._request("get", kind.path(namespace, name))
-        except NotFound:
-            return None
-        return resource
-
-    async def get_metadata(self, kind: Kind, namespace: str, name: str) -> dict[str, Any] | None:
-        """Return the object's metadata alone (below the key ``metadata``), or None if there is no object."""
-        try:
-            return await self._request("get", kind.path(namespace, name), header_params=_METADATA)
+            return await self._request(
+                "get", kind.path(namespace, name), header_params=_METADATA if metadata_only else None
+            )
         except NotFound:
             return None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from specdecode_operator.api.v1alpha1 import GROUP
+from specdecode_operator.api.v1alpha1 import NAME_LABEL
 from specdecode_operator.errors import ClusterError, Gone, NotFound, Refused, Unavailable
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import Kind
@@ -20,9 +20,6 @@ from specdecode_operator.types import Key
 log = logging.getLogger(__name__)
 
 # Store of an informer: what is kept of each object, indexed by name and by the deployment that it belongs to.
-
-NAME_LABEL = f"{GROUP}/name"
-"""Label with the name of the deployment that an object belongs to."""
 
 T = TypeVar("T")
 

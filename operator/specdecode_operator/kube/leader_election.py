@@ -192,18 +192,12 @@ class LeaderElector:
         }
 
     async def _create(self) -> None:
-        now = micro_time()
+        self._lease = {}
         lease = {
             "apiVersion": LEASES.api_version,
             "kind": LEASES.kind,
             "metadata": {"name": self._name, "namespace": self._namespace},
-            "spec": {
-                "holderIdentity": self.identity,
-                "leaseDurationSeconds": max(1, round(self._lease_seconds)),
-                "acquireTime": now,
-                "renewTime": now,
-                "leaseTransitions": 0,
-            },
+            "spec": {**self._renewed_spec(), "leaseTransitions": 0},
         }
         self._observe(await self._client.create(LEASES, lease, guarded=False))
 

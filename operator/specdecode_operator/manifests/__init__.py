@@ -23,7 +23,6 @@ from specdecode_operator.manifests.objects import (
     network_policy,
     plan_config_map,
     plan_name,
-    policy_name,
     prefetch_name,
     prefill_name,
     router_labels,

@@ -108,23 +108,20 @@ def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults,
     labels = job_labels(made["labels"], deployment, run.id)
     users = object_in(object_in(distillation.job_template, "metadata"), "labels")
     queue = {QUEUE_LABEL: users[QUEUE_LABEL]} if users.get(QUEUE_LABEL) else {}
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {**made, "labels": {**labels, **queue}},
-        "spec": {
-            "backoffLimit": BACKOFF_LIMIT,
-            "activeDeadlineSeconds": distillation.time_limit_seconds + DEADLINE_MARGIN_SECONDS,
-            "completions": 1,
-            "parallelism": 1,
-            "podFailurePolicy": _failure_policy(),
-            # A replacement starts only when the earlier pod has ended, because both would write to the run's folder.
-            "podReplacementPolicy": "Failed",
-            "template": job_template(
-                _pod(deployment, run, defaults, keep), labels, distillation.job_template, defaults
-            ),
-        },
-    }
+    return _job(
+        {**made, "labels": {**labels, **queue}},
+        activeDeadlineSeconds=distillation.time_limit_seconds + DEADLINE_MARGIN_SECONDS,
+        podFailurePolicy=_failure_policy(),
+        # A replacement starts only when the earlier pod has ended, because both would write to the run's folder.
+        podReplacementPolicy="Failed",
+        template=job_template(_pod(deployment, run, defaults, keep), labels, distillation.job_template, defaults),
+    )
+
+
+def _job(made: Mapping[str, Any], **spec: Any) -> Manifest:
+    """Return a Job of one pod at a time, with this metadata and these further fields."""
+    fixed = {"backoffLimit": BACKOFF_LIMIT, "completions": 1, "parallelism": 1}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": made, "spec": {**fixed, **spec}}
 
 
 def job_template(
@@ -324,15 +321,8 @@ def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> 
         },
         "spec": without_containers(object_in(template, "spec")),
     }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {**made, "labels": labels},
-        "spec": {
-            "backoffLimit": BACKOFF_LIMIT,
-            "activeDeadlineSeconds": DEADLINE_SECONDS,
-            "completions": 1,
-            "parallelism": 1,
-            "template": job_template(pod, labels, users, defaults),
-        },
-    }
+    return _job(
+        {**made, "labels": labels},
+        activeDeadlineSeconds=DEADLINE_SECONDS,
+        template=job_template(pod, labels, users, defaults),
+    )

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, NAME_LABEL, VERSION
 from specdecode_operator.state.learned import PLAN_KEY
 from specdecode_operator.types import Deployment, Manifest, PolicyPeers
 from specdecode_worker.contract import Plan, Port, Revisions
@@ -41,7 +41,6 @@ class TokenScope(StrEnum):
     capture = "capture"
 
 
-NAME_LABEL = f"{GROUP}/name"
 ROLE_LABEL = f"{GROUP}/role"
 VARIANT_LABEL = f"{GROUP}/variant"
 VARIANT = "stable"
@@ -64,11 +63,6 @@ def prefill_name(name: str) -> str:
 def prefetch_name(name: str) -> str:
     """Return the name of the DaemonSet that fills the model caches of nodes."""
     return f"{name}-prefetch"
-
-
-def policy_name(name: str) -> str:
-    """Return the name of the NetworkPolicy of workers and routers."""
-    return name
 
 
 def headless_name(name: str) -> str:
@@ -220,7 +214,13 @@ def tokens_secret(deployment: Deployment, tokens: Mapping[str, Sequence[str]]) -
         tokens: Tokens by scope (``TokenScope``), the current one first. Each scope becomes a file, one token a line.
     """
     files = {str(scope): "".join(f"{token}\n" for token in lines) for scope, lines in tokens.items()}
-    return _secret(deployment, tokens_name(deployment.name), files)
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": metadata(deployment, tokens_name(deployment.name)),
+        "stringData": files,
+    }
 
 
 def budget(deployment: Deployment) -> Manifest:
@@ -257,7 +257,7 @@ def network_policy(deployment: Deployment, peers: PolicyPeers) -> Manifest:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": metadata(deployment, policy_name(deployment.name)),
+        "metadata": metadata(deployment, deployment.name),
         "spec": {
             "podSelector": {"matchLabels": {NAME_LABEL: deployment.name}, "matchExpressions": [roles]},
             "policyTypes": ["Ingress"],
@@ -277,13 +277,3 @@ def _service(deployment: Deployment, name: str, spec: Mapping[str, Any]) -> Mani
 
 def _config_map(deployment: Deployment, name: str, data: Mapping[str, str]) -> Manifest:
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata(deployment, name), "data": dict(data)}
-
-
-def _secret(deployment: Deployment, name: str, files: Mapping[str, str]) -> Manifest:
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "type": "Opaque",
-        "metadata": metadata(deployment, name),
-        "stringData": dict(files),
-    }

@@ -9,8 +9,7 @@ from typing import Literal
 from specdecode_operator.merging.tuning import TUNING
 from specdecode_operator.planning import learning
 from specdecode_operator.state.learned import AcceptanceCell, CreditCell, LearnedState, rounded
-from specdecode_operator.telemetry.counters import Hits
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import Delta, Hits
 
 COMMON = ""
 """Place of a draft's hash in the counts of the common order, taken at the same nodes as the credit."""

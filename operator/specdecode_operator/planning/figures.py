@@ -15,8 +15,7 @@ import numpy as np
 
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import AcceptanceCell, StepTimeCell
-from specdecode_operator.telemetry.counters import NO_REQUESTS, NO_STEPS, CellKey, Moments
-from specdecode_operator.telemetry.deltas import Delta, over
+from specdecode_operator.telemetry.counters import NO_REQUESTS, NO_STEPS, CellKey, Delta, Moments, over
 from specdecode_operator.types import Figures, Speed, TaskFigures
 from specdecode_worker.contract import FEATURES
 

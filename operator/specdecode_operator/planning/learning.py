@@ -27,8 +27,7 @@ from specdecode_operator.state.learned import (
     with_parked,
 )
 from specdecode_operator.telemetry import counters
-from specdecode_operator.telemetry.counters import CellKey, Hits, Moments, RequestSums, TrafficSums
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, Moments, RequestSums, TrafficSums
 from specdecode_worker.contract import OTHER_TASK, Buckets, Report
 
 Cell = TypeVar("Cell", AcceptanceCell, ContextCell)

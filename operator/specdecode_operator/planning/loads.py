@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from specdecode_operator.planning.tuning import TUNING
 from specdecode_operator.state.learned import ContextCell, LoadState, rounded
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import Delta
 from specdecode_worker.contract import FEATURES, Buckets
 
 _SEQUENCES = FEATURES.index("sequences")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
@@ -16,6 +14,7 @@ from specdecode_operator.planning.step_time_model import Batch, StepTimeModel
 from specdecode_operator.planning.task_bounds import bounds_of, follows
 from specdecode_operator.planning.workload import Objective, Request, prompt_token_seconds, tasks_at
 from specdecode_operator.state.learned import LearnedState
+from specdecode_operator.types import StepEstimate, StepModel
 from specdecode_worker.contract import Buckets, TreeShape
 
 
@@ -31,20 +30,6 @@ def drafting_share(
     return times.drafting_share(load, Batch(passes, 1 + shape.nodes)) if times.near(load) else None
 
 
-class Paced(NamedTuple):
-    """A step of one load with its best shapes."""
-
-    seconds: float
-    tokens: float
-    least_tokens: float
-    error: float
-    """Standard error of log(seconds / tokens)."""
-
-
-Pace = Callable[[float, float], Paced]
-"""Step of so many sequences, which also reads so many prompt tokens."""
-
-
 def pace(
     speculation: SpeculationSpec,
     learned: LearnedState,
@@ -53,7 +38,7 @@ def pace(
     objective: Objective,
     *,
     kv_tokens: float | None,
-) -> Pace | None:
+) -> StepModel | None:
     """Return the step model, or None while no step was timed."""
     times, model = StepTimeModel.fit(learned.costs, learned.wander), AcceptanceModel(learned, speculation)
     if times is None:
@@ -66,7 +51,7 @@ def pace(
     ]
 
     @cache
-    def decoding(sequences: float) -> Paced:
+    def decoding(sequences: float) -> StepEstimate:
         here = [row for row in rows if row.concurrency == bucket_of(found.concurrency, round(sequences))]
         load = Load(sequences, request.context, context)
         tasks = tasks_at(model, here, load, kv_tokens)
@@ -74,9 +59,9 @@ def pace(
         free = [row.task for row in here] if follows(speculation) else []
         best = min(search.best(tuple((row.task, row.shape) for row in here), free)[2], key=RANK)
         error = math.sqrt(best.seconds.relative_variance + search.tokens_variance(best))
-        return Paced(best.seconds.mean, best.tokens, min(best.by_task.values()), error)
+        return StepEstimate(best.seconds.mean, best.tokens, min(best.by_task.values()), error)
 
-    def step(sequences: float, prompt_tokens: float) -> Paced:
+    def step(sequences: float, prompt_tokens: float) -> StepEstimate:
         decoded = decoding(sequences)
         seconds = decoded.seconds + prompt_tokens * per_prompt_token
         return decoded._replace(seconds=seconds, error=decoded.error * decoded.seconds / seconds)

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     pin = add("pin", "fix the shape at every load, in any mode (spec.speculation.pin); the guard stays active")
     pin.add_argument("shape", metavar="SHAPE", help="chain:3, none, or one per task: code=chain:6,chat=none")
     add("unpin", "remove the pin; the mode decides again")
-    add("drafts", "show the draft in use, the trial of another one, and the candidates before it")
+    add("drafts", "show the training run or the trial that is under way, and the latest verdicts")
     trial = add("try", "offer a draft: one worker tries it, and a faster one is promoted")
     trial.add_argument("uri", metavar="URI", help="where the draft comes from, such as pvc://drafts/week-47")
     trial.add_argument("hash", metavar="HASH", nargs="?", help="hash of the draft's files (default: what lies there)")

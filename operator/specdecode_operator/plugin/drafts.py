@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdecode_operator.api.draft import DRAFT_KIND, UNRESOLVED, DraftResourceSpec, SpecDecodeDraft
-from specdecode_operator.api.v1alpha1 import GROUP, VERSION, DraftStatus, DraftVersionStatus, NameRef, Spec
+from specdecode_operator.api.v1alpha1 import GROUP, VERSION, DraftStatus, NameRef, Spec
 from specdecode_operator.drafts.drift import BATCH_REQUESTS
 from specdecode_operator.drafts.job_status import obstacle_in_phase, obstacle_in_spec
 from specdecode_operator.errors import PluginError
-from specdecode_operator.plugin.overview import ABSENT, age, figure, percent, spec_of, status_of, table, word, wrapped
+from specdecode_operator.plugin.overview import ABSENT, age, figure, percent, spec_of, status_of, table, wrapped
 from specdecode_operator.rollout.runs import worth_of_drift
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, TaskDrift
 
@@ -57,9 +57,8 @@ def _row(task: TaskDrift, now: float) -> tuple[str, ...]:
     return name, figure(usual), figure(present), percent(round(-100 * task.loss)), compared
 
 
-# Text of ``drafts``: the draft in use, the rollout of another one, and the candidates before it. Pure.
+# Text of ``drafts``: what becomes of the drafts, and why. ``kubectl get sddr`` lists them. Pure.
 
-HEAD = ("NAME", "PHASE", "OUTCOME", "SINCE", "PAIRS", "GAIN", "FROM")
 HASH_LENGTH = 12
 """Characters of a hash that are shown."""
 
@@ -80,29 +79,10 @@ def drafts(resource: dict[str, Any], drafts: Iterable[dict[str, Any]], now: floa
         lines = [f"no candidate was tried for {resource['metadata']['name']} yet{sentence}"]
         refused = (one.message for one in status_of(resource).conditions if one.reason == "RunRefused")
         return [*lines, *(line for message in refused for line in wrapped(message, ""))]
-    rows = [("current", *_version(draft.current))]
-    rows += [
-        (name, *_version(one)) for name, one in (("candidate", draft.candidate), ("previous", draft.previous)) if one
-    ]
-    lines = [f"{draft.phase}, mode {spec.draft_rollout.mode}", "", *table(("DRAFT", "HASH", "FROM"), rows)]
-    for progress in (run_line(draft), *map(trial_line, known), last_run_line(draft, now)):
-        lines += ["", *wrapped(progress, "")] if progress else []
-    lines += ["", *wrapped(draft.last_verdict, "")] if draft.last_verdict else []
-    if known:
-        entries = [
-            (
-                one.name,
-                one.status.phase or ABSENT,
-                one.status.outcome or ABSENT,
-                age(one.status.since, now) if one.status.since else ABSENT,
-                str(one.status.pairs),
-                _percent(one.status.gain_percent),
-                one.spec.uri,
-            )
-            for one in known
-        ]
-        lines += ["", *table(HEAD, entries)]
-    return lines
+    lines = [f"{draft.phase}, mode {spec.draft_rollout.mode}"]
+    for one in (run_line(draft), *map(trial_line, known), last_run_line(draft, now), draft.last_verdict):
+        lines += ["", *wrapped(one, "")] if one else []
+    return [*lines, "", f"All drafts: kubectl get sddr -n {resource['metadata']['namespace']} -o wide"]
 
 
 def read_draft(resource: dict[str, Any]) -> SpecDecodeDraft:
@@ -216,10 +196,6 @@ def trial_line(draft: SpecDecodeDraft) -> str:
         return f"{measured}; these are too few for bounds."
     bounds = f"{_percent(status.least_gain_percent)} to {_percent(status.most_gain_percent)}"
     return f"{measured} (between {bounds} with 97.5 % each)."
-
-
-def _version(version: DraftVersionStatus | None) -> tuple[str, str]:
-    return word(version.hash and version.hash[:HASH_LENGTH]) if version else "-", word(version.uri if version else None)
 
 
 def _percent(value: float | None) -> str:

@@ -122,7 +122,6 @@ def _depth(
         yield f"Measuring: {lack}."
         return
     yield _figures(speculation, now)
-    yield from _saved(resource)
     yield from (f"Task {task.name} {task.merge}." for task in status.tasks if task.merge)
     last = next((decision for decision in speculation.history if decision.kind == "Plan"), None)
     if last:
@@ -185,13 +184,6 @@ def _not_planned(status: Status) -> Iterator[str]:
             yield f"{condition.message[0].upper()}{condition.message[1:]}."
 
 
-def _saved(resource: dict[str, Any]) -> Iterator[str]:
-    """Yield the device hours saved, from the status as it is: operators before this field do not write it."""
-    saved = ((resource.get("status") or {}).get("speculation") or {}).get("deviceHoursSaved")
-    if isinstance(saved, int | float):
-        yield f"Device hours saved: {figure(float(saved))}, compared with plain decoding of the same tokens."
-
-
 def _last_change(decision: Decision, now: float) -> Iterator[str]:
     realised = (
         f"Realised gain: {percent(decision.realised_gain_percent)}."
@@ -213,9 +205,6 @@ def _measurements(learned: LearnedState, method: Method, *, is_measuring: bool) 
     seen = sum(cell.total for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
     if is_measuring:
         yield f"The estimates rest on {seen:.0f} drafts so far. They are rough."
-    if learned.parked:
-        drafts = ", ".join(parked.draft[:12] for parked in learned.parked)
-        yield f"Draft {learned.draft[:12]}. Measurements of other drafts are stored too: {drafts}."
     yield from acceptance_lines(learned)
     yield from step_lines(learned, method)
     yield from row_lines(learned)

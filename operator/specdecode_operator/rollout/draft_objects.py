@@ -21,7 +21,7 @@ from specdecode_operator.api.draft import (
     Phase,
     SpecDecodeDraft,
 )
-from specdecode_operator.api.schema import GROUP, VERSION
+from specdecode_operator.api.schema import GROUP, NAME_LABEL, VERSION
 from specdecode_operator.api.v1alpha1 import Condition, DraftLineageStatus, NameRef
 from specdecode_operator.rollout.runs import RUN_PHASES
 from specdecode_operator.rollout.trial_evidence import evidence_text, gain_of
@@ -37,7 +37,6 @@ _IN_HAND: Mapping[DraftPhase, Phase] = {
 """Phase of the rollout by the phase of the draft that is in hand."""
 _TRAINED = {"app.kubernetes.io/managed-by": "specdecode"}
 """Label of the drafts that the operator created, which it deletes again once they are old."""
-NAME_LABEL = f"{GROUP}/name"
 HASH_IN_NAME = 12
 """Characters of the hash in the name of a trained draft."""
 

@@ -210,7 +210,7 @@ class GainMeasurement(Stored):
 
 
 class ScalingState(Stored):
-    """State of the replica decision: recent demand, owner of the replicas, and workers without a node.
+    """State of the replica decision: recent demand, and owner of the replicas.
 
     Times are in seconds since the epoch.
     """
@@ -230,14 +230,6 @@ class ScalingState(Stored):
     low_needs: tuple[tuple[float, int], ...] = ()
     """Workers for the demand in that period, within the scale-down window: times with numbers, each higher than all
     later ones. The first is the highest."""
-    unplaced_since: float | None = None
-    """Time since which some workers have no node."""
-    placed_limit: int | None = None
-    """Upper bound of the replicas until ``retry_at``, after workers without a node were withdrawn."""
-    retry_at: float | None = None
-    """Time at which more workers are tried again."""
-    withdrawals: int = 0
-    """Consecutive withdrawals; each doubles the time until the next try."""
     idle_since: float | None = None
     """Start of the present period without requests, where minReplicas is 0."""
 

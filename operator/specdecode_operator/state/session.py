@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from specdecode_operator.state.draft_record import UNUSED, DraftRecord
 from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import Delta
 from specdecode_worker.contract import Report
 
 WINDOW_SECONDS = 60.0

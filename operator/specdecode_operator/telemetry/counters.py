@@ -1,17 +1,18 @@
-"""Sums of counters with their arithmetic: moments of steps, hits of drafts, traffic and requests. Pure.
+"""Counters of reports: their sums, from which all estimates are made, and their differences between readings. Pure.
 
-All estimates are made of these sums.
+The counters of a report only rise within one boot, so that any two readings can be subtracted. After a restart of the
+worker (a new ``boot_id``) the later reading is the new baseline; this costs one poll of that worker and none of others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from operator import add, sub
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
-from specdecode_worker.contract import FEATURES, StepCell, TaskCell
+from specdecode_worker.contract import FEATURES, AcceptanceCell, Buckets, Report, StepCell, TaskCell
 
 K = len(FEATURES)
 PAIRS = tuple((row, column) for row in range(K) for column in range(row, K))
@@ -238,3 +239,289 @@ def summed(cells: Iterable[tuple[Key, Sum]]) -> dict[Key, Sum]:
     for key, value in cells:
         sums[key] = sums[key].plus(value) if key in sums else value
     return sums
+
+
+CreditKey = tuple[str, str, int, Literal["main", "sibling"]]
+"""Task, hash of the draft, depth, and parent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Counts of one worker, or of the fleet, between two polls."""
+
+    at: float = 0
+    """Time of the later reading on the operator's clock, in seconds since the epoch."""
+    draft: str = ""
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    plain_steps: int = 0
+    output_tokens: int = 0
+    running: float = 0
+    """Mean number of running requests (request-seconds per second), summed over workers."""
+    waiting: float = 0
+    """Mean number of waiting requests, summed over workers."""
+    seconds: float = 0
+    """Time between the readings on the workers' clocks, averaged over workers."""
+    acceptance: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
+    """By (task, depth), at positions whose path to the root has rank 0 throughout."""
+    siblings: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
+    """By (task, depth), at positions whose path to the root passes a sibling."""
+    contexts: Mapping[tuple[str, int], Hits] = field(default_factory=dict)
+    """First draft tokens by task and context bucket."""
+    traffic: Mapping[str, TrafficSums] = field(default_factory=dict)
+    requests: Mapping[str, RequestSums] = field(default_factory=dict)
+    credit: Mapping[CreditKey, Hits] = field(default_factory=dict)
+    """Acceptance of each draft on its own, of tasks that merge drafts."""
+    tasks: Mapping[str, TaskSums] = field(default_factory=dict)
+    """Decoding steps and latencies by task."""
+    steps: Mapping[CellKey, Moments] = field(default_factory=dict)
+
+    @property
+    def idle(self) -> bool:
+        """True if there was neither a request nor a step."""
+        traffic = any(any(sums) for sums in self.traffic.values())
+        return not (self.steps or self.drafts or self.plain_steps or self.output_tokens or self.running or traffic)
+
+    def taking(self, factor: float) -> Delta:
+        """Return the delta as it were if every step had taken ``factor`` times as long."""
+        return replace(self, steps={key: moments.taking(factor) for key, moments in self.steps.items()})
+
+    def without_acceptance(self) -> Delta:
+        """Return the delta with load and step times only."""
+        return replace(self, acceptance={}, siblings={}, contexts={}, credit={}, requests={})
+
+    def load_only(self) -> Delta:
+        """Return the delta of a worker that runs two drafts in turns: its steps are those of no single draft."""
+        return replace(self.without_acceptance(), draft="", steps={})
+
+
+def difference(before: Report, after: Report, *, at: float, buckets: Buckets) -> Delta | None:
+    """Return the counts of one worker between two readings.
+
+    Return None if the readings cannot be subtracted: the worker restarted, its clock did not advance, or a counter
+    fell. Steps are left out if the worker counts them in other context buckets than ``buckets``: after a change of the
+    plan's edges its cells are not comparable.
+
+    Args:
+        before: Earlier reading.
+        after: Later reading of the same worker.
+        at: Time of the later reading on the operator's clock, in seconds since the epoch.
+        buckets: Buckets of the present plan.
+    """
+    seconds = after.clock_seconds - before.clock_seconds
+    if before.boot_id != after.boot_id or seconds <= 0 or went_backwards(before, after):
+        return None
+    same_buckets = after.plan.buckets.context == before.plan.buckets.context == buckets.context
+    return Delta(
+        at=at,
+        draft=after.draft.hash,
+        drafts=after.drafts - before.drafts,
+        draft_tokens=after.draft_tokens - before.draft_tokens,
+        accepted_tokens=after.accepted_tokens - before.accepted_tokens,
+        plain_steps=after.plain_steps - before.plain_steps,
+        output_tokens=_output(after) - _output(before),
+        running=(after.running_request_seconds - before.running_request_seconds) / seconds,
+        waiting=(after.waiting_request_seconds - before.waiting_request_seconds) / seconds,
+        seconds=seconds,
+        acceptance=_acceptance(before, after, "main"),
+        siblings=_acceptance(before, after, "sibling"),
+        credit=_difference(_credit(before, _loaded(after)), _credit(after, _loaded(after))),
+        contexts=_difference(_contexts(before, _loaded(after)), _contexts(after, _loaded(after)))
+        if same_buckets
+        else {},
+        traffic=_difference(_traffic(before), _traffic(after)),
+        requests=_requests(before, after),
+        tasks=_difference(_tasks(before), _tasks(after)),
+        steps=_steps(before, after) if same_buckets else {},
+    )
+
+
+class Totals(NamedTuple):
+    """Counters of a report that never fall within one boot, apart from those of its cells."""
+
+    boot_id: str
+    clock_seconds: float
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    plain_steps: int
+    running_request_seconds: float
+
+    @classmethod
+    def of(cls, report: Report) -> Totals:
+        return cls(*(getattr(report, name) for name in cls._fields))
+
+
+def went_backwards(before: Report | Totals, after: Report) -> str | None:
+    """Return the name of the first counter that fell, or None. The readings must be of the same boot."""
+    return next((name for name in Totals._fields[1:] if getattr(after, name) < getattr(before, name)), None)
+
+
+def regression(before: Report | Totals | None, after: Report) -> str | None:
+    """Return why ``after`` cannot be believed: a counter fell within one boot, which counters never do.
+
+    ``before`` stays the baseline until all counters have passed it or the worker starts again.
+    """
+    if before is None or before.boot_id != after.boot_id:
+        return None
+    name = went_backwards(before, after)
+    if name is None:
+        return None
+    return f"{name}: fell from {getattr(before, name):g} to {getattr(after, name):g} within one boot"
+
+
+def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
+    """Return one poll of all workers as one Delta. Workers with another draft than ``draft`` add to the load only."""
+    polled = list(deltas)
+    if not polled:
+        return Delta(at=at, draft=draft)
+    return replace(
+        _added([delta for delta in polled if delta.draft == draft]),
+        at=at,
+        draft=draft,
+        output_tokens=sum(delta.output_tokens for delta in polled),
+        traffic=merged(delta.traffic for delta in polled),
+        tasks=merged(delta.tasks for delta in polled),
+        running=sum(delta.running for delta in polled),
+        waiting=sum(delta.waiting for delta in polled),
+        seconds=sum(delta.seconds for delta in polled) / len(polled),
+    )
+
+
+def over(window: Iterable[Delta]) -> Delta:
+    """Return consecutive polls as one Delta. Running and waiting requests become means over the time of the window."""
+    polls = list(window)
+    seconds = sum(delta.seconds for delta in polls)
+    return replace(
+        _added(polls),
+        running=sum(delta.running * delta.seconds for delta in polls) / seconds if seconds else 0,
+        waiting=sum(delta.waiting * delta.seconds for delta in polls) / seconds if seconds else 0,
+        seconds=seconds,
+    )
+
+
+def _added(deltas: Sequence[Delta]) -> Delta:
+    """Return the sums of all counts. The draft is that of the last delta that names one."""
+    return Delta(
+        at=max((delta.at for delta in deltas), default=0),
+        draft=next((delta.draft for delta in reversed(deltas) if delta.draft), ""),
+        drafts=sum(delta.drafts for delta in deltas),
+        draft_tokens=sum(delta.draft_tokens for delta in deltas),
+        accepted_tokens=sum(delta.accepted_tokens for delta in deltas),
+        plain_steps=sum(delta.plain_steps for delta in deltas),
+        output_tokens=sum(delta.output_tokens for delta in deltas),
+        acceptance=merged(delta.acceptance for delta in deltas),
+        siblings=merged(delta.siblings for delta in deltas),
+        contexts=merged(delta.contexts for delta in deltas),
+        credit=merged(delta.credit for delta in deltas),
+        traffic=merged(delta.traffic for delta in deltas),
+        requests=merged(delta.requests for delta in deltas),
+        tasks=merged(delta.tasks for delta in deltas),
+        steps=merged(delta.steps for delta in deltas),
+    )
+
+
+def _output(report: Report) -> int:
+    return sum(cell.output_tokens for cell in report.traffic)
+
+
+def _acceptance(before: Report, after: Report, parent: str) -> dict[tuple[str, int], Hits]:
+    """Return the difference of acceptance counts.
+
+    Greedy and sampled tokens are added: plans are made for the same mix as was measured.
+    """
+    drafts = _loaded(after)
+    return _difference(_hits(before, drafts, parent), _hits(after, drafts, parent))
+
+
+def _loaded(report: Report) -> set[str]:
+    """Return the hashes of the running drafts. Counters of other drafts do not change."""
+    return {report.draft.hash, *(draft.hash for draft in report.named_drafts)}
+
+
+def _hits(report: Report, drafts: set[str], parent: str) -> dict[tuple[str, int], Hits]:
+    return summed(
+        ((cell.task, cell.depth), _hits_of(cell))
+        for cell in report.acceptance
+        if cell.draft in drafts and cell.parent == parent
+    )
+
+
+def _credit(report: Report, drafts: set[str]) -> dict[CreditKey, Hits]:
+    return summed(
+        ((cell.task, cell.draft, cell.depth, cell.parent), _hits_of(cell))
+        for cell in report.credit
+        if cell.draft in drafts
+    )
+
+
+def _contexts(report: Report, drafts: set[str]) -> dict[tuple[str, int], Hits]:
+    return summed(
+        ((cell.task, cell.context), Hits(cell.hits, cell.total)) for cell in report.contexts if cell.draft in drafts
+    )
+
+
+def _hits_of(cell: AcceptanceCell) -> Hits:
+    return Hits(cell.ranks[0], cell.total, tuple(map(float, cell.ranks[1:-1])))
+
+
+def _traffic(report: Report) -> dict[str, TrafficSums]:
+    return summed(
+        (
+            cell.task,
+            TrafficSums(cell.arrivals, cell.finished, cell.prompt_tokens, cell.cached_tokens, cell.output_tokens),
+        )
+        for cell in report.traffic
+    )
+
+
+def _tasks(report: Report) -> dict[str, TaskSums]:
+    return summed((cell.task, TaskSums.of_cell(cell)) for cell in report.tasks)
+
+
+def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
+    drafts = _loaded(after)
+    return _difference(_by_task(before, drafts), _by_task(after, drafts))
+
+
+def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
+    return summed(
+        (cell.task, RequestSums(cell.n, cell.a, cell.d, cell.aa, cell.ad, cell.dd))
+        for cell in report.requests
+        if cell.draft in drafts
+    )
+
+
+def _steps(before: Report, after: Report) -> dict[CellKey, Moments]:
+    """Return the difference of step cells.
+
+    Between two polls a worker runs few of all kinds of steps, so that cells with the same count are skipped.
+    """
+    earlier = [(CellKey.of(cell), cell) for cell in before.steps]
+    later = [(CellKey.of(cell), cell) for cell in after.steps]
+    counts = {key: cell.count for key, cell in earlier}
+    changed = {key for key, cell in later if counts.get(key) != cell.count}
+    differences = _difference(_cells(earlier, changed), _cells(later, changed))
+    return {key: moments for key, moments in differences.items() if moments.count > 0}
+
+
+def _cells(cells: Iterable[tuple[CellKey, StepCell]], keys: Collection[CellKey]) -> dict[CellKey, Moments]:
+    return summed((key, Moments.of_cell(cell)) for key, cell in cells if key in keys)
+
+
+def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key, Sum]:
+    """Return ``after`` minus ``before``, key by key.
+
+    A cell that is not in ``before`` counts from zero. A cell that fell is left out.
+    """
+    differences = {key: value.minus(before[key]) if key in before else value for key, value in after.items()}
+    return {key: value for key, value in differences.items() if _has_risen(value)}
+
+
+def _has_risen(value: Hits | RequestSums | TrafficSums | Moments | TaskSums) -> bool:
+    if isinstance(value, Moments):
+        return min(value.count, value.seconds, value.seconds_squared, value.emitted) >= 0
+    if isinstance(value, Hits):
+        return min(value.hits, value.total - value.hits, *value.ranks, 0.0) >= 0
+    return min(value) >= 0

@@ -19,7 +19,7 @@ from specdecode_operator.errors import (
     WorkerUnreachable,
 )
 from specdecode_operator.state.session import Baseline
-from specdecode_operator.telemetry.deltas import Totals, regression
+from specdecode_operator.telemetry.counters import Totals, regression
 from specdecode_operator.telemetry.worker_client import Reading, Unchanged, WorkerClient
 from specdecode_operator.types import Key, Worker
 from specdecode_worker.contract import Plan

@@ -33,7 +33,7 @@ WORKER_LABEL = f"{GROUP}/role=worker"
 
 async def test_errors_have_a_class_each(api: KubeClient, namespace: str) -> None:
     assert await api.get(CONFIG_MAPS, namespace, "absent") is None
-    assert await api.get_metadata(CONFIG_MAPS, namespace, "absent") is None
+    assert await api.get(CONFIG_MAPS, namespace, "absent", metadata_only=True) is None
     await api.create(CONFIG_MAPS, config_map(namespace, "once"))
     with pytest.raises(Conflict):
         await api.create(CONFIG_MAPS, config_map(namespace, "once"))
@@ -43,7 +43,7 @@ async def test_errors_have_a_class_each(api: KubeClient, namespace: str) -> None
 
 async def test_metadata_has_no_data(api: KubeClient, namespace: str) -> None:
     await api.apply(config_map(namespace, "large", a="x" * 1000), force=True)
-    resource = await api.get_metadata(CONFIG_MAPS, namespace, "large")
+    resource = await api.get(CONFIG_MAPS, namespace, "large", metadata_only=True)
     assert resource["metadata"]["name"] == "large"
     assert "data" not in resource
 

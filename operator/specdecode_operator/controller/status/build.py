@@ -63,7 +63,6 @@ def speculation_section(deployment: Deployment, decision: Decision, now: float) 
         return None
     before = deployment.status.speculation or SpeculationStatus()
     history = decision.shown.history or before.history
-    last = history[0] if history else None
     return before.model_copy(
         update={
             "depth": decision.shown.depth if decision.shown.depth is not None else before.depth,
@@ -73,7 +72,6 @@ def speculation_section(deployment: Deployment, decision: Decision, now: float) 
             "recommended": decision.shown.recommended,
             "device_hours_saved": _device_hours(before, decision.shown.figures),
             "history": history,
-            "last_decision": f"{last.load}: {last.before} -> {last.after}: {last.reason}"[:4096] if last else None,
             "acceptance_by_context": _by_context(decision) if decision.shown.figures else before.acceptance_by_context,
             **_measured(before, decision.shown.figures, now),
         }

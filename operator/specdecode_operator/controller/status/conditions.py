@@ -368,20 +368,6 @@ class Past(NamedTuple):
     """Pods that Stalled named because they crash again and again."""
 
 
-def find_blocker(observed: Observation, decision: Decision, outcome: Outcome, *, past: Past) -> Finding | None:
-    """Return what a person must act on before the deployment can reach its spec, or None.
-
-    Args:
-        observed: Children and pods.
-        decision: The desired state.
-        outcome: Result of applying it.
-        past: What the previous status says about readiness.
-    """
-    if any(problem.reason != "Unavailable" for problem in outcome.problems):
-        return _children(outcome.problems)
-    return find_worker_blocker(observed, decision, past=past)
-
-
 def find_worker_blocker(observed: Observation, decision: Decision, *, past: Past) -> Finding | None:
     """Return what keeps workers from being created or from starting until a person acts, or None."""
     return (
@@ -391,11 +377,6 @@ def find_worker_blocker(observed: Observation, decision: Decision, *, past: Past
         or _crash_loop(observed, past)
         or _late_rollout(observed)
     )
-
-
-def find_motion(observed: Observation, decision: Decision, outcome: Outcome, *, paused: bool) -> Finding | None:
-    """Return what is still under way towards the spec, or None if the deployment is as desired."""
-    return _children(outcome.problems) or find_rollout(observed, decision, paused=paused)
 
 
 def find_rollout(observed: Observation, decision: Decision, *, paused: bool) -> Finding | None:
@@ -546,8 +527,6 @@ def find_router_blocker(deployment: Deployment, observed: Observation) -> Findin
 # configuration. Stalled and Reconciling exist only while True, and never both. Reasons are one word.
 
 PAUSED = "spec.paused is true; the operator writes only status"
-NAMED_OUTLIERS = 3
-"""Outliers that a message names. Each takes a whole sentence."""
 
 
 def conditions(
@@ -718,9 +697,7 @@ def workers_healthy(decision: Decision) -> ConditionState:
     kind = ConditionType.workers_healthy
     if not decision.health.unhealthy:
         return ConditionState(kind, "True", "Healthy", "no worker differs from its own past and its peers")
-    named = [f"pod {suspect.pod}: {suspect.message}" for suspect in decision.health.unhealthy[:NAMED_OUTLIERS]]
-    others = len(decision.health.unhealthy) - len(named)
-    message = "; ".join([*named, *([f"and {others} more"] if others else [])])
+    message = enumerated([f"pod {suspect.pod}: {suspect.message}" for suspect in decision.health.unhealthy])
     return ConditionState(kind, "False", decision.health.unhealthy[0].reason, message, True)
 
 
@@ -759,14 +736,18 @@ def _summary(
     deployment: Deployment, observed: Observation, decision: Decision, outcome: Outcome, past: Past
 ) -> list[ConditionState]:
     """Return Ready, and Stalled or Reconciling if one of them is True."""
-    blocker = find_blocker(observed, decision, outcome, past=past) or find_router_blocker(deployment, observed)
-    if blocker:
+    is_refused = any(problem.reason != "Unavailable" for problem in outcome.problems)
+    refused = _children(outcome.problems) if is_refused else None
+    blocked = find_worker_blocker(observed, decision, past=past) or find_router_blocker(deployment, observed)
+    if blocker := refused or blocked:
         return [stalled(blocker), not_ready(blocker)]
     waiting = _paused(deployment, observed) if deployment.spec.paused else None
     if waiting:
         return [not_ready(waiting)]
-    motion = find_motion(observed, decision, outcome, paused=deployment.spec.paused) or find_router_motion(
-        deployment, observed
+    motion = (
+        _children(outcome.problems)
+        or find_rollout(observed, decision, paused=deployment.spec.paused)
+        or find_router_motion(deployment, observed)
     )
     if motion is None:
         return [_ready(deployment, observed, decision)]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import Spec, is_valid_name, seconds_of
-from support.operators.api_examples import BAD, GOOD, NAMES, merging, spec_with
+from specdecode_operator.api.v1alpha1 import Spec, seconds_of
+from support.operators.api_examples import BAD, GOOD, merging, spec_with
 from support.operators.crd_fields import SCHEMA
 from support.operators.fleet import SPEC, deep
 
@@ -34,11 +34,6 @@ def test_every_rule_has_an_example_that_it_alone_refuses() -> None:
     assert len(messages) > 30
     sentences = [words for _, words in BAD if " " in words]
     assert [message for message in sorted(messages) if not any(re.search(one, message) for one in sentences)] == []
-
-
-@pytest.mark.parametrize(("name", "is_valid"), NAMES.items())
-def test_names_that_cannot_become_a_service_are_invalid(name: str, is_valid: bool) -> None:
-    assert is_valid_name(name) == is_valid
 
 
 @pytest.mark.parametrize(

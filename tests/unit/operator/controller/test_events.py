@@ -175,9 +175,7 @@ def suspected(*pods: str, acceptance: str = "0.31") -> Status:
     observed = Observation(workload=workload_with(), workers=(), session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=1)
     message = f"first token accepted {acceptance}, usually 0.72; its peers are well"
-    suspects = tuple(
-        UnhealthyWorker(pod=pod, uid=pod, reason="AcceptanceCollapsed", message=message, since=0.0) for pod in pods
-    )
+    suspects = tuple(UnhealthyWorker(pod, "AcceptanceCollapsed", message) for pod in pods)
     decision = replace(decision, health=replace(decision.health, unhealthy=suspects))
     return status_of(deployment, observed, decision, Outcome(), now=1)
 

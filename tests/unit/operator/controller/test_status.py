@@ -314,7 +314,7 @@ def test_a_decision_is_shown_with_its_reason() -> None:
     assert status.speculation is not None
     assert status.speculation.depth == 0
     assert status.speculation.history[-1].before == "chain:3"
-    assert "loses" in (status.speculation.last_decision or "")
+    assert "loses" in (status.speculation.history[0].reason)
     assert condition(status, "SpeculationEffective").reason == "PlainIsFaster"
 
 

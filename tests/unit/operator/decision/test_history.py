@@ -8,8 +8,7 @@ from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
 from specdecode_operator.decision.history import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
 from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
 from specdecode_operator.state.session import Session
-from specdecode_operator.telemetry.counters import CellKey, Moments
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import CellKey, Delta, Moments
 from specdecode_worker.contract import Method, Plan, PlanRow, TreeShape
 from support.operators.fleet import Loop, Truth, linear_time, loop_over
 

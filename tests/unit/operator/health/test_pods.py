@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.health.pod_health import learn_pods, plain_plan, suspected
+from specdecode_operator.health import learn_pods, plain_plan, suspected
 from specdecode_operator.planning.learning import learn
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
-from specdecode_operator.telemetry.counters import Hits, Moments, RequestSums
-from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.telemetry.deltas import fleet as together
+from specdecode_operator.telemetry.counters import Delta, Hits, Moments, RequestSums
+from specdecode_operator.telemetry.counters import fleet as together
 from specdecode_operator.types import Decision, Deployment, Observation, Worker
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict
@@ -75,7 +75,8 @@ def test_one_of_two_that_collapses_is_reported_runs_plainly_and_recovers() -> No
     assert collapses(last) == ["p1"], "within half a minute"
     assert not any("at-p1" in decision.pushes for decision in decisions if collapses(decision))
     suspect = last.health.unhealthy[0]
-    assert suspect.acceptance < 0.3 < 0.7 < suspect.usual
+    present, usual = map(float, re.findall(r"\d\.\d\d", suspect.message))
+    assert present < 0.3 < 0.7 < usual
     assert (fleet.workers["p1"].depth, fleet.workers["p1"].plan.quiet) == (0, True)
     assert fleet.workers["p0"].depth >= 2, "the other speculates on"
     first = next(cell for cell in fleet.memory.learned.acceptance if cell.depth == 1)
@@ -124,7 +125,8 @@ def test_a_slow_pod_is_reported_and_nothing_else() -> None:
     fleet = fleet_of([Truth(), Truth(), Truth(step_time=slow)])
     last = fleet.polls(30)[-1]
     assert [(suspect.pod, suspect.reason) for suspect in last.health.unhealthy] == [("p2", "SlowSteps")]
-    assert last.health.unhealthy[0].pace == pytest.approx(2, rel=0.2)
+    (times,) = re.findall(r"\d\.\d", last.health.unhealthy[0].message)
+    assert float(times) == pytest.approx(2, rel=0.2)
     assert not last.health.own_plans
     assert not last.health.recycle
     del fleet.workers["p0"], fleet.workers["p1"]

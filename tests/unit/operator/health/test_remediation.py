@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
-from specdecode_operator.health.pod_health import TUNING, HealInputs, heal
-from specdecode_operator.state.learned import PodState, PodTaskState
-from specdecode_operator.types import Remediation, Worker
+from specdecode_operator import health
+from specdecode_operator.health import TUNING
+from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState
+from specdecode_operator.state.session import Session
+from specdecode_operator.types import Observation, Remediation, Worker
 from specdecode_worker.contract import Plan, TreeShape
-from support.operators.fleet import SimulatedWorker, Truth
+from support.operators.fleet import SimulatedWorker, Truth, deployment_with
 
 PLAN = Plan(uid="u", draft="d", version=7, initial=TreeShape.chain(3), max_depth=5)
 REPORT = SimulatedWorker(Truth()).report()
@@ -24,15 +26,43 @@ def worker(name: str, **fields: Any) -> Worker:
     return Worker(**{"name": f"pod-{name}", "uid": name, "address": name, "ready": True, "report": REPORT, **fields})
 
 
-def inputs(*workers: Worker, collapsed: dict[str, float], **fields: Any) -> HealInputs:
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Everything that the remediation depends on."""
+
+    workers: tuple[Worker, ...]
+    pods: tuple[PodState, ...]
+    now: float = NOW
+    least_depth: int = 0
+    can_replace: bool = True
+    is_complete: bool = True
+    recycling: str = ""
+    recycled_at: float | None = None
+
+
+def heal(inputs: Inputs) -> Remediation:
+    served = deployment_with(
+        speculation={"depth": {"min": inputs.least_depth, "max": 5}},
+        workers={"recycle": "OnCollapse" if inputs.can_replace else "Never"},
+    )
+    return health.heal(
+        served,
+        Observation(workload=None, workers=inputs.workers, session=Session()),
+        LearnedState(pods=inputs.pods, recycling=inputs.recycling, recycled_at=inputs.recycled_at),
+        PLAN,
+        is_complete=inputs.is_complete,
+        now=inputs.now,
+    )
+
+
+def inputs(*workers: Worker, collapsed: dict[str, float], **fields: Any) -> Inputs:
     pods = tuple(
         PodState(uid=one.uid, tasks=(TASK,), pace=0.0, collapsed_since=collapsed.get(one.uid)) for one in workers
     )
-    usual = {"now": NOW, "plan": PLAN, "can_replace": True, "is_complete": True}
-    return HealInputs(**{**usual, "workers": workers, "pods": pods, **fields})
+    return Inputs(**{"workers": workers, "pods": pods, **fields})
 
 
-def after(before: HealInputs, result: Remediation, *workers: Worker, seconds: float = 5.0) -> HealInputs:
+def after(before: Inputs, result: Remediation, *workers: Worker, seconds: float = 5.0) -> Inputs:
     """The inputs of the next decision, with what the first one left to store."""
     return replace(
         before,
@@ -49,7 +79,7 @@ def test_a_collapsed_worker_is_reported_and_gets_the_plain_plan() -> None:
     assert result.own == {"b"}
     assert (result.own_plans["b"].quiet, result.own_plans["b"].version) == (True, 7)
     assert not result.recycle, "it may recover"
-    assert not heal(inputs(worker("a"), worker("b"), collapsed={"b": NOW}, can_disable=False)).own
+    assert not heal(inputs(worker("a"), worker("b"), collapsed={"b": NOW}, least_depth=1)).own
 
 
 def test_a_blocked_eviction_is_proposed_again_and_is_no_replacement() -> None:

@@ -33,7 +33,7 @@ class World:
         client: Any = self
         return ChildApplier(client, lambda child: self.seen.get(child), lambda: self.now)
 
-    async def get_metadata(self, kind: Any, namespace: str, name: str) -> dict[str, Any] | None:
+    async def get(self, kind: Any, namespace: str, name: str, *, metadata_only: bool) -> dict[str, Any] | None:
         self.requests.append("get")
         return self.objects.get(name)
 

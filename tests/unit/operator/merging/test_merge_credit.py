@@ -22,8 +22,7 @@ from specdecode_operator.state.learned import (
     parse_state,
     render_state,
 )
-from specdecode_operator.telemetry.counters import Hits
-from specdecode_operator.telemetry.deltas import Delta, difference, fleet
+from specdecode_operator.telemetry.counters import Delta, Hits, difference, fleet
 from specdecode_operator.types import Observation
 from support.operators.fleet import deployment_with, loop_over
 from support.operators.merging import OWN, TASK, MergedTruth, merging_loop

@@ -11,8 +11,7 @@ from specdecode_operator.planning.acceptance_model import AcceptanceModel
 from specdecode_operator.planning.loads import buckets, context_rates
 from specdecode_operator.planning.plan_rows import choose
 from specdecode_operator.state.learned import ContextCell, LearnedState, LoadState, with_draft
-from specdecode_operator.telemetry.counters import Hits
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import Delta, Hits
 from support.operators.estimates import FULL, chances, spec
 
 BUCKETS = buckets(16)

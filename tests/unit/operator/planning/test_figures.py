@@ -6,8 +6,7 @@ import pytest
 
 from specdecode_operator.planning.figures import figures, saved_seconds, speedup
 from specdecode_operator.state.learned import StepTimeCell
-from specdecode_operator.telemetry.counters import CellKey, Moments, RequestSums, TaskSums
-from specdecode_operator.telemetry.deltas import Delta, difference
+from specdecode_operator.telemetry.counters import CellKey, Delta, Moments, RequestSums, TaskSums, difference
 from specdecode_operator.types import TaskFigures
 from specdecode_worker.contract import FEATURES, Buckets, HistogramCounts, Report, TaskCell
 

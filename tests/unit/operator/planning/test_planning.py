@@ -18,8 +18,7 @@ from specdecode_operator.planning.step_pace import pace
 from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _rising, features
 from specdecode_operator.planning.workload import Objective, Request
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
-from specdecode_operator.telemetry.counters import CellKey, Hits, K, Moments, RequestSums
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, K, Moments, RequestSums
 from support.operators.estimates import FULL, OFF, chances, cost, moments, spec, truth
 
 # --- estimates ----------------------------------------------------------------------------------------------------

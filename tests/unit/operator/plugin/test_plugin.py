@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.plugin.overview import age, figure, mode_of, percent, table
-from specdecode_operator.state.learned import AcceptanceCell, DraftEstimates
+from specdecode_operator.state.learned import AcceptanceCell
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from support.operators.fleet import Loop, Truth, loop_over, with_pause
 from support.operators.resources import polled, remembered, resource_of
@@ -270,26 +270,6 @@ def test_small_words() -> None:
     )
     assert table(("A", "LONG"), [("x", "y")]) == ["A   LONG", "x   y"]
     assert age("yesterday", 0) == "-"
-
-
-@pytest.mark.parametrize(("hours", "text"), [(12.5, "12.5"), (0, "0"), (-0.25, "-0.25")])
-def test_explain_shows_the_device_hours_saved(deepened: Loop, hours: float, text: str) -> None:
-    resource = resource_of(deepened)
-    resource["status"]["speculation"]["deviceHoursSaved"] = hours
-    assert f"  Device hours saved: {text}, compared with" in "\n".join(explain(resource, None, deepened.now))
-
-
-def test_explain_of_an_older_operator_has_no_device_hours(deepened: Loop) -> None:
-    resource = resource_of(deepened)
-    resource["status"]["speculation"].pop("deviceHoursSaved", None)
-    assert "Device hours" not in "\n".join(explain(resource, None, deepened.now))
-
-
-def test_explain_names_other_drafts_with_measurements(deepened: Loop) -> None:
-    learned = remembered(deepened).model_copy(update={"parked": (DraftEstimates(draft="0123456789abcdef"),)})
-    assert "other drafts are stored too: 0123456789ab." in "\n".join(
-        explain(resource_of(deepened), learned, deepened.now)
-    )
 
 
 @pytest.mark.parametrize(

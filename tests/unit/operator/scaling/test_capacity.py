@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,34 +19,32 @@ from specdecode_operator.scaling import (
     Limits,
     Mix,
     ServiceLoad,
-    StepModel,
+    WorkerModel,
     arrival_rate,
-    capacity,
     scale,
     scaling_limit,
+    waiting_seconds,
 )
-from specdecode_operator.scaling.capacity import waiting_seconds
 from specdecode_operator.state.learned import LearnedState, LoadState, ScalingState, TrafficCell
-from specdecode_operator.telemetry.counters import NO_TRAFFIC
-from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.types import Capacity
+from specdecode_operator.telemetry.counters import NO_TRAFFIC, Delta
+from specdecode_operator.types import Capacity, StepEstimate, StepModel
 from support.operators.estimates import FULL, chances, moments, spec
 
 MIX = Mix(prompt_tokens=100, output_tokens=200, context_tokens=300)
 LIMITS = Limits(max_sequences=16)
 
 
-@dataclass(frozen=True)
-class Step:
-    seconds: float
-    tokens: float = 2.0
-    least_tokens: float = 2.0
-    error: float = 0.0
+def step(seconds: float, tokens: float = 2.0, least_tokens: float = 2.0, error: float = 0.0) -> StepEstimate:
+    return StepEstimate(seconds, tokens, least_tokens, error)
 
 
-def pace(sequences: float, prompt_tokens: float) -> Step:
+def capacity(mix: Mix, step_model: StepModel, limits: Limits, standard_errors: float = 0.0) -> Capacity:
+    return WorkerModel(mix=mix, step_model=step_model, limits=limits, standard_errors=standard_errors).capacity()
+
+
+def pace(sequences: float, prompt_tokens: float) -> StepEstimate:
     """20 ms, 1 ms a sequence, 0.1 ms a prompt's token; 2 tokens a step."""
-    return Step(0.02 + 0.001 * sequences + 0.0001 * prompt_tokens, error=0.05)
+    return step(0.02 + 0.001 * sequences + 0.0001 * prompt_tokens, error=0.05)
 
 
 # --- capacity -----------------------------------------------------------------------------------------------------
@@ -120,8 +118,8 @@ def test_any_worker_has_a_capacity(
 ) -> None:
     base, each, read, tokens = law
 
-    def any_pace(sequences: float, prompt_tokens: float) -> Step:
-        return Step(base + each * sequences + read * prompt_tokens, 1 + tokens % 8, 1.0, 0.1)
+    def any_pace(sequences: float, prompt_tokens: float) -> StepEstimate:
+        return step(base + each * sequences + read * prompt_tokens, 1 + tokens % 8, 1.0, 0.1)
 
     request = Mix(prompt_tokens=mix[0], output_tokens=mix[1], context_tokens=mix[2])
     limits = Limits(max_sequences=most, cache_tokens=1e4, itl_seconds=itl, ttft_seconds=ttft)
@@ -208,9 +206,8 @@ def demand(rate: float, *, waiting: float = 0, running: float = 1, is_complete: 
 def polls(demands: list[Demand], state: ScalingState | None = None) -> list[int]:
     state, replicas = state or ScalingState(replicas=1), []
     for index, one in enumerate(demands):
-        scaled = scale(SPEC, state, one, now=1000.0 + 5 * index)
-        state = scaled.state
-        replicas.append(scaled.replicas)
+        state, _ = scale(SPEC, state, one, now=1000.0 + 5 * index)
+        replicas.append(state.replicas)
     return replicas
 
 
@@ -275,13 +272,13 @@ def test_more_demand_never_means_fewer_workers(
     rate: float, more: float, running: float, waiting: float, replicas: int, above: int, trusted: bool
 ) -> None:
     state = ScalingState(replicas=replicas, above_polls=above, below_since=0)
-    less = scale(SPEC, state, demand(rate, running=running, waiting=waiting, is_complete=trusted), now=1000)
+    less, _ = scale(SPEC, state, demand(rate, running=running, waiting=waiting, is_complete=trusted), now=1000)
     for one in (
         demand(rate + more, running=running, waiting=waiting, is_complete=trusted),
         demand(rate, running=running + more, waiting=waiting, is_complete=trusted),
         demand(rate, running=running, waiting=waiting + more, is_complete=trusted),
     ):
-        greater = scale(SPEC, state, one, now=1000)
+        greater, _ = scale(SPEC, state, one, now=1000)
         assert greater.replicas >= less.replicas
         assert greater.wanted >= less.wanted
         assert 1 <= greater.replicas <= 8

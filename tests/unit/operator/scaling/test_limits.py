@@ -15,6 +15,6 @@ def test_unschedulable_pods_are_reported_before_the_maximum() -> None:
     workers = [Worker(name=name, uid=name, address=None, ready=False, trouble=name) for name in troubles]
     assert scaling_limit(SPEC, 3, ONE) is None
     at_most = scaling_limit(SPEC, 9, ONE)
-    unplaced = scaling_limit(SPEC, 9, ONE, placement_problems=[None, placement_problem(None, workers)])
+    unplaced = scaling_limit(SPEC, 9, ONE, placement_problem=placement_problem(None, workers))
     assert (at_most.reason, unplaced.reason) == ("AtMaximum", "Unschedulable")
     assert "1 pods" in unplaced.message

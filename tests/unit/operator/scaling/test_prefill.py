@@ -12,10 +12,10 @@ from specdecode_operator import manifests, scaling
 from specdecode_operator.api.v1alpha1 import PrefillSpec
 from specdecode_operator.controller.status.build import prefill_section
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.size_stage import CapacityInputs, prefill_replicas
+from specdecode_operator.decision.size_stage import prefill_replicas
 from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Decision, Observation, PolicyPeers, Worker
 from specdecode_worker.contract import Env, PlanState, Port, Report, WorkerConfig
 from support.operators.fleet import DEFAULTS, deployment_with, with_spec, workload_with
@@ -131,10 +131,10 @@ def wanted_by(rate: float, running: int, spec: PrefillSpec, *, is_known: bool = 
     object.__setattr__(delta, "at", 1000.0)
     object.__setattr__(delta, "traffic", {"other": Traffic()})
     mix = scaling.Mix(prompt_tokens=0, output_tokens=10, context_tokens=10, prompt_busy_seconds=0.5)
-    capacity = CapacityInputs(mix=mix, step_model=None, limits=None)  # type: ignore[arg-type]
+    worker = scaling.WorkerModel(mix=mix, step_model=None, limits=None)  # type: ignore[arg-type]
     observed = Observation(workload=None, workers=(), session=fresh(), prefill_workload=workload_with(running))
     deployment = with_spec(deployment_with(**fields), prefill=spec)
-    return prefill_replicas(deployment, observed, capacity if is_known else None, (delta,), 1000.0)
+    return prefill_replicas(deployment, observed, worker if is_known else None, (delta,), 1000.0)
 
 
 BOUNDS = PrefillSpec(replicas=1, max_replicas=4)

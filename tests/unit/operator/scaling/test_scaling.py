@@ -23,9 +23,8 @@ def polls(
     for index, demand in enumerate(demands):
         there = trusted and index not in away
         asked = Demand(requests=demand, window_requests=demand, max_num_seqs=10, seconds=5, is_complete=there)
-        scaled = scale(SPEC, state, asked, now=1000.0 + 5 * index)
-        state = scaled.state
-        replicas.append(scaled.replicas)
+        state, _ = scale(SPEC, state, asked, now=1000.0 + 5 * index)
+        replicas.append(state.replicas)
     return replicas
 
 
@@ -65,7 +64,7 @@ def test_the_remembered_needs_are_few() -> None:
     state = ScalingState(replicas=4)
     for index in range(500):
         demand = Demand(requests=index % 17, window_requests=index % 17, max_num_seqs=10, seconds=5, is_complete=True)
-        state = scale(SPEC, state, demand, now=1000.0 + 5 * index).state
+        state, _ = scale(SPEC, state, demand, now=1000.0 + 5 * index)
         assert len(state.low_needs) <= 3
         assert list(state.low_needs) == sorted(state.low_needs, key=lambda need: -need[1])
 
@@ -82,13 +81,12 @@ def test_the_window_starts_when_all_workers_serve() -> None:
 
 def test_no_new_reading_changes_nothing() -> None:
     state = ScalingState(replicas=2, above_polls=1, wanted=3)
-    scaled = scale(SPEC, state, Demand(requests=None), now=0)
-    assert (scaled.replicas, scaled.state) == (2, state)
+    assert scale(SPEC, state, Demand(requests=None), now=0) == (state, "")
 
 
 def test_wanted_has_no_bound() -> None:
     demand = Demand(requests=100, window_requests=100, max_num_seqs=10)
-    scaled = scale(SPEC, ScalingState(replicas=4), demand, now=0)
+    scaled, _ = scale(SPEC, ScalingState(replicas=4), demand, now=0)
     assert (scaled.replicas, scaled.wanted) == (4, 13)
 
 

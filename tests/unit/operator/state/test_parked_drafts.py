@@ -14,8 +14,7 @@ from specdecode_operator.state.learned import (
     parse_state,
     render_state,
 )
-from specdecode_operator.telemetry.counters import CellKey, Hits, Moments, RequestSums
-from specdecode_operator.telemetry.deltas import Delta
+from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, Moments, RequestSums
 from support.operators.fleet import Loop, Truth, loop_over
 
 NOW = 1e6

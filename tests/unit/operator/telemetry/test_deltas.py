@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.telemetry.counters import Hits
-from specdecode_operator.telemetry.deltas import Delta, difference, fleet, over, regression
+from specdecode_operator.telemetry.counters import Delta, Hits, difference, fleet, over, regression
 from specdecode_worker.contract import Buckets, ContextCell, Plan, PlanState, Report
 from support.operators.fleet import SimulatedWorker, Truth
 

@@ -76,7 +76,7 @@ async def test_the_state_of_a_job_comes_from_its_own_pods() -> None:
     caches = await synced((JOBS, job()), (PODS, pod()), (PODS, pod("Failed", owner="another")))
     (only,) = caches.jobs(KEY)
     assert (only.name, only.run, only.owner_uid) == ("demo-distill-g3", "g3", "u1")
-    assert (only.status.state, only.status.pods_failed) == (JobState.RUNNING, 0)
+    assert only.status.state == JobState.RUNNING
     assert caches.jobs(("ns", "other")) == ()
 
 
@@ -104,7 +104,7 @@ async def test_pods_of_jobs_are_no_workers() -> None:
     caches = await synced((JOBS, job()), (PODS, pod()))
     assert caches.workers(KEY) == ()
     assert caches.workload(KEY) is None
-    assert caches.routers(KEY) is None
+    assert caches.workload(KEY, manifests.Role.router) is None
 
 
 def test_no_service_and_no_budget_selects_pods_of_jobs() -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from specdecode_operator.telemetry.deltas import difference
+from specdecode_operator.telemetry.counters import difference
 from specdecode_operator.telemetry.worker_client import read_report
 from specdecode_worker.contract import (
     MAX_RANKS,

@@ -1,18 +1,218 @@
-"""Number of workers: its owner, its value by demand and bounds, and the reasons that hold it back."""
+"""The replica decision: capacity of one worker, demand, bounds, and the reasons that hold it back. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.scaling.capacity import arrivals
-from specdecode_operator.scaling.tuning import TUNING
 from specdecode_operator.state.learned import ScalingState
-from specdecode_operator.telemetry.deltas import Delta
-from specdecode_operator.types import Capacity, ScalingLimit, Worker, Workload
+from specdecode_operator.telemetry.counters import Delta
+from specdecode_operator.types import Capacity, ScalingLimit, StepEstimate, StepModel, Worker, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Policy constants of the replica decision."""
+
+    # Capacity of one worker.
+    usable_slots: float = 0.8
+    """Share of a worker's sequences to plan for without a TTFT objective; the rest absorbs bursts."""
+    usable_cache: float = 0.9
+    """Share of the KV cache to plan for; contexts differ in length, and cached prefixes take room."""
+    bisections: int = 6
+    """Halvings of the last interval of sequences; its ends differ by a factor of 2 at most, so 1 % remains."""
+    max_log_error: float = 5.0
+    """Bound on log(step time) above its mean; a step that may take 150 times as long is unknown anyway."""
+    confidence_errors: float = 1.28
+    """Standard errors of a lower confidence bound; the true value is above it in nine of ten cases."""
+
+    # Demand.
+    recent_seconds: float = 15.0
+    """Window of the arrival rate that adds workers, in seconds; three polls, since fewer arrivals say little."""
+    drain_seconds: float = 60.0
+    """Time in which a backlog is to drain, in seconds; a new worker takes about as long to start."""
+    urgent_wait_share: float = 0.5
+    """Share of the TTFT objective; a longer mean wait adds a worker without waiting for a second poll."""
+    max_wanted: int = 100_000
+    """Upper bound on wanted workers; the measured capacity that demand is divided by may be next to zero."""
+
+    # Changes of the replicas.
+    polls_to_rise: int = 2
+    """Consecutive polls with more demand than workers before workers are added; one poll may be a burst."""
+    headroom: float = 1.1
+    """Factor on demand before a worker is removed; the others must carry a tenth more than was measured."""
+
+
+TUNING = Tuning()
+
+
+# Arrivals and arrival rates from the report differences of the last minute.
+
+
+def arrival_rate(window: Iterable[Delta], *, now: float, within: float, standard_errors: float = 0) -> float:
+    """Return the requests per second that arrived within the last ``within`` seconds.
+
+    Args:
+        window: Differences of the reports, one for each poll.
+        now: Present time, in seconds since the epoch.
+        within: Length of the period, in seconds.
+        standard_errors: Distance of a lower confidence bound from the mean, for Poisson arrivals: n arrivals have a
+            standard error of sqrt(n). With 0 the mean is returned.
+    """
+    recent = [delta for delta in window if delta.at > now - within]
+    seconds, count = sum(delta.seconds for delta in recent), arrivals(recent)
+    return max(0.0, count - standard_errors * math.sqrt(count)) / seconds if seconds > 0 else 0.0
+
+
+def arrivals(window: Iterable[Delta]) -> float:
+    """Return the number of requests that arrived in ``window``."""
+    return sum(max(0.0, sums.arrivals) for delta in window for sums in delta.traffic.values())
+
+
+# Capacity of one worker: the largest arrival rate of the observed mix at which every objective is met.
+#
+# At an arrival rate the number of running sequences b settles where b = rate * output * t(b) / E, with t(b) the step
+# time and E the expected tokens per step; each step also reads rate * prompt * t(b) prompt tokens. Rate and prompt
+# tokens both follow from b, since a step ends b * E / output requests and as many start. The search therefore goes over
+# b. The draft shape is chosen again for each b, so shapes grow shallower before workers are added.
+
+Limit = Literal["slots", "itl", "ttft", "cache"]
+"""The limit that a worker reaches first, as in types.Capacity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix:
+    """The mean request."""
+
+    prompt_tokens: float
+    """Prompt tokens to compute, without those that the prefix cache has."""
+    output_tokens: float
+    context_tokens: float
+    """Mean number of cached tokens while the request runs."""
+    prompt_steps: int = 1
+    """Steps that read the prompt."""
+    prompt_seconds: float = 0
+    """Seconds that reading the prompt adds to each of these steps."""
+    prompt_busy_seconds: float = 0
+    """Time for which a prompt keeps the worker busy that computes it, which may be another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits of one worker, and objectives of the deployment."""
+
+    max_sequences: int
+    cache_tokens: float | None = None
+    itl_seconds: float | None = None
+    ttft_seconds: float | None = None
+
+
+def waiting_seconds(offered: float, slots: int, service_seconds: float) -> float:
+    """Return the mean wait for a slot in seconds, by Erlang C.
+
+    Args:
+        offered: Mean number of busy slots.
+        slots: Number of slots.
+        service_seconds: Mean time that a request occupies its slot.
+
+    Returns:
+        Infinity if all slots are always busy.
+    """
+    if offered >= slots:
+        return math.inf
+    blocked = 1.0
+    for slot in range(1, slots + 1):
+        blocked = offered * blocked / (slot + offered * blocked)
+    waits = blocked / (1 - offered / slots * (1 - blocked))
+    return waits * service_seconds / (slots - offered)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerModel:
+    """The mean request, and one worker that serves it."""
+
+    mix: Mix
+    step_model: StepModel
+    """Step times of the worker."""
+    limits: Limits
+    standard_errors: float = 0
+    """Number of standard errors by which steps are assumed to be slower than their mean."""
+
+    def capacity(self) -> Capacity:
+        """Return the capacity of the worker: the mean, or with standard errors a lower confidence bound."""
+        within: list[Capacity] = []
+        most, last = self._most_sequences()
+        for sequences in _grid(most):
+            point, missed = self._point(sequences)
+            if missed is not None:
+                return self._bisect(within, point, missed)
+            within.append(point)
+        return replace(_fastest(within), limited_by=last)
+
+    def _most_sequences(self) -> tuple[float, Limit]:
+        """Return the sequences that slots and cache have room for, at least one, and the smaller of the two limits."""
+        share = TUNING.usable_slots if self.limits.ttft_seconds is None else 1.0
+        slots = share * self.limits.max_sequences
+        cache_tokens = self.limits.cache_tokens
+        cache = TUNING.usable_cache * cache_tokens / self.mix.context_tokens if cache_tokens else math.inf
+        return (max(1.0, cache), "cache") if cache < slots else (max(1.0, slots), "slots")
+
+    def _bisect(self, within: list[Capacity], outside: Capacity, limit: Limit) -> Capacity:
+        """Search between the last point that meets the objectives and the first that misses one."""
+        if not within:
+            return replace(outside, limited_by=limit, attainable=False)
+        low, high = within[-1].sequences, outside.sequences
+        for _ in range(TUNING.bisections):
+            point, missed = self._point((low + high) / 2)
+            if missed is None:
+                low = point.sequences
+                within.append(point)
+            else:
+                high, limit = point.sequences, missed
+        return replace(_fastest(within), limited_by=limit)
+
+    def _point(self, sequences: float) -> tuple[Capacity, Limit | None]:
+        """Return the steady state with ``sequences`` running, and the objective that it misses."""
+        without_prompts = self.step_model(sequences, 0.0)
+        ended = sequences * without_prompts.tokens / self.mix.output_tokens
+        step = self.step_model(sequences, ended * self.mix.prompt_tokens)
+        seconds = step.seconds * math.exp(min(TUNING.max_log_error, self.standard_errors * step.error))
+        rate = sequences * step.tokens / (self.mix.output_tokens * seconds)
+        point = Capacity(rate=rate, sequences=sequences, step_seconds=seconds, limited_by="slots")
+        return point, _missed(sequences, seconds, step, self.mix, self.limits)
+
+
+def _fastest(points: list[Capacity]) -> Capacity:
+    return max(points, key=lambda point: point.rate)
+
+
+def _grid(most: float) -> Iterator[float]:
+    """Return the numbers of sequences to try: 1, 2, 3, 4, 6, 8, 12, ... and ``most``."""
+    edge = 1.0
+    while edge < most:
+        yield edge
+        if edge >= 2 and edge * 1.5 < most:
+            yield edge * 1.5
+        edge *= 2
+    yield most
+
+
+def _missed(sequences: float, seconds: float, step: StepEstimate, mix: Mix, limits: Limits) -> Limit | None:
+    """Return the objective that is missed with ``sequences`` running. Return None if all are met."""
+    if limits.itl_seconds is not None and seconds / step.least_tokens > limits.itl_seconds:
+        return "itl"
+    if limits.ttft_seconds is None:
+        return None
+    service = mix.output_tokens * seconds / step.tokens
+    first = 0.5 * seconds + mix.prompt_steps * (seconds + mix.prompt_seconds)
+    if first > limits.ttft_seconds:
+        return "ttft"
+    wait = waiting_seconds(sequences, limits.max_sequences, service)
+    return "slots" if first + wait > limits.ttft_seconds else None
+
 
 # Hand-over of the replicas between the operator and spec.replicas, without a change of the running number.
 
@@ -80,7 +280,7 @@ def placement_problem(workload: Workload | None, workers: Iterable[Worker]) -> s
 
 
 def scaling_limit(
-    spec: ScalingSpec, wanted: int, capacity: Capacity | None, *, placement_problems: Sequence[str | None] = ()
+    spec: ScalingSpec, wanted: int, capacity: Capacity | None, *, placement_problem: str | None = None
 ) -> ScalingLimit | None:
     """Return why replicas do not follow demand. Return None if they do.
 
@@ -88,11 +288,10 @@ def scaling_limit(
         spec: Bounds of the replicas.
         wanted: Workers that demand asks for.
         capacity: Capacity of one worker. None while it is unknown.
-        placement_problems: Reasons why workers have no node; the first one that is not None counts.
+        placement_problem: Reason why workers have no node. None if all have one.
     """
-    for problem in placement_problems:
-        if problem is not None:
-            return ScalingLimit("Unschedulable", problem)
+    if placement_problem is not None:
+        return ScalingLimit("Unschedulable", placement_problem)
     if wanted > spec.max_replicas:
         return ScalingLimit("AtMaximum", f"demand asks for {wanted} workers, maxReplicas is {spec.max_replicas}")
     if capacity is not None and not capacity.attainable:
@@ -100,36 +299,6 @@ def scaling_limit(
         message = f"one sequence alone misses the objective ({capacity.limited_by}): {step}"
         return ScalingLimit("ObjectiveOutOfReach", message)
     return None
-
-
-# Workers without a node: whether readings are complete without them, when to withdraw them and when to try again.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Numbers of workers with and without a node. The default has none without."""
-
-    placed: int = 0
-    unplaced: int = 0
-    """Pods without a node, and replicas whose pods the ReplicaSet could not create."""
-    oldest_created_at: float | None = None
-    """Creation time of the oldest pod without a node, in seconds since the epoch."""
-    is_node_held: bool = False
-    """A terminating worker still holds its node, which a pod without a node may be waiting for."""
-
-
-def placement_of(workload: Workload | None, workers: Sequence[Worker]) -> Placement:
-    """Return how many workers have a node."""
-    staying = [worker for worker in workers if not worker.leaving]
-    pending = [worker for worker in staying if not worker.placed]
-    uncreated = max(0, workload.wanted - workload.replicas) if workload and workload.replica_failure else 0
-    created = [worker.created_at for worker in pending if worker.created_at is not None]
-    return Placement(
-        placed=len(staying) - len(pending),
-        unplaced=len(pending) + uncreated,
-        oldest_created_at=min(created, default=None),
-        is_node_held=any(worker.leaving and worker.placed for worker in workers),
-    )
 
 
 def is_complete(workload: Workload | None, workers: Sequence[Worker]) -> bool:
@@ -147,72 +316,6 @@ def is_complete(workload: Workload | None, workers: Sequence[Worker]) -> bool:
         and workload.available + pending == workload.replicas
         and all(worker.ready and worker.report is not None for worker in staying if worker.placed)
     )
-
-
-def follow_placement(
-    spec: ScalingSpec, state: ScalingState, placement: Placement, *, replicas: int, now: float
-) -> ScalingState:
-    """Withdraw workers that had no node for the time-out; they are tried again later, with back-off.
-
-    Args:
-        spec: Bounds of the replicas; no worker below the lower one is withdrawn.
-        state: State after the previous decision.
-        placement: Workers with and without a node.
-        replicas: Replicas that are set at present.
-        now: Present time, in seconds since the epoch.
-
-    Returns:
-        The state with the remaining replicas.
-    """
-    state = state.model_copy(update={"replicas": replicas})
-    if placement.unplaced == 0:
-        return _without_unplaced(state, placement)
-    since = placement.oldest_created_at
-    if since is None:
-        since = now if state.unplaced_since is None else state.unplaced_since
-    remaining = max(spec.min_replicas, placement.placed)
-    is_overdue = now - since >= TUNING.placement_timeout_seconds and not placement.is_node_held
-    if not is_overdue or remaining >= replicas:
-        return state.model_copy(update={"unplaced_since": since})
-    return state.model_copy(
-        update={
-            "replicas": remaining,
-            "above_polls": 0,
-            "unplaced_since": None,
-            "placed_limit": remaining,
-            "retry_at": now + _retry_seconds(state.withdrawals),
-            "withdrawals": state.withdrawals + 1,
-        }
-    )
-
-
-def upper_bound(spec: ScalingSpec, state: ScalingState, now: float) -> int:
-    """Return the most replicas that may be set now: maxReplicas, or fewer until withdrawn workers are tried again."""
-    if state.placed_limit is None or state.retry_at is None or now >= state.retry_at:
-        return spec.max_replicas
-    return min(spec.max_replicas, max(spec.min_replicas, state.placed_limit))
-
-
-def withdrawal_message(spec: ScalingSpec, state: ScalingState, wanted: int, now: float) -> str | None:
-    """Return why fewer than the ``wanted`` workers are set, if withdrawn workers are not tried again yet."""
-    bound = upper_bound(spec, state, now)
-    if wanted <= bound or bound == spec.max_replicas or state.retry_at is None:
-        return None
-    retry = datetime.fromtimestamp(state.retry_at, UTC).strftime("%H:%M")
-    return f"demand asks for {wanted} workers, but only {bound} could be placed; the next attempt is at {retry} UTC"
-
-
-def _retry_seconds(withdrawals: int) -> float:
-    """Return the back-off after so many withdrawals in a row."""
-    return min(TUNING.max_retry_seconds, TUNING.retry_seconds * 2.0 ** min(withdrawals, 10))
-
-
-def _without_unplaced(state: ScalingState, placement: Placement) -> ScalingState:
-    """Return the state after every worker got a node; more workers than the limit end the back-off."""
-    state = state.model_copy(update={"unplaced_since": None})
-    if state.placed_limit is None or placement.placed <= state.placed_limit:
-        return state
-    return state.model_copy(update={"placed_limit": None, "retry_at": None, "withdrawals": 0})
 
 
 # Replicas that follow demand.
@@ -260,20 +363,14 @@ class Demand:
     """Seconds that the last poll covers."""
     is_complete: bool = False
     """Every placed worker is ready and has reported, and no rollout is under way."""
+    are_all_placed: bool = True
+    """No worker waits for a node."""
     load: ServiceLoad | None = None
     """None while the capacity of a worker is unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleResult:
-    """Replicas to set."""
-
-    replicas: int
-    wanted: int
-    """Workers that demand asks for, without bounds."""
-    state: ScalingState
-    reason: str = ""
-    """Reason for a change, as the decision history shows it."""
+Scaled = tuple[ScalingState, str]
+"""State with the replicas to set, and the reason for a change, as the decision history shows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,9 +385,7 @@ class _Need:
     """Requests wait too long."""
 
 
-def scale(
-    spec: ScalingSpec, state: ScalingState, demand: Demand, *, now: float, placement: Placement | None = None
-) -> ScaleResult:
+def scale(spec: ScalingSpec, state: ScalingState, demand: Demand, *, now: float) -> Scaled:
     """Return the replicas for ``demand``.
 
     Args:
@@ -298,27 +393,19 @@ def scale(
         state: State after the previous decision. Its ``replicas`` are what is set at present.
         demand: Measured demand.
         now: Present time, in seconds since the epoch.
-        placement: Workers with and without a node. None if nothing is to be withdrawn.
     """
-    placement = placement or Placement()
-    set_replicas = max(spec.min_replicas, min(spec.max_replicas, state.replicas or 0))
-    state = follow_placement(spec, state, placement, replicas=set_replicas, now=now)
-    replicas = state.replicas or 0
-    if replicas < set_replicas:
-        reason = f"no node for {placement.unplaced} of {set_replicas} workers"
-        return ScaleResult(replicas=replicas, wanted=state.wanted or 0, state=state, reason=reason)
+    replicas = max(spec.min_replicas, min(spec.max_replicas, state.replicas or 0))
     if demand.requests is None:
-        return ScaleResult(replicas=replicas, wanted=state.wanted or 0, state=state)
-    are_all_placed = placement.unplaced == 0
-    need = _need(demand, demand.requests, replicas, can_serve_all=demand.is_complete and are_all_placed)
+        return state.model_copy(update={"replicas": replicas}), ""
+    need = _need(demand, demand.requests, replicas)
     if need.wanted > replicas:
-        return _rise(spec, state, replicas, need, now)
+        return _rise(spec, state, replicas, need)
     # Waiting requests may be demand for the workers that have no node yet.
-    is_measured = demand.is_complete and (are_all_placed or demand.waiting == 0)
+    is_measured = demand.is_complete and (demand.are_all_placed or demand.waiting == 0)
     return _fall(spec, state, replicas, need, now, seconds=demand.seconds, is_measured=is_measured)
 
 
-def _need(demand: Demand, requests: float, replicas: int, *, can_serve_all: bool) -> _Need:
+def _need(demand: Demand, requests: float, replicas: int) -> _Need:
     if demand.load is None:
         slots = TUNING.usable_slots * demand.max_num_seqs
         wanted = _workers(requests, slots)
@@ -328,7 +415,7 @@ def _need(demand: Demand, requests: float, replicas: int, *, can_serve_all: bool
     rate = load.arrival_rate_bound + demand.waiting / TUNING.drain_seconds
     wanted = max(_workers(rate, load.capacity.rate), _workers(running, load.capacity.sequences))
     is_urgent = _is_urgent(load, demand.waiting)
-    if is_urgent and can_serve_all:
+    if is_urgent and demand.is_complete and demand.are_all_placed:
         # Requests wait although every worker serves, so the estimated capacity is too high.
         wanted = max(wanted, replicas + 1)
     lasting = max(
@@ -350,12 +437,12 @@ def _is_urgent(load: ServiceLoad, waiting: float) -> bool:
     return waiting > TUNING.urgent_wait_share * load.ttft_seconds * rate and waiting >= 1
 
 
-def _rise(spec: ScalingSpec, state: ScalingState, replicas: int, need: _Need, now: float) -> ScaleResult:
+def _rise(spec: ScalingSpec, state: ScalingState, replicas: int, need: _Need) -> Scaled:
     """Add workers, if demand was above the workers for enough polls."""
     polls = state.above_polls + 1
     if polls >= TUNING.polls_to_rise or need.is_urgent:
-        replicas = max(replicas, min(upper_bound(spec, state, now), need.wanted))
-    return _result(state, replicas, need.wanted, above_polls=polls, below_since=None)
+        replicas = max(replicas, min(spec.max_replicas, need.wanted))
+    return _result(state, replicas, need.wanted, above_polls=polls)
 
 
 def _fall(
@@ -367,14 +454,14 @@ def _fall(
     *,
     seconds: float,
     is_measured: bool,
-) -> ScaleResult:
+) -> Scaled:
     """Remove a worker, if demand was below the workers for the whole window, and is not higher within it.
 
     A poll of ``seconds`` that was not measured completely extends the window: while all ready workers are busy,
     requests may wait for workers that are still starting.
     """
     if need.lasting >= replicas:
-        return _result(state, replicas, need.wanted, above_polls=0, below_since=None)
+        return _result(state, replicas, need.wanted)
     window = spec.scale_down_window_seconds
     pause = 0 if is_measured else seconds
     since = now if state.below_since is None else min(now, state.below_since + pause)
@@ -382,7 +469,7 @@ def _fall(
     needs = tuple((at, lasting) for at, lasting in (*earlier, (now, need.lasting)) if now - at <= window)
     if is_measured and now - since >= window:
         replicas = max(spec.min_replicas, min(replicas, max(replicas - 1, needs[0][1])))
-    return _result(state, replicas, need.wanted, above_polls=0, below_since=since, low_needs=needs)
+    return _result(state, replicas, need.wanted, below_since=since, low_needs=needs)
 
 
 def _result(
@@ -390,13 +477,13 @@ def _result(
     replicas: int,
     wanted: int,
     *,
-    above_polls: int,
-    below_since: float | None,
+    above_polls: int = 0,
+    below_since: float | None = None,
     low_needs: tuple[tuple[float, int], ...] = (),
-) -> ScaleResult:
+) -> Scaled:
     update = {"replicas": replicas, "wanted": wanted, "above_polls": above_polls}
     state = state.model_copy(update={**update, "below_since": below_since, "low_needs": low_needs})
-    return ScaleResult(replicas=replicas, wanted=wanted, state=state, reason=f"demand asks for {wanted} workers")
+    return state, f"demand asks for {wanted} workers"
 
 
 def _workers(demand: float, capacity: float) -> int:
@@ -405,8 +492,6 @@ def _workers(demand: float, capacity: float) -> int:
         return 0
     return TUNING.max_wanted if demand > capacity * TUNING.max_wanted else math.ceil(demand / capacity - 1e-9)
 
-
-# Scaling to zero and back.
 
 # Scaling to zero and back: no workers after a time without requests, and one again for requests that routers hold.
 #
@@ -436,56 +521,25 @@ def activity_of(workers: Sequence[Worker], delta: Delta | None, held: int) -> Ac
 
 
 def scale_to_activity(
-    spec: ScalingSpec,
-    state: ScalingState,
-    demand: Demand,
-    activity: Activity,
-    *,
-    now: float,
-    placement: Placement | None = None,
-) -> ScaleResult:
+    spec: ScalingSpec, state: ScalingState, demand: Demand, activity: Activity, *, now: float
+) -> Scaled:
     """Return the replicas for ``demand``, where minReplicas may be 0. The other arguments are those of ``scale``."""
     if spec.min_replicas > 0:
-        return scale(spec, state, demand, now=now, placement=placement)
+        return scale(spec, state, demand, now=now)
     if state.replicas == 0:
-        return _wake(spec, state, demand, activity)
-    result = scale(spec.model_copy(update={"min_replicas": 1}), state, demand, now=now, placement=placement)
-    return _rest(spec, result, activity, now)
-
-
-def _wake(spec: ScalingSpec, state: ScalingState, demand: Demand, activity: Activity) -> ScaleResult:
-    """Start workers for held requests. The rate of arrivals before the rest says nothing about now."""
-    slots = max(1.0, TUNING.usable_slots * demand.max_num_seqs)
-    wanted = math.ceil(activity.held / slots)
-    replicas = min(spec.max_replicas, wanted)
-    update = {
-        "replicas": replicas,
-        "wanted": wanted,
-        "above_polls": 0,
-        "below_since": None,
-        "low_needs": (),
-        "idle_since": None,
-    }
-    return ScaleResult(
-        replicas=replicas,
-        wanted=wanted,
-        state=state.model_copy(update=update),
-        reason="routers hold a request" if activity.held == 1 else f"routers hold {activity.held} requests",
-    )
-
-
-def _rest(spec: ScalingSpec, result: ScaleResult, activity: Activity, now: float) -> ScaleResult:
-    """Remove all workers after ``idleAfter`` without requests. A poll that says nothing only delays it."""
-    since = result.state.idle_since if activity.is_quiet is not False else None
+        return _wake(spec, state.model_copy(update={"idle_since": None}), demand, activity.held)
+    state, reason = scale(spec.model_copy(update={"min_replicas": 1}), state, demand, now=now)
+    since = state.idle_since if activity.is_quiet is not False else None
     if activity.is_quiet and since is None:
         since = now
     if not activity.is_quiet or since is None or now - since < spec.idle_seconds:
-        state = result.state.model_copy(update={"idle_since": since})
-        return ScaleResult(replicas=result.replicas, wanted=result.wanted, state=state, reason=result.reason)
-    update = {"replicas": 0, "wanted": 0, "above_polls": 0, "below_since": None, "low_needs": (), "idle_since": None}
-    return ScaleResult(
-        replicas=0,
-        wanted=0,
-        state=result.state.model_copy(update=update),
-        reason=f"no requests for {spec.idle_seconds} s",
-    )
+        return state.model_copy(update={"idle_since": since}), reason
+    rests, _ = _result(state.model_copy(update={"idle_since": None}), 0, 0)
+    return rests, f"no requests for {spec.idle_seconds} s"
+
+
+def _wake(spec: ScalingSpec, state: ScalingState, demand: Demand, held: int) -> Scaled:
+    """Start workers for held requests. The rate of arrivals before the rest says nothing about now."""
+    wanted = math.ceil(held / max(1.0, TUNING.usable_slots * demand.max_num_seqs))
+    reason = "routers hold a request" if held == 1 else f"routers hold {held} requests"
+    return _result(state, min(spec.max_replicas, wanted), wanted)[0], reason

@@ -1,1 +1,0 @@
-"""Outliers among the workers, and their remediation. Pure."""
