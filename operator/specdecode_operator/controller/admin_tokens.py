@@ -110,7 +110,7 @@ class AdminTokens:
             return
         if last is not None and (not suspicious or self._clock() - last < ENSURE_SECONDS):
             return
-        tokens = {scope: self._keys.tokens(deployment.key, scope) for scope in manifests.TokenScope}
+        tokens = {str(scope): self._keys.tokens(deployment.key, scope) for scope in manifests.TokenScope}
         try:
             await self._client.create(SECRETS, manifests.tokens_secret(deployment, tokens))
             log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)

@@ -1,5 +1,6 @@
 """Kubernetes objects of a deployment, as pure functions of its spec."""
 
+from specdecode_operator.api.v1alpha1 import NAME_LABEL
 from specdecode_operator.manifests.jobs import (
     RUN_LABEL,
     check_job_template,
@@ -9,7 +10,6 @@ from specdecode_operator.manifests.jobs import (
     job_name,
 )
 from specdecode_operator.manifests.objects import (
-    NAME_LABEL,
     ROLE_LABEL,
     SPEC_HASH_ANNOTATION,
     VARIANT_LABEL,

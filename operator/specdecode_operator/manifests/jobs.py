@@ -6,10 +6,16 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdecode_operator.api.v1alpha1 import GROUP, DistillationCaptureSpec, object_in, seconds_of, without_devices
+from specdecode_operator.api.v1alpha1 import (
+    GROUP,
+    NAME_LABEL,
+    DistillationCaptureSpec,
+    object_in,
+    seconds_of,
+    without_devices,
+)
 from specdecode_operator.drafts.job_status import deletion_id, published_prefix, run_folder
 from specdecode_operator.manifests.objects import (
-    NAME_LABEL,
     ROLE_LABEL,
     VARIANT_LABEL,
     Role,

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from specdecode_operator.api.v1alpha1 import (
     AWS_REGION,
+    NAME_LABEL,
     DraftSpec,
     NamedDraftSpec,
     Spec,
@@ -22,7 +23,6 @@ from specdecode_operator.api.v1alpha1 import (
 from specdecode_operator.drafts.job_status import run_folder
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.objects import (
-    NAME_LABEL,
     REVISIONS_KEY,
     ROLE_LABEL,
     SPEC_HASH_ANNOTATION,
