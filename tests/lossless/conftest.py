@@ -35,7 +35,7 @@ from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import Attend, CausalLM, VocabularyMap
+from specdecode_worker.models.causal_lm import Attend, CausalLM
 from specdecode_worker.models.config import (
     CausalLMConfig,
     dflash_config,
@@ -48,7 +48,6 @@ from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.vocabulary import VocabularyMatch
 from specdecode_worker.sampling.params import Sampling
 
 if TYPE_CHECKING:  # of the folder that is added to the path below
@@ -85,27 +84,6 @@ class NoisedCopy(nn.Module):
         return self.llama.logits(hidden_TE)
 
 
-def with_permuted_ids(model: CausalLM, known: int) -> CausalLM:
-    """Return the model over a vocabulary in another order, of which ``known`` tokens are the target's.
-
-    Its other tokens are foreign: the rows of all ids that the target lacks are random.
-    """
-    permuted, size = copy.deepcopy(model), model.config.vocab_size
-    generator = torch.Generator().manual_seed(11)
-    own_of_target = torch.randperm(size, generator=generator)
-    shared = torch.randperm(size, generator=generator)[:known].sort().values
-    for matrix in {id(m.weight): m for m in (permuted.model.embed_tokens, permuted.lm_head)}.values():
-        rows = torch.randn(matrix.weight.shape, generator=generator, dtype=torch.float64)
-        rows[own_of_target[shared]] = matrix.weight[shared]
-        matrix.weight = nn.Parameter(rows, requires_grad=False)
-    pairs = {int(own_of_target[token]): int(token) for token in shared}
-    substitute = next(own for own in range(size) if own not in pairs) if known < size else 0
-    ids = {token: own for own, token in pairs.items()}
-    match = VocabularyMatch(tuple(ids.get(token, substitute) for token in range(size)), pairs)
-    permuted.vocabulary = VocabularyMap(match, CPU)
-    return permuted
-
-
 @dataclass(frozen=True)
 class Pair:
     """A target and its drafts."""
@@ -120,8 +98,6 @@ class Pair:
     dflash: DFlashHead
     eagle1: EagleHead
     medusa: MedusaHeads
-    permuted: CausalLM
-    foreign: CausalLM
     own: OwnDrafts
     """Draft processes, which all engines share."""
 
@@ -169,9 +145,8 @@ def pair() -> Iterator[Pair]:
     heads = medusa_config({"medusa_num_heads": 4, "medusa_num_layers": 1}, config)
     medusa = MedusaHeads(heads).double().requires_grad_(False)
     noised = NoisedCopy(target, noise=0.03)
-    others = (with_permuted_ids(noised.llama, known) for known in (VOCABULARY, VOCABULARY - 12))
     own = OwnDrafts()
-    yield Pair(config, target, noised, eagle, steep, peagle, dflash, eagle1, medusa, *others, own)
+    yield Pair(config, target, noised, eagle, steep, peagle, dflash, eagle1, medusa, own)
     own.close()
 
 
@@ -199,10 +174,6 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
             return MedusaDrafter(pair.medusa, None, state)
         case "draft-model":
             return ModelDrafter(pair.copy.llama, vocabulary, cache(layers), state)
-        case "permuted-model":
-            return ModelDrafter(pair.permuted, vocabulary, cache(layers), state)
-        case "foreign-model":
-            return ModelDrafter(pair.foreign, vocabulary, cache(layers), state)
         case "own-eagle3":
             return pair.own.drafter(name, pair.steep, vocabulary, state)
         case "own-model":

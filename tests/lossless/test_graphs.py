@@ -131,7 +131,7 @@ def test_several_loaded_drafts_keep_graphs(
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "foreign-model", "medusa", "peagle", "dflash"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "medusa", "peagle", "dflash"])
 def test_all_features_together(make_engine: Any, lossless: Any, plain: Any, draft: str) -> None:
     """The text is the same with all features combined.
 

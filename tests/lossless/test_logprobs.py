@@ -255,9 +255,7 @@ def mixed_batch() -> list[Submit]:
     ]
 
 
-@pytest.mark.parametrize(
-    "draft", ["copy", "eagle3", "peagle", "dflash", "medusa", "draft-model", "foreign-model", "ngram", "suffix"]
-)
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash", "medusa", "draft-model", "ngram", "suffix"])
 def test_mixed_batch_equals_plain_decoding(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str) -> None:
     plan_of, *_ = lossless
     engine = make_engine(draft, max_num_seqs=10)

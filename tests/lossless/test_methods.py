@@ -20,7 +20,7 @@ from support.lossless.plain_decoding import dense
 METHODS = (*DRAFTS, "suffix-blind")
 PIPELINED = [(method, True) for method in METHODS if method not in ("ngram", "suffix")]
 """Nothing is foreseen for the other two while steps are launched ahead."""
-LEAST = {"draft-model": 1.5, "foreign-model": 1.2}
+LEAST = {"draft-model": 1.5}
 """Minimum tokens per step for the test of a method to be meaningful. Other methods only need some accepted tokens."""
 SHAPES = {"chain": "chain:4", "tree": "tree:3,2,1,1"}
 MIX = [
@@ -115,7 +115,7 @@ def test_a_draft_catches_up_its_own_rows_only(make_engine: Any, lossless: Any, g
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-@pytest.mark.parametrize("then", ["draft-model", "foreign-model", "ngram-blind", "copy", "peagle", "dflash"])
+@pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy", "peagle", "dflash"])
 def test_draft_swap_during_requests(
     make_engine: Any, lossless: Any, plain: Any, drafter: Any, then: str, pipelined: bool
 ) -> None:
@@ -188,11 +188,6 @@ def proposals(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
             model = pair.copy.llama
             hidden = model(tokens, torch.arange(len(tokens)), dense).hidden_TE
             return model.logits(hidden[1:]).argmax(-1, keepdim=True).tolist()  # type: ignore[no-any-return]
-        case "foreign-model":
-            model, vocabulary = pair.foreign, pair.foreign.vocabulary
-            hidden = model(vocabulary.draft_ids[tokens], torch.arange(len(tokens)), dense).hidden_TE
-            best = vocabulary.outputs(model.logits(hidden[1:])).argmax(-1, keepdim=True)
-            return vocabulary.target_ids[best].tolist()  # type: ignore[no-any-return]
         case "eagle3":
             hidden = pair.eagle(pair.eagle.fuse(features[:-1]), tokens[1:], slots, dense)
             best = pair.eagle.logits(hidden).argmax(-1, keepdim=True)
@@ -200,9 +195,7 @@ def proposals(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
     raise ValueError(method)
 
 
-@pytest.mark.parametrize(
-    ("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1), ("draft-model", 1), ("foreign-model", 1)]
-)
+@pytest.mark.parametrize(("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1), ("draft-model", 1)])
 def test_accepted_tokens_match_the_methods_definition(
     make_engine: Any, lossless: Any, pair: Any, plain: Any, method: str, depth: int
 ) -> None:

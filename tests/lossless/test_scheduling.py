@@ -180,7 +180,7 @@ def ranks(report: Report) -> Counter[Any]:
 
 @SAMPLED
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash", "draft-model", "foreign-model"])
+@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash", "draft-model"])
 def test_prefix_hit_does_not_change_draft_ranks(
     make_engine: Any, lossless: Any, draft: str, shape: Any, sampled: bool
 ) -> None:

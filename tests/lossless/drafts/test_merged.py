@@ -44,7 +44,7 @@ DRAFTS = {
     "head-suffix": ["eagle3", "suffix"],
     "block-lookup": ["dflash", "ngram-blind"],
     "medusa-lookup": ["medusa", "ngram"],
-    "model-both": ["foreign-model", "ngram", "suffix"],
+    "model-both": ["draft-model", "ngram", "suffix"],
     "suffix-lookup": ["suffix", "ngram"],
     "two-heads": ["eagle3", "copy"],
     "head-model-lookup": ["eagle3", "draft-model", "ngram"],

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import comparison as engine_evaluation
@@ -87,17 +85,6 @@ def test_other_methods_train_and_continue_training(method: str, model: Path, tmp
     lineage = json.loads((tmp_path / "two" / "head" / "lineage.json").read_text())
     assert lineage["parent"] == {"uri": f"file://{head}", "hash": model_hash(head)}
     assert lineage["method"] == method
-
-
-def test_a_draft_model_with_another_tokenizer_is_not_trained_further(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = Path(shutil.copytree(model, tmp_path / "other"))
-    tokenizer = Tokenizer.from_file(str(other / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<x>"])
-    tokenizer.save(str(other / "tokenizer.json"))
-    assert train(model, tmp_path / "out", "--method", "draft-model", "--draft", f"file://{other}") == 1
-    assert "a draft model with another tokenizer cannot be trained further" in capsys.readouterr().err
 
 
 def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ DRAFTS = (
     "eagle",
     "medusa",
     "draft-model",
-    "foreign-model",
     "ngram",
     "ngram-blind",
     "suffix",

@@ -16,7 +16,7 @@ from specdecode_worker.contract import adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import load_draft
-from specdecode_worker.models.errors import ModelError, VocabularyMismatch
+from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.conversations import Chat
@@ -78,8 +78,6 @@ def _draft_settings(args: argparse.Namespace, target: CausalLM, folder: Path) ->
         parent = (args.draft, resolve(args.draft, args.cache_dir))
         cpu = torch.device("cpu")
         origin = load_draft(args.method, parent[1], target, target_folder=folder, dtype=torch.float32, device=cpu)
-        if isinstance(origin, CausalLM) and origin.vocabulary is not None:
-            raise VocabularyMismatch(f"{args.draft}: a draft model with another tokenizer cannot be trained further")
     return settings_of(
         DraftSettings,
         args,

@@ -7,7 +7,6 @@ already be in place, but those of a tree are not; and one pass costs about as mu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -18,8 +17,6 @@ from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.sampling.trees import Tree
-
-log = logging.getLogger(__name__)
 
 LONGEST_CATCH_UP = 1024
 """Maximum number of tokens that the draft catches up with in one step.
@@ -62,11 +59,7 @@ class TextDrafter(PagedDrafter):
 
 
 class ModelDrafter(TextDrafter, CapturedDrafter):
-    """Drafter of the method draft-model.
-
-    A model with another vocabulary than the target's has a map between the two (`CausalLM.vocabulary`). It reads one
-    token for each token of the target, so its slots are those of the target in any case.
-    """
+    """Drafter of the method draft-model."""
 
     def __init__(
         self, model: CausalLM, vocab_size: int, cache: PagedCache, state: DeviceState, sharpness: Sequence[float] = ()
@@ -76,8 +69,7 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         self.kv_cache = self._cache = cache
         self._vocab_size = vocab_size
         self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
-        self._vocabulary = model.vocabulary
-        self._ranking = Ranking(None if model.vocabulary is None else model.vocabulary.target_ids, sharpness)
+        self._ranking = Ranking(None, sharpness)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
@@ -94,9 +86,8 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         return self._forward(packed)
 
     def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
-        """Return the logits of the model's tokens behind these states that the target has too, [R, V]."""
-        logits_RV = self._model.logits(hidden_RE)
-        return logits_RV[:, : self._vocab_size] if self._vocabulary is None else self._vocabulary.outputs(logits_RV)
+        """Return the logits of the target's tokens behind these states, [R, V]."""
+        return self._model.logits(hidden_RE)[:, : self._vocab_size]
 
     def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
         """Run ``counts[b]`` slots of each request from ``first_B[b]`` on, and return their hidden states [T, E]."""
@@ -105,18 +96,10 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         )
 
     def _forward(self, packed: PackedBatch | PackedTensors) -> Tensor:
-        tokens_T = packed.tokens_T if self._vocabulary is None else self._vocabulary.inputs(packed.tokens_T)
-        return self._model(tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
+        return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
 
 
 def _draft_model(model: CausalLM, context: DraftContext) -> ModelDrafter:
-    if (vocabulary := model.vocabulary) is not None:
-        log.info(
-            "draft %s has another tokenizer: it proposes %d tokens, which cover %.0f %% of a sample text",
-            context.config.uri,
-            len(vocabulary.target_ids),
-            100 * vocabulary.coverage,
-        )
     cache = context.make_cache(model.config)
     return ModelDrafter(model, context.vocab_size, cache, context.state, context.sharpness)
 

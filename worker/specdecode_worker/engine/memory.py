@@ -103,8 +103,6 @@ class Network:
     kv_heads: int = 0
     head_dim: int = 0
     kv_layers: int = 0
-    own_vocab_size: int = 0
-    """Number of logits of a draft with a vocabulary of its own, of which it copies those of the target's tokens."""
     separate_draft_parameters: int | None = None
     """Number of weights of a draft that is a model of its own (method draft-model); None for other networks."""
 
@@ -207,14 +205,9 @@ class Budget:
         rows = min(tokens, bounds.max_num_seqs * ROWS_PER_SEQUENCE)
         in_registers = self.device.kind == "cuda" and bounds.coupled
         sampling = GPU_SAMPLING_BYTES if in_registers else SAMPLING_BYTES
-        logits = self.target.vocab_size + self._own_logits
-        chosen = rows * (self.target.vocab_size * sampling + logits * bounds.dtype_bytes)
+        chosen = rows * self.target.vocab_size * (sampling + bounds.dtype_bytes)
         layer = max(tokens * bounds.dtype_bytes * _layer_width(network) for network in (self.target, *self.drafts))
         return max(layer + self._attention, chosen) + tokens * self.aux_size * bounds.dtype_bytes
-
-    @property
-    def _own_logits(self) -> int:
-        return max((draft.own_vocab_size for draft in self.drafts), default=0)
 
     @property
     def _attention(self) -> int:
@@ -241,7 +234,7 @@ class Budget:
             return 0
         tokens = min(bounds.max_num_batched_tokens, bounds.graph_rows * ROWS_PER_SEQUENCE)
         widest = max(_layer_width(network) for network in (self.target, *self.drafts))
-        logits = 2 * vocab_size + self._own_logits
+        logits = 2 * vocab_size
         if (ranks := self.device.count) > 1:
             logits += vocab_size + -(-vocab_size // ranks)
         pool = tokens * bounds.dtype_bytes * (widest + logits + self.aux_size)
@@ -596,7 +589,6 @@ def network_of(
         tables=_tables(model),
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
-        own_vocab_size=shape.vocab_size if isinstance(model, CausalLM) and model.vocabulary is not None else 0,
         separate_draft_parameters=_parameters(model) if draft and isinstance(model, CausalLM) else None,
         **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
     )

@@ -19,7 +19,6 @@ from specdecode_worker.models.config import BlockConfig, CausalLMConfig, PassRot
 from specdecode_worker.models.fields import Fields
 from specdecode_worker.models.linear import Linear, Split
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
-from specdecode_worker.models.vocabulary import VocabularyMatch
 
 
 class Attend(Protocol):
@@ -273,39 +272,6 @@ def after_attention(layer: DecoderLayer, attended: Tensor, residual_TE: Tensor) 
 
 # Decoder over a packed list of tokens, for targets and draft models, and the descriptor of an architecture.
 
-# Tables of a draft model with another vocabulary than the target's, on the device of its weights.
-
-
-class VocabularyMap(nn.Module):
-    """Map between the target's token ids and the draft's. The tables are not part of a checkpoint."""
-
-    draft_ids: Tensor
-    """Draft's id of each target id, [target's vocabulary]."""
-    proposed: Tensor
-    """Draft ids that are proposed, [M], in ascending order."""
-    target_ids: Tensor
-    """Target's ids of ``proposed``, [M], all different."""
-
-    def __init__(self, match: VocabularyMatch, device: torch.device) -> None:
-        super().__init__()
-        self.coverage = match.coverage
-        pairs = sorted(match.proposals.items())
-        for name, ids in (
-            ("draft_ids", match.draft_ids),
-            ("proposed", [draft for draft, _ in pairs]),
-            ("target_ids", [target for _, target in pairs]),
-        ):
-            self.register_buffer(name, torch.tensor(ids, dtype=torch.int64, device=device), persistent=False)
-
-    def inputs(self, tokens_T: Tensor) -> Tensor:
-        """Return the draft's ids of target ids."""
-        return self.draft_ids[tokens_T]
-
-    def outputs(self, logits_RV: Tensor) -> Tensor:
-        """Return the columns [R, M] of the draft's logits that are proposed; ``target_ids`` are their target ids."""
-        return logits_RV.index_select(1, self.proposed)
-
-
 # Parameter names are those of Hugging Face, so a checkpoint loads by name.
 
 
@@ -343,7 +309,6 @@ class CausalLM(nn.Module):
         self.form = ""
         """Format of most matrices in the checkpoint, or to which they were rounded; empty for plain numbers."""
         self.kv_scales: tuple[Scales, ...] = (UNSCALED,) * config.num_hidden_layers  # of a KV cache in fp8
-        self.vocabulary: VocabularyMap | None = None  # set for a draft model with another vocabulary than its target's
         self.model = DecoderStack(config, (self.layer(config, index) for index in range(config.num_hidden_layers)))
         self.lm_head = Linear(config.hidden_size, config.vocab_size, split=Split.VOCABULARY)
         if config.tie_word_embeddings:

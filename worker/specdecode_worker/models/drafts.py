@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from specdecode_worker.contract import Method
 from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import CausalLM, VocabularyMap
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import read_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
@@ -20,12 +20,7 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.unloaded import Network, UnloadedNetwork
-from specdecode_worker.models.vocabulary import (
-    TOKENIZER_FILE,
-    VocabularyMatch,
-    expect_same_ordinary_tokens,
-    match_vocabularies,
-)
+from specdecode_worker.models.vocabulary import TOKENIZER_FILE, expect_same_ordinary_tokens
 from specdecode_worker.models.weights import (
     load_causal_lm,
     load_dflash,
@@ -41,42 +36,26 @@ from specdecode_worker.models.weights import (
     prepare_peagle,
 )
 
-# Fit of a draft model's vocabulary to that of its target.
+# Fit of a draft's vocabulary to that of its target.
 #
-# Equal tokenizers may have matrices of different sizes, since published models pad them differently; `fit_vocabulary`
-# makes them equal. Other tokenizers are matched by the bytes of their tokens.
+# A draft reads and proposes the target's token ids. Added tokens may differ, which costs proposals alone. The matrices
+# may have different sizes, since published models pad them differently; `fit_vocabulary` makes them equal.
 
 
 def expect_vocabulary(method: Method, folder: Path, target_folder: Path) -> None:
-    """Raise VocabularyMismatch if ``folder`` holds a head with the tokenizer of another target.
+    """Raise VocabularyMismatch if ``folder`` holds a draft with the tokenizer of another target.
 
     Most heads come without a tokenizer. They are checked by the shapes of their matrices alone.
     """
-    if method != "draft-model" and (folder / TOKENIZER_FILE).is_file():
+    if method == "draft-model" or (folder / TOKENIZER_FILE).is_file():
         expect_same_ordinary_tokens(target_folder, folder)
 
 
-def match_draft_model(
-    target_folder: Path, target_size: int, draft_folder: Path, max_model_len: int | None
-) -> VocabularyMatch | None:
-    """Match a draft model's vocabulary with that of a target with ``target_size`` rows. No weights are read.
-
-    Raises:
-        ConfigMismatch: The draft's config.json is unsupported.
-        VocabularyMismatch: The draft cannot draft for this target.
-    """
-    draft = causal_lm_config(read_config(draft_folder), max_model_len)
-    if draft.layer_kinds:
-        raise ConfigMismatch(f"{draft_folder}: {draft.architecture} is served as a target, not as a draft model")
-    return match_vocabularies(target_folder, draft_folder, target_size, draft.vocab_size)
-
-
-def set_vocabulary(draft: CausalLM, match: VocabularyMatch | None, target_size: int) -> None:
-    """Let a draft model read and propose ids of a target with ``target_size`` rows, in place."""
-    if match is None:
-        fit_vocabulary(draft, target_size)
-    else:
-        draft.vocabulary = VocabularyMap(match, draft.model.embed_tokens.weight.device)
+def expect_draft_model(folder: Path, max_model_len: int | None) -> None:
+    """Raise ConfigMismatch if the model in ``folder`` cannot be a draft model. No weights are read."""
+    config = causal_lm_config(read_config(folder), max_model_len)
+    if config.layer_kinds:
+        raise ConfigMismatch(f"{folder}: {config.architecture} is served as a target, not as a draft model")
 
 
 @torch.no_grad()
@@ -148,21 +127,21 @@ def load_draft(
 ) -> Draft:
     """Load the draft in ``folder`` for ``target``, unfused.
 
-    ``target`` may be fused; it was loaded from ``target_folder``. A draft model is resized to the target's vocabulary,
-    or gets a map to it if its tokenizer is another one. Its config keeps its own maximum length.
+    ``target`` may be fused; it was loaded from ``target_folder``. A draft model is resized to the target's vocabulary.
+    Its config keeps its own maximum length.
 
     Raises:
         ConfigMismatch: config.json is unsupported, or made for a target of another shape.
         WeightMismatch: the tensors do not fit config.json.
-        VocabularyMismatch: the draft cannot draft in the tokens of the target.
+        VocabularyMismatch: the draft has other tokens than the target.
     """
     expect_method(method, folder)
     expect_vocabulary(method, folder, target_folder)
     if (head := HEADS.get(method)) is not None:
         return head.load(folder, target, dtype=dtype, device=device)
-    shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
+    expect_draft_model(folder, max_model_len)
     draft = load_causal_lm(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
-    set_vocabulary(draft, shared, target.config.vocab_size)
+    fit_vocabulary(draft, target.config.vocab_size)
     return draft
 
 
@@ -184,9 +163,9 @@ def build_meta_draft(
     if (head := HEADS.get(method)) is not None:
         prepared: Draft = _checked_network(head.prepare(folder, target))
         return prepared
-    shared = match_draft_model(target_folder, target.config.vocab_size, folder, max_model_len)
+    expect_draft_model(folder, max_model_len)
     draft = _checked_network(prepare_causal_lm(folder, max_model_len=max_model_len))
-    set_vocabulary(draft, shared, target.config.vocab_size)
+    fit_vocabulary(draft, target.config.vocab_size)
     return draft
 
 

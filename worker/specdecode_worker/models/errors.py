@@ -5,7 +5,7 @@ ModelError
 ├── WeightMismatch      a tensor is missing, extra, misshapen or of the wrong dtype
 ├── TokenizerProblem    the folder has no usable tokenizer or chat template
 ├── TemplateRefused     the chat template does not accept the messages
-├── VocabularyMismatch  target and draft share too few tokens, or a tokenizer cannot be read
+├── VocabularyMismatch  target and draft have different tokens, or a tokenizer cannot be read
 ├── BadUri              the URI does not name a model
 ├── NotPresent          the URI is valid, but there is no complete model at its location
 ├── CannotServe         too little device memory, or a required draft that does not fit the target; found before loading
@@ -46,7 +46,7 @@ class TemplateRefused(ModelError):
 
 
 class VocabularyMismatch(ModelError):
-    """Target and draft share too few tokens, or a tokenizer cannot be read. The message says what to do."""
+    """Target and draft have different tokens, or a tokenizer cannot be read. The message says what to do."""
 
 
 class BadUri(ModelError):

@@ -16,7 +16,7 @@ from specdecode_worker.models import linear
 from specdecode_worker.models.arch import causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM, Experts
 from specdecode_worker.models.config import Temperature
-from specdecode_worker.models.drafts import match_draft_model
+from specdecode_worker.models.drafts import expect_draft_model
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Split
 from specdecode_worker.models.optimize import added_bytes, fuse, quantise_target
@@ -302,7 +302,7 @@ def test_heads_train_on_its_states(changes: dict[str, Any], tmp_path: Path) -> N
 def test_it_is_no_draft_model(tmp_path: Path) -> None:
     save_llama4(tmp_path)
     with pytest.raises(ConfigMismatch, match="served as a target, not as a draft model"):
-        match_draft_model(tmp_path, 97, tmp_path, None)
+        expect_draft_model(tmp_path, None)
     target = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
     with pytest.raises(DraftNotTrainable, match="take --method eagle3"):
         new_draft_model(target, 2)

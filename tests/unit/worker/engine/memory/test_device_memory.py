@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from specdecode_worker.contract import MemoryState, NamedDraft, WorkerConfig
@@ -17,7 +16,6 @@ from specdecode_worker.engine import memory as memory_of
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.memory import (
-    ROWS_PER_SEQUENCE,
     Device,
     kv_cache_bytes,
     kv_tokens,
@@ -158,26 +156,6 @@ def test_several_drafts_each_bring_weights_and_a_cache(tmp_path: Path, target: P
     assert memory(engine).drafts + tables == storages(first._head) + storages(second._model)
     assert (inventory.draft_problem or "").startswith("draft other: ")
     assert make_verdict(inventory).serves
-
-
-def test_a_draft_of_another_vocabulary_brings_tables_and_logits(tmp_path: Path, target: Path) -> None:
-    small = write_target(tmp_path / "small", num_hidden_layers=1, vocab_size=120)
-    for folder, special in ((target, "<a>"), (small, "<b>")):
-        write_tokenizer(folder)
-        made = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        made.add_special_tokens([special])
-        made.save(str(folder / "tokenizer.json"))
-    config = config_of(target, small)
-    config = config.model_copy(update={"draft": config.draft.model_copy(update={"method": "draft-model"})})
-    engine, budget = load_engine(config, Path), take_inventory(config, Path, CPU).budget
-    (drafter,), (draft,) = drafters(engine), budget.drafts
-    assert drafter._vocabulary is not None
-    assert memory(engine).drafts + draft.tables == storages(drafter._model)
-    assert (draft.vocab_size, draft.own_vocab_size) == (120, 120)
-    widened = replace(budget, target=replace(budget.target, vocab_size=50_000))
-    alone = replace(widened, drafts=(replace(draft, own_vocab_size=0),))
-    rows = min(budget.bounds.max_num_batched_tokens, budget.bounds.max_num_seqs * ROWS_PER_SEQUENCE)
-    assert widened.activations - alone.activations == rows * 120 * 4
 
 
 @pytest.mark.parametrize("draft", [True, False])
