@@ -243,11 +243,6 @@ def keyed_hash(key: bytes, user: str) -> str:
     return f"{key_id(key)}-{hmac.digest(key, _encoded(user), hashlib.sha256).hex()[:32]}"
 
 
-def unkeyed_hash(user: str) -> str:
-    """Return the hash that records of earlier versions have: those with a list of users can compute it."""
-    return hashlib.sha256(b"user\0" + _encoded(user)).hexdigest()[:32]
-
-
 def stored_keys(folder: Path) -> dict[str, bytes]:
     """Return the keys of a folder by their identifiers. Files that hold none are left out."""
     keys = {}
@@ -264,7 +259,7 @@ class UserHashes:
 
     def __init__(self, user: str, keys: Iterable[bytes]) -> None:
         known = list(keys)
-        self.hashes = {unkeyed_hash(user), *(keyed_hash(key, user) for key in known)}
+        self.hashes = {keyed_hash(key, user) for key in known}
         self._ids = {key_id(key) for key in known}
 
     def matches(self, stored: str) -> bool:
@@ -273,8 +268,7 @@ class UserHashes:
 
     def is_undecidable(self, stored: str) -> bool:
         """Return whether a hash was made with a key that is not known. The record may be of this user."""
-        identifier, dash, _ = stored.partition("-")
-        return bool(dash) and identifier not in self._ids
+        return bool(stored) and stored.partition("-")[0] not in self._ids
 
 
 class SubjectKeys:
@@ -303,8 +297,8 @@ class SubjectKeys:
 
     def store_for(self, stored_hash: str) -> None:
         """Store the key of a hash in the folder before a record with this hash is written. Raise OSError."""
-        identifier, dash, _ = stored_hash.partition("-")
-        if dash and identifier not in self._stored and identifier in self._used:
+        identifier = stored_hash.partition("-")[0]
+        if identifier not in self._stored and identifier in self._used:
             _store(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier])
             self._stored.add(identifier)
 

@@ -24,16 +24,25 @@ from specdecode_worker.capture.segments import (
     keyed_hash,
     list_segments,
     stored_keys,
-    unkeyed_hash,
 )
 from support.worker.captured import record
 
+KEY = derived_key("token")
+
+
+def keyed(number: int, user: str, key: bytes) -> Record:
+    return msgspec.structs.replace(record(number), user=keyed_hash(key, user))
+
 
 def of_user(number: int, user: str) -> Record:
-    return msgspec.structs.replace(record(number), user=unkeyed_hash(user) if user else "")
+    return keyed(number, user, KEY) if user else record(number)
 
 
 def writer(folder: Path) -> SegmentWriter:
+    """Return a writer to a folder that holds the key of `of_user`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subjects = SubjectKeys(folder, lambda: "token")
+    subjects.store_for(subjects.hash_of("ann"))
     return SegmentWriter(folder, max_bytes=2**20, max_age_seconds=1e9)
 
 
@@ -100,20 +109,6 @@ def test_the_command_deletes_and_says_what_it_cannot_read(tmp_path: Path, capsys
     assert main(["capture", "delete", "--user", "ann", str(tmp_path / "missing")]) == 1
 
 
-def keyed(number: int, user: str, key: bytes) -> Record:
-    return msgspec.structs.replace(record(number), user=keyed_hash(key, user))
-
-
-def test_keyed_and_unkeyed_records_are_deleted_with_the_keys_of_the_folder(tmp_path: Path, capsys: Any) -> None:
-    segments, subjects = writer(tmp_path), SubjectKeys(tmp_path, lambda: "token")
-    subjects.store_for(subjects.hash_of("ann"))
-    for made in (of_user(0, "ann"), keyed(1, "ann", derived_key("token")), keyed(2, "bob", derived_key("token"))):
-        segments.append(encode(made))
-    assert main(["capture", "delete", "--user", "ann", str(tmp_path)]) == 0
-    assert "2 records deleted" in capsys.readouterr().out
-    assert [one.sampling.seed for one in read(tmp_path)] == [2]
-
-
 def test_copies_without_keys_need_the_tokens(tmp_path: Path, capsys: Any) -> None:
     copy, other = tmp_path / "copy", tmp_path / "other"
     segments, other_subjects = writer(copy), SubjectKeys(other, lambda: "other")
@@ -137,7 +132,7 @@ def test_hashes_cannot_be_computed_without_the_key() -> None:
     assert hashes.matches(keyed_hash(derived_key("mine"), "ann"))
     assert not hashes.matches(keyed_hash(derived_key("theirs"), "ann"))
     assert hashes.is_undecidable(keyed_hash(derived_key("theirs"), "ann"))
-    assert not hashes.is_undecidable(unkeyed_hash("bob"))
+    assert not hashes.is_undecidable(keyed_hash(derived_key("mine"), "bob"))
     assert not hashes.is_undecidable("")
 
 

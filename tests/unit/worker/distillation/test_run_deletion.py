@@ -11,17 +11,19 @@ import torch
 
 from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record, opening_hash
-from specdecode_worker.capture.segments import unkeyed_hash
+from specdecode_worker.capture.segments import derived_key, keyed_hash
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.pool import read_pool
+
+KEY = derived_key("token")
 
 
 def record(number: int) -> Record:
     return Record(
         tokens=tuple(range(number, number + 8)), prompt_length=4, sampling=Sampling(max_tokens=4, seed=0),
         target="t", task="a", time_seconds=float(number), opening=opening_hash(str(number)),
-        user=unkeyed_hash("alice" if number % 2 else "bob"),
+        user=keyed_hash(KEY, "alice" if number % 2 else "bob"),
     )  # fmt: skip
 
 
@@ -54,8 +56,15 @@ def left(run: Path) -> list[int]:
     return firsts
 
 
+def delete_user(user: str, run: Path) -> int:
+    """Delete the records of a user with the token that their hashes were made with."""
+    tokens = run.with_name("tokens")
+    tokens.write_text("token\n")
+    return main(["capture", "delete", "--user", user, "--token-file", str(tokens), str(run)])
+
+
 def test_records_of_a_user_are_deleted(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["capture", "delete", "--user", "alice", str(run)]) == 0
+    assert delete_user("alice", run) == 0
     assert left(run) == [0, 2, 10, 12]
     assert "4 records deleted" in capsys.readouterr().out
 
@@ -81,7 +90,7 @@ def test_expired_text_is_not_replayed(run: Path) -> None:
 def test_interrupted_deletion_leaves_no_text_behind(run: Path) -> None:
     shard = shard_paths(run / "data" / "train")[0]
     write_shard(shard.parent, 0, list(read_shard(shard))[:2])  # as if stopped between shard and records
-    assert main(["capture", "delete", "--user", "nobody-at-all", str(run)]) == 0
+    assert delete_user("nobody-at-all", run) == 0
     assert left(run) == [10, 11, 12, 13]
 
 
@@ -92,7 +101,7 @@ def test_deletion_from_a_run_in_progress_starts_the_replay_again(run: Path) -> N
     records = [record(i) for i in range(6)]
     (data / "selected.records").write_bytes(msgspec.msgpack.encode(records))
     (data / "done-00000.json").write_text("{}")
-    assert main(["capture", "delete", "--user", "bob", str(run)]) == 0
+    assert delete_user("bob", run) == 0
     remaining = msgspec.msgpack.decode((data / "selected.records").read_bytes(), type=list[Record])
     assert [one.tokens[0] for one in remaining] == [1, 3, 5]
     assert left(run) == []
