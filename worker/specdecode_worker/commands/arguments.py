@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from pydantic import BaseModel
 
@@ -30,18 +30,12 @@ from specdecode_worker.contract import (
     GPU_DEFAULTS,
     EngineConfig,
     Env,
-    MergedDraft,
     Method,
     ServerConfig,
-    TreeShape,
 )
 from specdecode_worker.models.fetch import FORMS
 
-if TYPE_CHECKING:
-    from specdecode_worker.commands.comparison import Variant
-
 TRAINED_METHODS = tuple(name for name in get_args(Method) if name not in DRAFT_FREE)
-NGRAM = "ngram"
 DISTILL_USAGE = 64
 """Exit code of ``distill`` for wrong usage."""
 
@@ -202,41 +196,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``bench``."""
     text = "batch sizes, one row of the table each (default: 1)"
     _add(parser, "--concurrency", text, (1,), type=_counts, metavar="1,2,4")
-    text = (
-        "shape to compare; repeat it for more: chain:3, tree:4,2,1, ngram/chain:4, or merged with prompt lookup: "
-        "+ngram/tree:4,2,1, +ngram:8/chain:3 (default: --depth or --tree)"
-    )
-    metavar = "[ngram/|+ngram[:DEPTH]/]SHAPE"
-    parser.add_argument("--variant", type=_variant, action="append", metavar=metavar, help=text)
     _add(parser, "--rounds", "repetitions of plain, speculative, speculative, plain", 1)
     add_model_flags(parser)
     add_placement_flag(parser)
     add_shape_flags(parser)
     add_sampling_flags(parser, max_tokens=128)
     add_output_flags(parser)
-
-
-def _variant(text: str) -> Variant:
-    """Parse ``SHAPE``, ``ngram/SHAPE``, ``+ngram/SHAPE`` or ``+ngram:DEPTH/SHAPE``.
-
-    Raises:
-        ArgumentTypeError: It is other text.
-    """
-    # Imported here, because it needs torch, which the help does not.
-    from specdecode_worker.commands.comparison import Variant
-
-    named, _, shape = text.rpartition("/")
-    draft, colon, depth = named.partition(":")
-    merged = draft == f"+{NGRAM}"
-    if (draft not in ("", NGRAM) and not merged) or (colon and not (merged and depth.isdecimal())):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: the draft is {NGRAM}, +{NGRAM} or +{NGRAM}:DEPTH, or none is named"
-        )
-    try:
-        merge = (MergedDraft(draft=NGRAM, depth=int(depth or 0)),) if merged else ()
-        return Variant(TreeShape.parse(shape), "" if merged else draft, merge, text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _counts(text: str) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.commands.comparison import Variant, compare, tables
+from specdecode_worker.commands.comparison import compare, comparison_table
 from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, LocalEngine, TokenizedPrompt, local_engine
-from specdecode_worker.contract import adapted_uri
+from specdecode_worker.contract import TreeShape, adapted_uri
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
 
@@ -38,12 +38,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         engine = local_engine(args, max_num_seqs=max(args.concurrency))
         prompts = _prompts(engine, args)
-        results = {count: compare(engine, prompts, count, _variants(args), args) for count in args.concurrency}
-        document = _document(args, engine, results)
+        shape = args.shape if args.shape is not None else DEFAULT_SHAPE
+        results = {count: compare(engine, prompts, count, shape, args) for count in args.concurrency}
+        document = _document(args, engine, shape, results)
     except (ModelError, EmbeddedModelError, ValueError, OSError) as error:
         print(f"specdecode-worker bench: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(document, indent=2) if args.json else "\n\n".join(tables(document)))
+    print(json.dumps(document, indent=2) if args.json else comparison_table(document))
     return 0
 
 
@@ -63,24 +64,14 @@ def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[TokenizedPro
     return (results * -(-wanted // len(results)))[:wanted]
 
 
-def _variants(args: argparse.Namespace) -> tuple[Variant, ...]:
-    """Return the distinct variants of --variant, or the one of --depth or --tree."""
-    first = Variant(args.shape if args.shape is not None else DEFAULT_SHAPE)
-    return tuple(dict.fromkeys(args.variant)) if args.variant else (first,)
-
-
 def _document(
-    args: argparse.Namespace, engine: LocalEngine, by_concurrency: dict[int, dict[str, dict[str, Any]]]
+    args: argparse.Namespace, engine: LocalEngine, shape: TreeShape, by_concurrency: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Build the JSON document of the results.
-
-    ``concurrency`` holds the first variant. ``variants`` holds all variants if there is more than one.
-    """
-    names = list(next(iter(by_concurrency.values())))
-    document = {
+    """Build the JSON document of the results."""
+    return {
         "model": adapted_uri(args.model, args.adapter),
         "draft": engine.engine.draft.hash,
-        "shape": names[0],
+        "shape": str(shape),
         "dtype": args.dtype,
         "temperature": args.temperature,
         "max_tokens": args.max_tokens,
@@ -88,11 +79,8 @@ def _document(
         "instruction_set": _instruction_set(),
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
-        "concurrency": {count: rows[names[0]] for count, rows in by_concurrency.items()},
+        "concurrency": by_concurrency,
     }
-    if len(names) > 1:
-        document["variants"] = {name: {count: rows[name] for count, rows in by_concurrency.items()} for name in names}
-    return document
 
 
 def machine() -> str:

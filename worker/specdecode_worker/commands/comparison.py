@@ -6,7 +6,7 @@ import argparse
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import sqrt
@@ -24,7 +24,7 @@ from specdecode_worker.commands.local_engine import (
     local_engine,
     sampling_of,
 )
-from specdecode_worker.contract import MergedDraft, TreeShape
+from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Tokens
 from specdecode_worker.sampling.params import Sampling
 
@@ -288,36 +288,14 @@ def _rows(document: dict[str, Any]) -> list[str]:
     return lines
 
 
-# Comparison of speculation variants with plain decoding.
+# Comparison of a shape with plain decoding.
 #
-# The runs are interleaved, so that a change in the speed of the machine affects all variants equally.
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """Shape and draft to measure.
-
-    ``draft`` is the name of a draft, empty for the first one. ``merge`` names drafts that are merged with it. ``text``
-    is the spelling of the user.
-    """
-
-    shape: TreeShape
-    draft: str = ""
-    merge: tuple[MergedDraft, ...] = ()
-    text: str = field(default="", compare=False)
-
-    def __str__(self) -> str:
-        """Return the spelling of the user, or a canonical one."""
-        return self.text or (f"{self.draft}/{self.shape}" if self.draft else str(self.shape))
-
-
-PLAIN = Variant(TreeShape(()))
-"""Plain decoding, without a draft."""
+# The runs are interleaved, so that a change in the speed of the machine affects both equally.
 
 
 @dataclass(slots=True)
-class VariantSums:
-    """Sums over the runs of one variant, and the answers of the last run."""
+class RunSums:
+    """Sums over the runs of one shape, and the answers of the last run."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -337,33 +315,27 @@ class VariantSums:
 
 
 def compare(
-    engine: LocalEngine,
-    prompts: Sequence[TokenizedPrompt],
-    together: int,
-    variants: Sequence[Variant],
-    args: argparse.Namespace,
-) -> dict[str, dict[str, Any]]:
-    """Measure every variant and plain decoding, and return the results by variant.
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], together: int, shape: TreeShape, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Measure plain decoding and ``shape``, and return their speeds, the ratio, and the tokens per step.
 
-    Each round runs the variants in order and then in reverse order. A result holds the speed of plain decoding and of
-    the variant, their ratio, and the tokens per step.
+    A round runs plain decoding, the shape twice, and plain decoding again.
     """
-    sums_of = {variant: VariantSums() for variant in (PLAIN, *variants)}
-    for variant in sums_of:
-        _warm(engine, prompts[:together], variant, args)
-    order = list(sums_of)
-    for variant in (order + order[::-1]) * args.rounds:
-        engine.run_shape(variant.shape, variant.draft, variant.merge)
-        sums = VariantSums()
-        sums_of[variant].answers = _waves(engine, prompts, together, args, sums)
-        sums_of[variant].add(sums.timing)
-        name = "plain" if variant == PLAIN else variant
-        print(f"  {together} at once, {name}: {sums.timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
-    return {str(variant): _comparison(sums_of[PLAIN], sums_of[variant]) for variant in variants}
+    plain, speculative = RunSums(), RunSums()
+    runs = [("plain", _PLAIN, plain), (str(shape), shape, speculative)]
+    for _, run_shape, _ in runs:
+        _warm(engine, prompts[:together], run_shape, args)
+    for name, run_shape, sums in (runs + runs[::-1]) * args.rounds:
+        engine.run_shape(run_shape)
+        wave_sums = RunSums()
+        sums.answers = _waves(engine, prompts, together, args, wave_sums)
+        sums.add(wave_sums.timing)
+        print(f"  {together} at once, {name}: {wave_sums.timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
+    return _comparison(plain, speculative)
 
 
 def _waves(
-    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], together: int, args: argparse.Namespace, sums: VariantSums
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], together: int, args: argparse.Namespace, sums: RunSums
 ) -> list[Answer]:
     """Answer all prompts, ``together`` at a time. An incomplete last group is left out."""
     answers: list[Answer] = []
@@ -375,15 +347,15 @@ def _waves(
     return answers
 
 
-def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], variant: Variant, args: argparse.Namespace) -> None:
-    """Run a few tokens of a variant before anything is timed."""
-    engine.run_shape(variant.shape, variant.draft, variant.merge)
+def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, args: argparse.Namespace) -> None:
+    """Run a few tokens of a shape before anything is timed."""
+    engine.run_shape(shape)
     short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})
     engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
 
 
-def _comparison(plain: VariantSums, speculative: VariantSums) -> dict[str, Any]:
-    """Return the results of one variant as a dictionary."""
+def _comparison(plain: RunSums, speculative: RunSums) -> dict[str, Any]:
+    """Return the results as a dictionary."""
     drafted = speculative.answers
     drafts = sum(answer.drafts for answer in drafted)
     same = sum(a.tokens == b.tokens for a, b in zip(plain.answers, drafted, strict=True))
@@ -403,22 +375,19 @@ def _timing_fields(timing: RunTiming) -> dict[str, float]:
     return {"tokens_per_second": timing.tokens_per_second, "step_milliseconds": timing.step_milliseconds}
 
 
-# Output of ``bench``: text tables.
+# Output of ``bench``: a text table.
 
 HEADER = "  at once   plain tok/s   spec tok/s   ratio   tok/step   plain ms   spec ms   4-grams   identical"
 
 
-def tables(document: dict[str, Any]) -> Iterator[str]:
-    """Yield a heading, a table for each variant, and the fastest variant at each concurrency."""
-    yield (
+def comparison_table(document: dict[str, Any]) -> str:
+    """Return a heading, and a table with a row for each concurrency."""
+    heading = (
         f"{document['model']}, {document['dtype']}, {document['instruction_set']}, {document['threads']} threads, "
         f"{document['machine']}, {document['date']}"
     )
-    variants = document.get("variants") or {document["shape"]: document["concurrency"]}
-    for name, by_concurrency in variants.items():
-        yield "\n".join((name, HEADER, *(_row(count, row) for count, row in by_concurrency.items())))
-    if len(variants) > 1:
-        yield "\n".join(_winners(variants))
+    rows = (_row(count, row) for count, row in document["concurrency"].items())
+    return "\n".join((heading, "", document["shape"], HEADER, *rows))
 
 
 def _row(count: int, row: dict[str, Any]) -> str:
@@ -429,13 +398,3 @@ def _row(count: int, row: dict[str, Any]) -> str:
         f"{row['ratio']:5.2f}   {row['tokens_per_step']:8.2f}   {plain['step_milliseconds']:8.1f}   "
         f"{speculative['step_milliseconds']:7.1f}   {row['distinct_4grams']:7.2f}   {row['identical_answers']:>9}"
     )
-
-
-def _winners(variants: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each concurrency with the fastest variant."""
-    yield "fastest at each concurrency (ratio to plain)"
-    for count in next(iter(variants.values())):
-        ratios = {name: rows[count]["ratio"] for name, rows in variants.items()}
-        best = max(ratios, key=lambda name: ratios[name])
-        name, ratio = (best, ratios[best]) if ratios[best] > 1 else ("plain", 1.0)
-        yield f"  {count:7}   {name} ({ratio:.2f})"

@@ -15,7 +15,6 @@ from specdecode_worker.contract import (
     OTHER_TASK,
     EngineConfig,
     MergedDraft,
-    NamedDraft,
     Plan,
     Sampler,
     TaskMatch,
@@ -30,8 +29,6 @@ from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.server.tools import Tokenizer
 
 DEFAULT_SHAPE = TreeShape.chain(3)
-NGRAM = "ngram"
-"""Name of the n-gram draft, which is always available because it has no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,6 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
     config = WorkerConfig(
         model=model_config(args, args.model),
         draft=draft_config(args),
-        drafts=(NamedDraft(name=NGRAM, method="ngram"),),
         engine=EngineConfig(
             max_num_seqs=max_num_seqs,
             device=args.device,
