@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
@@ -36,9 +36,6 @@ from specdecode_worker.engine.process import EngineWatchdog, State
 from specdecode_worker.http_edge import BodyBudget, BodyReservation, TlsCertificate
 from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed, Unavailable
 from specdecode_worker.termination import write_termination_message
-
-if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application
 
 log = logging.getLogger(__name__)
 
@@ -337,8 +334,8 @@ class TimeLimits:
 class ConnectionState:
     """State of one connection that decides when it is closed."""
 
-    __slots__ = ("_body_bytes", "_framing_bytes", "_stalled_since", "_unsent_bytes", "begun", "has_headers", "paused",
-                 "phase", "since")  # fmt: skip
+    __slots__ = ("_stalled_since", "_unsent_bytes", "begun", "body_bytes", "has_headers", "paused", "phase",
+                 "received_bytes", "since")  # fmt: skip
 
     def __init__(self, now: float) -> None:
         self.phase = ConnectionPhase.ARRIVING
@@ -347,9 +344,10 @@ class ConnectionState:
         self.begun = False
         """True once the first byte of the current request has arrived."""
         self.has_headers = False
+        self.received_bytes = self.body_bytes = 0
+        """Bytes that arrived after the piece in which the current request began, and bytes of its body."""
         self.paused = False
         """True while the transport has more unsent output than its high-water mark."""
-        self._framing_bytes = self._body_bytes = 0
         self._unsent_bytes = 0
         self._stalled_since: float | None = None
 
@@ -358,15 +356,7 @@ class ConnectionState:
         if self.phase is not ConnectionPhase.ARRIVING or self.begun:
             self.since = now
         self.phase, self.begun, self.has_headers = ConnectionPhase.ARRIVING, True, False
-        self._framing_bytes = self._body_bytes = 0
-
-    def queue_request(self) -> None:
-        """Record that the request must wait for an earlier one of its connection. It has no deadline meanwhile."""
-        self.phase = ConnectionPhase.SERVING
-
-    def start_queued_request(self, now: float) -> None:
-        """Record that the rest of a queued request is read from now on."""
-        self.phase, self.since = ConnectionPhase.ARRIVING, now
+        self.received_bytes = self.body_bytes = 0
 
     def complete_request(self, now: float, *, answered: bool) -> None:
         """Record the last byte of a request; ``answered`` is true if the response was sent before that."""
@@ -379,15 +369,12 @@ class ConnectionState:
         if self._stalled_since is not None:
             self._stalled_since = now
 
-    def count_received(self, received: int, body: int) -> None:
-        """Count bytes of the current request: all that arrived, and those of them that belong to its body."""
-        self._body_bytes += body
-        self._framing_bytes += received - body
-
     @property
     def has_too_much_framing(self) -> bool:
-        """True if headers, trailers and chunk framing exceed their limit."""
-        return self._framing_bytes > MAX_HEADER_BYTES + _FRAMING_FACTOR * self._body_bytes
+        """True if headers, trailers and chunk framing of a request that is arriving exceed their limit."""
+        is_arriving = self.phase is ConnectionPhase.ARRIVING
+        framing_bytes = self.received_bytes - self.body_bytes
+        return is_arriving and framing_bytes > MAX_HEADER_BYTES + _FRAMING_FACTOR * self.body_bytes
 
     def pause_writing(self, now: float) -> None:
         """Record that the unsent output exceeds the high-water mark."""
@@ -507,9 +494,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.state = ConnectionState(time.monotonic())
         self._table = table
-        self._running: RequestResponseCycle | None = None
-        self._fed_body_bytes = 0
-        self._request_began = False
+        self._unanswered: list[RequestResponseCycle] = []
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse the connection with 503 if the table has no place for it."""
@@ -523,38 +508,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Tell every request of the connection that its client is gone."""
         self._table.remove(self)
         # uvicorn tells the newest request only, which is not the running one while a client pipelines requests.
-        for cycle in (self._running, *(cycle for cycle, _ in self.pipeline)):
-            if cycle is not None and not cycle.response_complete:
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Feed the parser. Answer 431 if headers, trailers or chunk framing exceed their limit."""
-        self._fed_body_bytes, self._request_began = 0, False
+        self.state.received_bytes += len(data)
         super().data_received(data)
-        if self._request_began or self.state.phase is not ConnectionPhase.ARRIVING:
-            return  # the counters belong to a request that began or ended within these data
-        self.state.count_received(len(data), self._fed_body_bytes)
         if self.state.has_too_much_framing and not self.transport.is_closing():
             self._send_error(431, f"headers and framing exceed {MAX_HEADER_BYTES} bytes", "headers_too_large")
 
     def on_message_begin(self) -> None:
         """Record the first byte of a request."""
         super().on_message_begin()
-        self._request_began = True
         self.state.begin_request(time.monotonic())
 
     def on_headers_complete(self) -> None:
         """Record the end of the headers."""
         self.state.has_headers = True
         super().on_headers_complete()
-        if self.pipeline:
-            self.state.queue_request()
+        self._unanswered = [one for one in (*self._unanswered, self.cycle) if not one.response_complete]
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of the body."""
-        self._fed_body_bytes += len(body)
+        self.state.body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -583,24 +563,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.transport.get_write_buffer_size()
 
     def cut(self, reason: Cut) -> None:
-        """Close the connection. A client that is late with its request gets 408 first."""
-        answers = reason in _LATE and self.state.begun and not self._is_answering
+        """Close the connection. A client that is late with its request gets 408 first, if it waits for no answer."""
+        unanswered = (one for one in self._unanswered if not one.response_complete)
+        owes_answer = any(one.response_started or not one.more_body for one in unanswered)
+        answers = reason in _LATE and self.state.begun and not owes_answer
         if self.transport.is_closing() or self.unsent_bytes():
             self.transport.abort()
         elif answers:
             self._send_error(408, reason.value, "request_timeout")
         else:
             self.transport.close()
-
-    @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._running = cycle
-        if cycle.more_body and self.state.phase is ConnectionPhase.SERVING:
-            self.state.start_queued_request(time.monotonic())
-        super()._start_asgi_task(cycle, app)
 
     def _send_error(self, status: int, message: str, code: str) -> None:
         """Send an error object and close the connection."""

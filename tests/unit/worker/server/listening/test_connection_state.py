@@ -65,16 +65,6 @@ def test_response_before_the_end_of_the_request_keeps_the_deadline(state: Connec
     assert overdue(state, 77.1) is Cut.IDLE
 
 
-def test_queued_request_has_no_deadline_until_it_is_read(answering: ConnectionState) -> None:
-    answering.begin_request(5)
-    answering.has_headers = True
-    answering.queue_request()
-    assert overdue(answering, 1000) is None
-    answering.start_queued_request(1000)
-    assert overdue(answering, 1030) is None
-    assert overdue(answering, 1030.1) is Cut.BODY_LATE
-
-
 def test_output_above_the_high_water_mark_must_be_read_in_time(answering: ConnectionState) -> None:
     answering.pause_writing(5)
     for now in range(5, 25):
@@ -110,11 +100,14 @@ def test_configured_timeouts_end_a_little_early() -> None:
 
 def test_headers_and_framing_are_bounded(state: ConnectionState) -> None:
     state.begin_request(0)
-    state.count_received(64 * 1024, 0)
+    state.received_bytes = 64 * 1024
     assert not state.has_too_much_framing
-    state.count_received(1, 0)
+    state.received_bytes += 1
     assert state.has_too_much_framing
     state.begin_request(1)
-    for _ in range(100_000):
-        state.count_received(6, 1)  # chunks of one byte
+    state.received_bytes, state.body_bytes = 600_000, 100_000  # chunks of one byte
+    assert not state.has_too_much_framing
+    state.received_bytes += 400_000
+    assert state.has_too_much_framing
+    state.complete_request(2, answered=False)
     assert not state.has_too_much_framing
