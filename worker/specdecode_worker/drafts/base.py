@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -199,6 +199,8 @@ class Drafter(ABC):
     """False if the draft has no network, so that a deeper tree costs no draft pass."""
     one_pass: ClassVar[bool] = False
     """True if one pass proposes all depths of a tree, so that a deeper tree needs no further passes."""
+    own_process: ClassVar[bool] = False
+    """True if its network runs in a process of its own, which drafts whole trees and may be lost and started again."""
     kv_cache: PagedCache | None = None
     """Keys and values of the draft's own in this process, if it has any."""
     reads: TargetStates = NO_STATES
@@ -212,6 +214,11 @@ class Drafter(ABC):
     """
     progress: Progress = staticmethod(own_progress)
     """Function that returns the progress of this draft through the text of a request that it serves; set likewise."""
+
+    @property
+    def problem(self) -> str:
+        """Reason why it cannot draft now; empty if it can."""
+        return ""
 
     @abstractmethod
     def ready(self, request: Request) -> bool:
@@ -229,22 +236,12 @@ class Drafter(ABC):
         Those need not be tokens that this draft proposed. None if there is no tree to draft.
         """
 
-    def record_end(self, request: Request) -> None:  # noqa: B027 - most drafts store nothing
-        """Read the answer of a request that ends for any reason, and drop what is stored for the request itself."""
-
-
-@runtime_checkable
-class RestartedDrafter(Protocol):
-    """Drafter whose network runs in a process that may be lost and started again."""
-
-    @property
-    def problem(self) -> str:
-        """Reason why it cannot draft now; empty if it can."""
-        ...
-
     def take_restarted(self) -> bool:
         """Begin to use a restarted process and return whether there was one. It has no keys of any request."""
-        ...
+        return False
+
+    def record_end(self, request: Request) -> None:  # noqa: B027 - most drafts store nothing
+        """Read the answer of a request that ends for any reason, and drop what is stored for the request itself."""
 
 
 class PagedDrafter(Drafter):

@@ -290,6 +290,7 @@ class ProcessSupervisor:
 class OwnDrafter(PagedDrafter):
     """Drafter in a draft process. Its passes run before a graph that verifies, never in one."""
 
+    own_process = True
     _state: DeviceState
 
     def __init__(

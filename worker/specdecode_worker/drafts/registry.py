@@ -27,7 +27,6 @@ from specdecode_worker.drafts.base import (
     DraftMethod,
     LoadedDraft,
     PagedDrafter,
-    RestartedDrafter,
     UnusableDraft,
     any_request,
     columns_of,
@@ -174,7 +173,6 @@ class DraftRegistry:
         """Take over loaded drafts. ``merges`` is False for a sampler that cannot merge drafts."""
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
         self._unusable = {name: one.state for name, one in drafts.items() if isinstance(one, UnusableDraft)}
-        self._restarted: dict[str, RestartedDrafter] = {}
         """Drafters of processes of their own, by name."""
         self._paged: dict[str, PagedDrafter] = {}
         self._state, self._size = state, hidden_size
@@ -236,8 +234,8 @@ class DraftRegistry:
     def reported(self, name: str = DEFAULT_DRAFT, swaps: Mapping[str, SwapStatus] = NO_SWAPS) -> DraftState:
         """Return the state of the draft of this name with its swap, if there is one."""
         state = self.state(name)
-        if (drafter := self._restarted.get(name)) is not None:
-            state = state.model_copy(update={"problem": drafter.problem or None})
+        if (loaded := self._drafts.get(name)) is not None and loaded.drafter.problem:
+            state = state.model_copy(update={"problem": loaded.drafter.problem})
         if (swap := swaps.get(name)) is None:
             return state
         return state.model_copy(update={"name": name, "pending": swap.pending, "swap_problem": swap.problem})
@@ -330,7 +328,7 @@ class DraftRegistry:
 
         Their progress in all requests restarts, and their keys in cached prefixes must be invalidated.
         """
-        restarted = [self._drafts[name].state.hash for name, one in self._restarted.items() if one.take_restarted()]
+        restarted = [one.state.hash for one in self._drafts.values() if one.drafter.take_restarted()]
         for request in requests if restarted else ():
             if request.draft.draft in restarted:
                 request.draft.draft = ""
@@ -338,7 +336,6 @@ class DraftRegistry:
 
     def _align(self) -> None:
         drafters = {name: loaded.drafter for name, loaded in self._drafts.items()}
-        self._restarted = {name: one for name, one in drafters.items() if isinstance(one, RestartedDrafter)}
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
             loaded.drafter.columns = columns_of(loaded.drafter.reads, self.reads, self._size)
@@ -354,8 +351,8 @@ class DraftRegistry:
             drafter.progress = own_progress if serves_all else partial(self._progress, name)
 
     def _is_mergeable(self, name: str) -> bool:
-        """Return whether a draft proposes node by node. One on a device of its own drafts whole trees."""
-        return name not in self._restarted
+        """Return whether a draft proposes node by node. One in a process of its own drafts whole trees."""
+        return name not in self._drafts or not self._drafts[name].drafter.own_process
 
     def _progress(self, name: str, request: Request) -> DraftProgress:
         """Return the progress of a draft through the text of a request, as its own draft or as one that is merged."""

@@ -19,7 +19,7 @@ from support.worker.small_engine import small_engine, submit
 
 
 def loaded(draft_hash: str, reads: TargetStates | None = None, name: str = "") -> LoadedDraft:
-    drafter: Any = SimpleNamespace(reads=reads or TargetStates(), columns=None)
+    drafter: Any = SimpleNamespace(reads=reads or TargetStates(), columns=None, problem="")
     return LoadedDraft(drafter, DraftState(name=name, method="eagle3", hash=draft_hash))
 
 
