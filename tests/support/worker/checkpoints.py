@@ -16,7 +16,10 @@ from transformers import LlamaConfig as Config
 # Takes six seconds, which no test's time may contain.
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from specdecode_worker.contract import Method
 from specdecode_worker.models.config import CausalLMConfig
+from specdecode_worker.models.drafts import build_meta_draft
+from specdecode_worker.models.weights import prepare_causal_lm
 
 CPU = torch.device("cpu")
 SLOTS = torch.arange(1, 14)
@@ -164,3 +167,9 @@ def medusa_tensors(heads: int, layers: int, *, bias: bool = True, rows: int = 97
             tensors |= {f"{h}.{i}.linear.bias": noise(32, seed=10 * h + i)} if bias else {}
         tensors[f"{h}.{layers}.weight"] = noise(rows, 32, seed=h)
     return tensors
+
+
+def check_draft(method: Method, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:
+    """Check a draft as `specdecode-worker check` does, without reading weights."""
+    target = prepare_causal_lm(target_folder, max_model_len=max_model_len).network
+    build_meta_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)

@@ -47,7 +47,6 @@ from specdecode_worker.training.split_target import TargetPlacement, placed_targ
 
 INTERRUPTED = 143
 """Exit code after a stop: 128 + SIGTERM, as for a process without a handler, so that a Kubernetes Job restarts it."""
-_USAGE = 64
 
 
 def run(args: argparse.Namespace) -> int:

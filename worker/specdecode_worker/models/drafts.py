@@ -145,19 +145,14 @@ def load_draft(
     return draft
 
 
-def check_draft(method: Method, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:
-    """Check a draft by its config.json, tokenizers and tensor headers, without reading weights.
-
-    Raises the errors of `load_draft`, except those about the values of weights.
-    """
-    target = prepare_causal_lm(target_folder, max_model_len=max_model_len).network
-    build_meta_draft(method, folder, target, target_folder=target_folder, max_model_len=max_model_len)
-
-
 def build_meta_draft(
     method: Method, folder: Path, target: CausalLM, *, target_folder: Path, max_model_len: int | None = None
 ) -> Draft:
-    """Return the network that `load_draft` would load, on the meta device, after the checks of `check_draft`."""
+    """Return the network that `load_draft` would load, on the meta device, checked without reading weights.
+
+    The checks are of config.json, tokenizers and tensor headers. Raises the errors of `load_draft`, except those about
+    the values of weights.
+    """
     expect_method(method, folder)
     expect_vocabulary(method, folder, target_folder)
     if (head := HEADS.get(method)) is not None:

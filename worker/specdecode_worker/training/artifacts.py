@@ -237,7 +237,6 @@ def _moment(seconds: float) -> str:
 # SafeAILab's names, DFlash heads z-lab's, Medusa heads vLLM's, and a draft model its target's.
 
 Names = Literal["safeailab", "speculators", "nemo"]
-FAMILIES: tuple[Names, ...] = ("safeailab", "speculators", "nemo")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 
 

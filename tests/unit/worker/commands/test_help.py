@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 
 from specdecode_operator.plugin.cli import _parser as plugin_parser
 from specdecode_router.__main__ import _parser as router_parser
 from specdecode_worker.commands import arguments
-from specdecode_worker.training.artifacts import FAMILIES
+from specdecode_worker.training.artifacts import Names
 from specdecode_worker.training.distillation.students import StudentSettings
 from specdecode_worker.training.trainer import TrainSettings
 from support.processor import MULTIPLIES_BF16
@@ -95,4 +96,4 @@ def test_defaults_of_training_are_those_of_its_settings(
 
 def test_families_of_tensor_names_are_those_of_training() -> None:
     (names,) = (action for action in arguments.new_parser("train")._actions if action.dest == "names")
-    assert names.choices == FAMILIES
+    assert names.choices == get_args(Names)

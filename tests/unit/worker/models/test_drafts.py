@@ -23,13 +23,22 @@ from specdecode_worker.models.config import (
     PEagleConfig,
 )
 from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.models.drafts import Draft, WeightMethod, check_draft, load_draft
+from specdecode_worker.models.drafts import Draft, WeightMethod, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse
-from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from support.worker.checkpoints import (
+    CPU,
+    DFLASH,
+    check_draft,
+    dflash_tensors,
+    eagle3_tensors,
+    eagle_tensors,
+    medusa_tensors,
+    write,
+)
 from support.worker.tokens import saved, tokenizer
 
 METHODS: dict[WeightMethod, tuple[type, type]] = {

@@ -21,13 +21,22 @@ from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import dflash_config, eagle3_config, eagle_config, medusa_config, peagle_config
 from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.models.drafts import WeightMethod, check_draft, load_draft
+from specdecode_worker.models.drafts import WeightMethod, load_draft
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.headers import INDEX
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.weights import load_causal_lm
 from support.tiers import by_effort
-from support.worker.checkpoints import CPU, DFLASH, dflash_tensors, eagle3_tensors, eagle_tensors, medusa_tensors, write
+from support.worker.checkpoints import (
+    CPU,
+    DFLASH,
+    check_draft,
+    dflash_tensors,
+    eagle3_tensors,
+    eagle_tensors,
+    medusa_tensors,
+    write,
+)
 from support.worker.tokens import saved, tokenizer
 
 few = settings(max_examples=by_effort(quick=15, full=15, nightly=200), deadline=None)

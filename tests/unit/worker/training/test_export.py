@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from specdecode_worker.models.weights import (
     load_peagle,
 )
 from specdecode_worker.training.acceptance import target_token_ranks
-from specdecode_worker.training.artifacts import FAMILIES, Names, write_draft, write_head
+from specdecode_worker.training.artifacts import Names, write_draft, write_head
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import (
@@ -56,7 +56,7 @@ def shaken(draft: Draft) -> Draft:
     return draft
 
 
-@pytest.mark.parametrize("names", FAMILIES)
+@pytest.mark.parametrize("names", get_args(Names))
 def test_a_head_has_the_tensors_and_fields_of_its_family(head: Eagle3Head, names: Names, tmp_path: Path) -> None:
     write_head(head, tmp_path, names)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -77,7 +77,7 @@ def test_a_head_has_the_tensors_and_fields_of_its_family(head: Eagle3Head, names
     assert ("speculators_model_type" in config) == (names == "speculators")
 
 
-@pytest.mark.parametrize("names", FAMILIES)
+@pytest.mark.parametrize("names", get_args(Names))
 def test_parallel_heads_of_all_families_draft_identically(names: Names, target: CausalLM, tmp_path: Path) -> None:
     head = new_peagle(target, torch.arange(0, 64, 2), 2)
     shaken(head)
@@ -104,7 +104,7 @@ def test_heads_of_all_families_draft_identically(
     head = shaken(new_head(target, torch.arange(0, 64, 2), layers))
     assert isinstance(head, Eagle3Head)
     ranks = []
-    for names in FAMILIES:
+    for names in get_args(Names):
         write_head(head, tmp_path / names, names)
         loaded = load_eagle3(tmp_path / names, target, dtype=torch.float32, device=CPU)
         assert loaded.config == head.config

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.drafts import check_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from support import small_model
+from support.worker.checkpoints import check_draft
 
 OPTIONS: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
 OLDER = small_model.VOCAB_SIZE - 6

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import dflash_config
 from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.models.drafts import check_draft, load_draft
+from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_dflash
-from support.worker.checkpoints import CPU, DFLASH, Tensors, dflash_tensors, noise, norm, write
+from support.worker.checkpoints import CPU, DFLASH, Tensors, check_draft, dflash_tensors, noise, norm, write
 
 MASK, BLOCK, COMMITTED = 95, 6, 7
 

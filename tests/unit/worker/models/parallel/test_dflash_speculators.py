@@ -14,14 +14,13 @@ from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import dflash_config
 from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.models.drafts import check_draft
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.weights import load_dflash
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import prepare_draft
-from support.worker.checkpoints import CPU, Tensors, dflash_tensors, noise, speculators_dflash, write
+from support.worker.checkpoints import CPU, Tensors, check_draft, dflash_tensors, noise, speculators_dflash, write
 
 KNOWN = torch.arange(0, 97, 3)
 """Target ids of the draft's vocabulary, where it has one of its own."""

@@ -10,7 +10,7 @@ import torch
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import peagle_config
-from specdecode_worker.models.drafts import check_draft, load_draft
+from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.eagle import PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, ModelError, WeightMismatch
 from specdecode_worker.models.optimize import fuse
@@ -20,6 +20,7 @@ from support.worker.checkpoints import (
     SLOTS,
     TOKENS,
     Tensors,
+    check_draft,
     eagle3_tensors,
     first_layer,
     noise,
