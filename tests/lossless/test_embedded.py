@@ -1,6 +1,6 @@
 """The embedded model in fp32: speculative text equals plain text on 16 prompts (``make proofs P=lossless``: 200).
 
-Both texts come from the engine that `generate` runs, in batches of eight with mixed shapes. In fp32 a pass over nine
+Both texts come from the engine that `bench` runs, in batches of eight with mixed shapes. In fp32 a pass over nine
 rows rounds differently from a pass over one row. Where the scores of the two best tokens (with noise, if sampled) are
 within 1e-4, texts may therefore diverge; this is counted. Any other difference fails.
 """

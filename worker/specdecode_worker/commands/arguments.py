@@ -142,7 +142,6 @@ _SERVER_FLAGS = {
     "tls_cert_file": "FILE: PEM certificate chain for both ports; read again when it changes",
     "tls_key_file": "FILE: PEM key of the certificate, without a password",
 }
-_SAMPLER = "coupled: same text for one seed, in limits (losslessness.md); mss: same distribution"
 _MEMORY_FLAGS = {
     "max_num_seqs": f"N: requests in one batch ({default_by_device('max_num_seqs')})",
     "max_num_batched_tokens": f"N: tokens of one step ({default_by_device('max_num_batched_tokens')})",
@@ -154,24 +153,11 @@ _MEMORY_FLAGS = {
 _ENGINE_FLAGS = _MEMORY_FLAGS | {
     "enable_prefix_caching": "reuse cached prefixes of earlier prompts",
     "enable_chunked_prefill": "read long prompts in parts, beside decoding requests",
-    "sampler": _SAMPLER,
+    "sampler": "coupled: same text for one seed, in limits (losslessness.md); mss: same distribution",
     "kernel_timings": "FILE: kernel times of this GPU, written by hack/gpu",
     "role": "prefill: compute prompts for other workers",
     "block_port": "PORT: port from which other workers get cache blocks",
 }
-
-
-def _add_generate(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``generate``."""
-    _add(parser, "--prompt", "one user message, or plain text with --raw")
-    parser.add_argument("--raw", action="store_true", help="use --prompt without the chat template")
-    _add(parser, "--concurrency", "prompts of a file run together", 8)
-    add_model_flags(parser)
-    add_placement_flag(parser)
-    add_shape_flags(parser)
-    add_sampling_flags(parser, max_tokens=256)
-    add_output_flags(parser)
-    _add_fields(parser, EngineConfig(), {"sampler": _SAMPLER})
 
 
 def _add_pull(parser: argparse.ArgumentParser) -> None:
@@ -383,7 +369,6 @@ def _exit_apart(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "serve": ("Serve a model with OpenAI's API.", _add_serve),
-    "generate": ("Generate text for prompts, with the engine alone.", _add_generate),
     "pull": ("Fetch models into the cache and verify them.", _add_pull),
     "check": ("Check whether target and draft fit each other and the memory, without loading weights.", _add_check),
     "bench": ("Compare speculation with decoding without it, interleaved in one run.", _add_bench),

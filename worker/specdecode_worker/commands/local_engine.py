@@ -16,7 +16,6 @@ from specdecode_worker.contract import (
     EngineConfig,
     MergedDraft,
     Plan,
-    Sampler,
     TaskMatch,
     TreeShape,
     WorkerConfig,
@@ -152,7 +151,7 @@ class LocalEngine:
         return answers, RunTiming(now - (began or now), tokens, steps)
 
 
-def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sampler = "coupled") -> LocalEngine:
+def local_engine(args: argparse.Namespace, *, max_num_seqs: int) -> LocalEngine:
     """Load the engine described by the flags of ``add_model_flags``.
 
     Raises:
@@ -166,7 +165,6 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int, sampler: Sample
             max_num_seqs=max_num_seqs,
             device=args.device,
             threads=args.threads,
-            sampler=sampler,
             tensor_parallel_size=getattr(args, "tensor_parallel_size", 1),
         ),
     )
