@@ -65,7 +65,7 @@ class PullResult:
     """Reason by address of each worker from which not everything was fetched."""
 
 
-def pull_source(address: str, token: str | None, ca_file: str | None, max_bytes: int) -> PullSource:
+def pull_source(address: str, token: str | None, ca_file: str | None, max_bytes: int = DEFAULT_MAX_BYTES) -> PullSource:
     """Return the source that the flags describe.
 
     Args:

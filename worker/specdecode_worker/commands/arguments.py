@@ -312,8 +312,6 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
     text = "admin ports of workers to fetch captured segments from: all addresses of HOST, with the token in "
     _add(parser, "--capture-from", text + f"${Env.capture_token}", metavar="[https://]HOST:PORT")
     _add(parser, "--capture-ca", "PEM certificates that sign those of the admin ports", metavar="FILE")
-    text = "most bytes of fetched segments, the newest (default: 4 GiB)"
-    _add(parser, "--capture-from-bytes", text, 4 * 2**30, metavar="N")
     text = "frozen prompts by domain on which no draft may lose; optional with --job"
     _add(parser, "--golden", text, type=Path, metavar="FILE.jsonl")
     text = "--out of the runs of `train` or `distill` that made the deployed head"
@@ -344,10 +342,8 @@ def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     text = "exit with 0 for every verdict and error; write it as termination message"
     parser.add_argument("--job", action="store_true", help=text)
     _add(parser, "--time-limit", "longest time of the run in seconds, over its restarts", type=float, metavar="S")
-    place = parser.add_mutually_exclusive_group()
-    _add(place, "--head-uri", "where workers find OUT/head (default: file://OUT/head)", metavar="URI")
     text = "with --job: copy OUT/head to URI/HASH; URI is pvc://, s3:// or file://"
-    _add(place, "--publish", text, metavar="URI")
+    _add(parser, "--publish", text, metavar="URI")
     text = "with --job: keep the captured text in OUT/data after the verdict, for --replay of the next run"
     parser.add_argument("--keep-data", action="store_true", help=text)
     text = "with --job: delete the folders of earlier runs next to OUT, whose name is the run's time in hex digits"

@@ -37,15 +37,13 @@ def capture_folders(
         return tuple(args.capture)
     folder = args.out / _PULLED
     if not any((args.out / "data" / name).exists() for name in ("selected.json", "summary.json")):
-        source = pull_source(
-            args.capture_from, os.environ.get(Env.capture_token), args.capture_ca, args.capture_from_bytes
-        )
+        source = pull_source(args.capture_from, os.environ.get(Env.capture_token), args.capture_ca)
         result = pull_segments(source, folder, log, stopped)
         if stopped():  # a part of the segments must not become the run's selection
             raise Interrupted
         log(
             f"distill: {result.fetched} segments fetched from {result.workers} workers, {result.known} known before, "
-            f"{result.over_bound} beyond --capture-from-bytes"
+            f"{result.over_bound} beyond {source.max_bytes / 2**30:g} GiB"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return (*args.capture, folder)

@@ -83,7 +83,7 @@ def _placed_draft(args: argparse.Namespace) -> Artifact:
     head: Path = args.out / "head"
     if args.publish is not None:
         return publish(head, args.publish)
-    return Artifact(uri=args.head_uri or f"file://{head.resolve()}", hash=model_hash(head))
+    return Artifact(uri=f"file://{head.resolve()}", hash=model_hash(head))
 
 
 def _prune(args: argparse.Namespace) -> None:

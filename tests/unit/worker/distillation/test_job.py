@@ -53,10 +53,9 @@ def test_job_exits_with_0_and_writes_the_verdict(
     assert 60 < verdict.conversations <= 90
     assert EARLIER_SECONDS < verdict.seconds < EARLIER_SECONDS + 300
     assert DistillationVerdict.model_validate_json(capsys.readouterr().out) == verdict
-    assert run(flags, out, "--head-uri", "file:///drafts/9/head") == 0
+    assert run(flags, out) == 0
     repeated = read(message)
-    assert repeated.draft == Artifact(uri="file:///drafts/9/head", hash=verdict.draft.hash)
-    assert (repeated.gain, repeated.verdict) == (verdict.gain, verdict.verdict)
+    assert (repeated.draft, repeated.gain, repeated.verdict) == (verdict.draft, verdict.gain, verdict.verdict)
 
 
 def test_without_golden_prompts_the_captured_traffic_alone_decides(
