@@ -15,7 +15,6 @@ from specdecode_worker.commands.flags import (
     EMBEDDED_TARGET,
     add_adapter_flag,
     add_device_flag,
-    add_merge_flag,
     add_model_flags,
     add_output_flags,
     add_placement_flag,
@@ -91,7 +90,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add_placement_flag(parser)
     add_shape_flags(parser)
-    add_merge_flag(parser)
     _add(parser, "--speculative-config", "vLLM's form of --method, --draft and --depth", metavar="JSON")
     text = "name of the model in the API (default: the last part of --model)"
     _add(parser, "--served-model-name", text, metavar="NAME")

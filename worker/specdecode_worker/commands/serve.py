@@ -17,21 +17,17 @@ import uvloop
 from pydantic import ValidationError
 
 from specdecode_worker.commands.flags import (
-    merged_drafts,
     method_and_draft,
     model_config,
     take_speculative_config,
 )
 from specdecode_worker.contract import (
-    OTHER_TASK,
     CaptureConfig,
     DraftConfig,
     EngineConfig,
     Env,
-    MergedDraft,
     Plan,
     ServerConfig,
-    TaskMatch,
     TreeShape,
     WorkerConfig,
     default_served_name,
@@ -76,7 +72,6 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
     """
     lookup = take_speculative_config(args) if args.speculative_config is not None else {}
     method, draft = method_and_draft(args)
-    drafts, merge = merged_drafts(args.merge, method, args.sampler, args.draft_placement)
     served_name = args.served_model_name or default_served_name(args.model)
     try:
         config = WorkerConfig(
@@ -90,7 +85,6 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
                     **lookup,
                 }
             ),
-            drafts=drafts,
             engine=EngineConfig(**_named(args, EngineConfig)),
             server=ServerConfig(**_named(args, ServerConfig)),
             capture=_capture(args),
@@ -98,7 +92,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
         )
     except ValidationError as error:
         raise ValueError(_fields(error)) from None
-    plan = _standalone_plan(args.shape, method, merge)
+    plan = _standalone_plan(args.shape, method)
     return config, plan.model_copy(update={"prefill": tuple(args.prefill)})
 
 
@@ -137,8 +131,8 @@ def _named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) ->
     return {name: value for name in kind.model_fields if (value := getattr(args, name, None)) is not None}
 
 
-def _standalone_plan(shape: TreeShape | None, method: str, merge: tuple[MergedDraft, ...] = ()) -> Plan:
-    """Build a plan that runs one shape at every load, with the drafts that are merged for all requests.
+def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:
+    """Build a plan that runs one shape at every load.
 
     It explores a little, so that the report shows the measurements of other depths.
     """
@@ -146,8 +140,7 @@ def _standalone_plan(shape: TreeShape | None, method: str, merge: tuple[MergedDr
         return Plan()
     initial = shape if shape is not None else _DEFAULT_SHAPE
     top_k = 1 + max(initial.ranks)
-    tasks = (TaskMatch(name=OTHER_TASK, merge=merge),) if merge else ()
-    return Plan(initial=initial, max_depth=max(initial.depth, 1), top_k=top_k, explore=_EXPLORE, tasks=tasks)
+    return Plan(initial=initial, max_depth=max(initial.depth, 1), top_k=top_k, explore=_EXPLORE)
 
 
 def _pod_config(text: str, args: argparse.Namespace) -> tuple[WorkerConfig, None]:

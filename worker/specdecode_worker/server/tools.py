@@ -21,7 +21,7 @@ from specdecode_worker.models.vocabulary import Vocabulary, open_tokenizer
 
 # Tokenizer of one model: text to token ids, and incremental detokenization.
 #
-# The server and the command ``generate`` use it. A character can span several tokens. The `Detokenizer` returns a
+# The server and the commands with an engine use it. A character can span several tokens. The `Detokenizer` returns a
 # character once it is complete; the concatenation of all returned text is the text of all tokens.
 
 _INCOMPLETE = "\ufffd"

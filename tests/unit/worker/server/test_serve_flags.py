@@ -9,7 +9,7 @@ import pytest
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import serve
 from specdecode_worker.commands.arguments import new_parser
-from specdecode_worker.contract import OTHER_TASK, CaptureConfig, EngineConfig, Env, Plan, TreeShape, WorkerConfig
+from specdecode_worker.contract import CaptureConfig, EngineConfig, Env, Plan, WorkerConfig
 from specdecode_worker.termination import ENV_PATH
 
 
@@ -244,38 +244,3 @@ def test_flags_that_a_pod_must_not_have_are_refused(
 def test_flags_are_not_abbreviated() -> None:
     with pytest.raises(SystemExit):
         read("--max-waitin", "2")
-
-
-def test_drafts_are_merged_for_all_requests() -> None:
-    config, plan = read("--depth", "3", "--merge", "ngram:8", "--merge", "eagle=file:///d")
-    assert [(one.name, one.method, one.uri) for one in config.drafts] == [
-        ("merged-1", "ngram", None),
-        ("merged-2", "eagle", "file:///d"),
-    ]
-    (task,) = plan.tasks
-    assert (task.name, task.draft) == (OTHER_TASK, None)
-    assert [(one.draft, one.depth) for one in task.merge] == [("merged-1", 8), ("merged-2", 0)]
-    assert plan.initial == TreeShape.chain(3)
-    assert read("--depth", "3")[1].tasks == ()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--merge", "lookup"), "write ngram, suffix"),
-        (("--merge", "none"), "write ngram, suffix"),
-        (("--merge", "ngram", "--draft-placement", "own"), "--merge needs --draft-placement shared"),
-        (("--merge", "eagle3"), "write ngram, suffix"),
-        (("--merge", "ngram=file:///d"), "write ngram, suffix"),
-        (("--merge", "ngram:17"), "a depth is a number up to 16"),
-        (("--merge", "ngram:x"), "a depth is a number up to 16"),
-        (("--merge", "eagle3:4=file:///d"), "a depth is a number up to 16"),
-        (("--merge", "ngram") * 3, "at most 2 drafts"),
-        (("--merge", "ngram", "--sampler", "mss"), "needs --sampler coupled"),
-        (("--merge", "ngram", "--method", "none"), "needs a draft to merge with"),
-    ],
-    ids=lambda words: " ".join(words) if isinstance(words, tuple) else "",
-)
-def test_what_cannot_be_merged_is_refused(words: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read(*words)
