@@ -8,24 +8,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import yaml
 from lupa import lua51
 from prometheus_client.metrics import MetricWrapperBase
 
-from specdecode_operator import metrics as operator_metrics
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, Spec
 from specdecode_operator.manifests import router_name
-from specdecode_operator.metrics import DeploymentGauge
 from specdecode_operator.plugin.cli import _parser as plugin_parser
-from specdecode_router.queueing.refusals import RefusalReason
-from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, RouterMetrics, Stage
-from specdecode_worker.capture import Dropped
+from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_worker.commands.arguments import COMMANDS, new_parser
-from specdecode_worker.contract import Metric
-from specdecode_worker.metrics import VLLM_CACHE_CONFIG, VLLM_METRICS, vllm_name
 from support.kube import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -281,59 +275,6 @@ def test_argo_cd_health(page: str, status: dict[str, Any] | None, health: str) -
     assert answer.message
     if health == "Degraded":
         assert answer.message.startswith(status["conditions"][-1]["reason"])  # type: ignore[index]
-
-
-# Check docs/reference/metrics.md: its generated tables have every metric, and its lists by hand what they name.
-
-
-@pytest.fixture
-def sections(root: Path) -> dict[str, str]:
-    """Return the text of each section by the first word of its heading."""
-    page = (root / "docs" / "reference" / "metrics.md").read_text()
-    return {part.split()[0].strip(":"): part for part in page.split("\n## ")[1:]}
-
-
-def listed(section: str) -> set[str]:
-    return {name.removesuffix("_total") for name in re.findall(r"^\| `(specdecode_\w+)`", section, re.MULTILINE)}
-
-
-def test_page_lists_every_worker_metric(sections: dict[str, str]) -> None:
-    assert listed(sections["Worker"]) == set(Metric)
-    for reason in Dropped:
-        assert reason.value in sections["Worker"]
-
-
-def test_page_lists_every_metric_under_vllms_names(sections: dict[str, str]) -> None:
-    named, absent = sections["vLLM's"].split("What vLLM 0.33 has and a worker does not:")
-    exported = {vllm_name(name) for name in VLLM_METRICS} | {VLLM_CACHE_CONFIG}
-    assert {name.removesuffix("_total") for name in re.findall(r"`(vllm:\w+)`", named)} == exported
-    assert not exported & {name.removesuffix("_total") for name in re.findall(r"`(vllm:\w+)`", absent)}
-
-
-def test_page_lists_every_operator_metric(sections: dict[str, str]) -> None:
-    found = vars(operator_metrics).values()
-    names = {one._name for one in found if isinstance(one, MetricWrapperBase)}
-    names |= {one.name for one in found if isinstance(one, DeploymentGauge)}
-    assert listed(sections["Operator"]) == names
-    for reason in get_args(operator_metrics.CallFailure):
-        assert f"| {reason} | " in sections["Operator"]
-
-
-def test_page_lists_every_router_metric_and_label_value(sections: dict[str, str]) -> None:
-    families = {family.name for family in RouterMetrics().registry.collect()}
-    assert listed(sections["Router"]) == {name for name in families if name.startswith("specdecode_")}
-    for values in (RefusalReason, Stage, ResumeReason, ResumeOutcome):
-        for value in values:
-            assert f" | {value} | " in sections["Router"]
-
-
-def test_a_counter_is_listed_as_it_is_exposed(sections: dict[str, str]) -> None:
-    rows = [
-        row for section in sections.values() for row in re.findall(r"^\| `(specdecode_\w+)` \| (\w+) ", section, re.M)
-    ]
-    assert len(rows) > 90
-    for name, kind in rows:
-        assert name.endswith("_total") == (kind == "counter"), name
 
 
 # Check the manifests in route-traffic.md and scale.md: they are valid and name what operator and routers make.

@@ -102,13 +102,6 @@ def test_the_operator_holds_every_right_that_it_grants_to_routers(chart: Any, na
     assert not {"escalate", "bind"} & {verb for verbs in held.values() for verb in verbs}
 
 
-def test_no_right_is_a_wildcard(chart: Any) -> None:
-    rendered = chart.template()
-    for role in (*rendered.of("ClusterRole"), *rendered.of("Role")):
-        for rule in role["rules"]:
-            assert "*" not in {*rule["apiGroups"], *rule["resources"], *rule["verbs"]}, role["metadata"]["name"]
-
-
 def test_each_watched_namespace_gets_a_role_and_nothing_is_bound_cluster_wide(chart: Any) -> None:
     rendered = chart.template({"watchNamespaces": ["team-a", "team-b"]})
     assert not rendered.of("ClusterRoleBinding")

@@ -312,11 +312,6 @@ def test_two_operators_roll_without_a_gap(chart: Any) -> None:
     assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
 
 
-def test_replicas_can_be_chosen(chart: Any) -> None:
-    for replicas in (0, 1, 5):
-        assert chart.template({"replicas": replicas}).one("Deployment")["spec"]["replicas"] == replicas
-
-
 def test_every_operator_takes_part_in_the_election(chart: Any) -> None:
     for values in ({}, {"replicas": 1}):
         given = variables(chart.template(values))

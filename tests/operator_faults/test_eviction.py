@@ -1,4 +1,4 @@
-"""Row 13: unhealthy workers can be drained, and the operator evicts a worker instead of deleting it."""
+"""Row 13: the operator evicts an unhealthy worker instead of deleting it, and evictions fail no request."""
 
 from __future__ import annotations
 
@@ -8,33 +8,11 @@ import pytest
 
 from support.kube import Manifest, wait_for
 from support.operator_faults.api_client import ApiError
+from support.operator_faults.client_traffic import DRAIN, assert_status_true, unnoticed
 from support.operator_faults.figures import Figures
 from support.operator_faults.tenant import ServedDeployment, Tenant
 
 COLLAPSE_SECONDS = 240
-
-
-@pytest.mark.timeout(240)
-def test_unready_workers_can_be_evicted(tenant: Tenant, figures: Figures) -> None:
-    with tenant.deployment("broken", replicas=2) as served:
-        pods = served.pods()
-        for pod in pods:
-            served.behave(pod, ready=False)
-        wait_for("no worker is ready", lambda: not served.pods(), timeout_s=30)
-
-        def budget_observed() -> bool:
-            budget = served.child("pdb", "-worker")
-            return budget is not None and budget["status"].get("currentHealthy") == 0
-
-        wait_for("the budget has seen it", budget_observed, timeout_s=30)
-        refusals = []
-        for pod in pods:
-            try:
-                served.api.evict(served.namespace, pod["metadata"]["name"])
-            except ApiError as error:
-                refusals.append(f"{error.status} {error}")
-        figures.record(13, "refused evictions of 2 broken workers", len(refusals))
-        assert not refusals
 
 
 def last_state(served: ServedDeployment, name: str, seconds: int) -> list[Manifest]:
@@ -71,3 +49,30 @@ def test_collapsed_worker_is_replaced_by_eviction(tenant: Tenant, figures: Figur
         evicted = conditions.get("DisruptionTarget", {}).get("reason", "deleted")
         figures.record(13, "removal of a collapsed worker", evicted)
         assert evicted == "EvictionByEvictionAPI"
+
+
+@pytest.mark.timeout(300)
+def test_evictions_of_each_worker_fail_no_request(tenant: Tenant, figures: Figures) -> None:
+    """Eight clients ask all the time, and the budget makes the second eviction wait."""
+    label = "each worker evicted"
+    with (
+        tenant.deployment("traffic", replicas=2, drain=DRAIN) as served,
+        unnoticed(served, figures, label),
+    ):
+        refusals = 0
+        for pod in served.pods():
+            name = pod["metadata"]["name"]
+
+            def evicted(name: str = name) -> bool:
+                nonlocal refusals
+                try:
+                    served.api.evict(served.namespace, name)
+                except ApiError as error:
+                    refusals += error.status == 429
+                    return error.status == 404
+                return True
+
+            wait_for(f"{name} is evicted", evicted, timeout_s=60, every_s=1)
+        figures.record("traffic", "evictions that had to wait for the budget", refusals)
+        served.wait_running(2)
+        assert_status_true(served, figures, label)

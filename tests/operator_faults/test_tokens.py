@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from support.kube import wait_for
@@ -29,30 +27,23 @@ def test_workers_are_reached_after_their_secrets_are_deleted(tenant: Tenant, fig
         with clients_of(served) as clients:
             for name in names:
                 served.api.delete("secret", served.namespace, name)
-            started = time.monotonic()
             served.patch({"speculation": {"depth": {"initial": 2, "max": 4}}})
-            try:
-                wait_for("both take a new plan", lambda: min(served.plan_versions()) > version, timeout_s=LIMIT_SECONDS)
-                figures.record(11, "seconds until workers take a new plan", time.monotonic() - started)
-            except AssertionError:
+
+            def are_planned() -> bool:
                 refusals = [served.worker_state(pod)["unauthorized"] for pod in served.pods()]
-                figures.record(11, "seconds until workers take a new plan", f"not within {LIMIT_SECONDS}")
-                raise AssertionError(f"workers answered 401 to {refusals} requests") from None
+                assert min(served.plan_versions()) > version, f"workers answered 401 to {refusals} requests"
+                return True
+
+            figures.record_seconds(11, "workers take a new plan", are_planned, limit_s=LIMIT_SECONDS)
             wait_for("clients go on", lambda: clients.answered > 10, timeout_s=LIMIT_SECONDS)
         assert served.restarts() == restarts, "workers were restarted"
         assert not clients.failures, clients.failures[:5]
         # The operator may not read Secrets. It creates them again when a new worker needs them.
         gone = served.pods()[0]["metadata"]["name"]
         served.api.delete("pod", served.namespace, gone)
-        started, label = time.monotonic(), "seconds until a new worker has its Secret"
 
         def is_replaced() -> bool:
             running = [pod["metadata"]["name"] for pod in served.pods()]
             return secrets_of(served) == names and gone not in running and len(running) == 2
 
-        try:
-            wait_for("a new worker runs", is_replaced, timeout_s=2 * LIMIT_SECONDS)
-            figures.record(11, label, time.monotonic() - started)
-        except AssertionError:
-            figures.record(11, label, f"not within {2 * LIMIT_SECONDS}")
-            raise
+        figures.record_seconds(11, "a new worker has its Secret and runs", is_replaced, limit_s=2 * LIMIT_SECONDS)

@@ -10,15 +10,13 @@ import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
-from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from support.kube import ROOT, Cluster, KubectlError, Manifest, wait_for
+from support.kube import ROOT, Cluster, Manifest, wait_for
 from support.tiers import skip_reason
 
 CRDS = (
@@ -108,20 +106,3 @@ def test_published_kinds_accept_the_gateway_examples(kinds: PublishedKinds) -> N
     assert [document["kind"] for document in found] == ["HTTPRoute", "InferencePool", "HTTPRoute"]
     for document in found:
         assert "created" in kinds.dry_run(document)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("endpointPickerRef", {"name": "my-picker"}, "port is required"),
-        ("targetPorts", [{"number": 8000}, {"number": 8000}], "port number must be unique"),
-        ("targetPorts", [{"number": 0}], "greater than or equal to 1"),
-        ("selector", {"app": "smollm2"}, "unknown field|matchLabels"),
-        ("targetPortNumber", 8000, "unknown field"),
-    ],
-)
-def test_published_kinds_refuse_broken_pools(kinds: PublishedKinds, field: str, value: Any, words: str) -> None:
-    (pool,) = (deepcopy(one) for one in documents() if one["kind"] == "InferencePool")
-    pool["spec"][field] = value
-    with pytest.raises(KubectlError, match=words):
-        kinds.dry_run(pool)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.errors import Gone, Unavailable
-from specdecode_operator.kube import informer as informer_module
+from specdecode_operator.errors import Unavailable
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import CONFIG_MAPS
@@ -77,48 +76,6 @@ async def test_an_object_that_loses_its_label_leaves(api: KubeClient, namespace:
         cluster.kubectl("label", "configmap", "stripped", f"{GROUP}/name-", namespace=namespace)
         await seconds_until("the object leaves", lambda: not informer.of((namespace, "label")), limit=2)
         assert changes == [(namespace, "label")] * 2
-
-
-async def test_a_watch_is_resumed_without_a_list(
-    api: KubeClient, namespace: str, lists: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(informer_module, "MIN_WATCH_SECONDS", 1)
-    monkeypatch.setattr(informer_module, "MAX_WATCH_SECONDS", 1)
-    async with running(api, namespace, "resumed") as (informer, _):
-        for number in range(4):
-            await api.apply(config_map(namespace, "again", "resumed", a=str(number)), force=True)
-            await seconds_until(
-                "the change",
-                lambda number=number: (
-                    informer.of((namespace, "resumed"))[:1]
-                    and informer.of((namespace, "resumed"))[0][1] == {"a": str(number)}
-                ),
-                limit=2,
-            )
-            await asyncio.sleep(1)
-    assert lists == ["ConfigMap"]
-
-
-async def test_an_expired_version_is_listed_again(api: KubeClient, namespace: str, lists: list[str]) -> None:
-    await api.apply(config_map(namespace, "old", "expired", a="1"), force=True)
-    watch = api.watch
-    versions: list[str] = []
-
-    async def expired() -> AsyncIterator[Any]:
-        # What the API server answers to a version that was compacted. A young cluster has not compacted anything yet.
-        raise Gone("too old resource version")
-        yield
-
-    def watch_from_the_past(*arguments: Any, version: str, **options: Any) -> Any:
-        versions.append(version)
-        return expired() if len(versions) == 1 else watch(*arguments, version=version, **options)
-
-    api.watch = watch_from_the_past  # type: ignore[method-assign]
-    async with running(api, namespace, "expired") as (informer, changes):
-        await seconds_until("a second list", lambda: len(lists) == 2, limit=5)
-        await api.apply(config_map(namespace, "old", "expired", a="2"), force=True)
-        await seconds_until("the change", lambda: informer.get(namespace, "old")[1] == {"a": "2"}, limit=2)
-    assert changes == [(namespace, "expired")] * 2, "the second list changes nothing"
 
 
 async def test_a_half_open_connection_is_noticed_within_thirty_seconds(

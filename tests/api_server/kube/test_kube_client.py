@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
 from typing import Any
 
 import pytest
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.controller.pods import mount_problem
 from specdecode_operator.errors import (
     Conflict,
     EvictionBlocked,
@@ -19,11 +17,9 @@ from specdecode_operator.errors import (
     Refused,
     Unavailable,
 )
-from specdecode_operator.kube import client as connection
-from specdecode_operator.kube.client import KubeClient, keepalive_socket
+from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import CONFIG_MAPS, PODS
 from specdecode_operator.kube.leader_election import LeaderElector
-from support.kube import Cluster
 from support.kube import Cluster as Kubectl
 from support.operators.kube_objects import config_map, seconds_until
 from support.operators.tcp_proxy import TcpProxy
@@ -66,14 +62,6 @@ async def test_apply_without_force_takes_no_field(api: KubeClient, namespace: st
     with pytest.raises(Conflict, match=r"data\.a"):
         await api.apply(config_map(namespace, "theirs", a="2"), force=False)
     assert cluster.get("configmap", "theirs", namespace)["data"] == {"a": "1"}
-
-
-async def test_update_needs_the_latest_version(api: KubeClient, namespace: str) -> None:
-    first = await api.create(CONFIG_MAPS, config_map(namespace, "replaced", a="1"))
-    second = await api.update(CONFIG_MAPS, {**first, "data": {"b": "2"}})
-    assert second["data"] == {"b": "2"}
-    with pytest.raises(Conflict):
-        await api.update(CONFIG_MAPS, {**first, "data": {"c": "3"}})
 
 
 def pod(name: str, **spec: Any) -> dict[str, Any]:
@@ -148,46 +136,6 @@ async def test_a_silent_connection_ends_at_the_deadline(
     assert time.monotonic() - started < 3
 
 
-# Connections to the API server have keepalive.
-
-
-async def test_connections_to_the_api_server_have_keepalive(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[socket.socket] = []
-
-    def recording(address: tuple[Any, ...]) -> socket.socket:
-        made.append(keepalive_socket(address))
-        return made[-1]
-
-    monkeypatch.setattr(connection, "keepalive_socket", recording)
-    client = await KubeClient.connect(cluster.kubeconfig)
-    await client.get(CONFIG_MAPS, "default", "absent")
-    await client.close()
-    assert len(made) == 1
-
-
-# The event of a pod that does not start, as a real kubelet writes it.
-
-
-async def test_a_missing_secret_is_named(api: KubeClient, namespace: str, cluster: Cluster) -> None:
-    spec = {
-        "containers": [{"name": "c", "image": "none", "volumeMounts": [{"name": "v", "mountPath": "/v"}]}],
-        "volumes": [{"name": "v", "secret": {"secretName": "absent-secret"}}],
-        "terminationGracePeriodSeconds": 0,
-    }
-    cluster.apply(
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "mounts"}, "spec": spec}, namespace=namespace
-    )
-    uid = cluster.get("pod", "mounts", namespace)["metadata"]["uid"]
-    started = time.monotonic()
-    problem = None
-    while problem is None or "absent-secret" not in problem:  # a busy kubelet may say first that its cache is not ready
-        assert time.monotonic() - started < 60, problem
-        await asyncio.sleep(0.5)
-        problem = await mount_problem(api, namespace, uid)
-    assert problem.startswith("FailedMount: ")
-    cluster.kubectl("delete", "pod", "mounts", "--wait=false", namespace=namespace)
-
-
 # Leader election on a real API server: hand-over, and a leader that is cut off.
 
 
@@ -200,27 +148,6 @@ async def stop(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@pytest.mark.parametrize(("released", "limit"), [(False, 20), (True, 5)])
-async def test_one_leads_and_the_other_takes_over(
-    api: KubeClient, namespace: str, cluster: Cluster, released: bool, limit: float
-) -> None:
-    lease = f"hand-over-{released}".lower()
-    first, first_task = start(api, namespace, lease, "first")
-    await asyncio.wait_for(first.wait_until_leader(), 5)
-    second, second_task = start(api, namespace, lease, "second")
-    for _ in range(10):
-        await asyncio.sleep(0.5)
-        assert (first.is_leader, second.is_leader) == (True, False)
-    await stop(first_task)
-    if released:
-        await first.release()
-    await seconds_until("the second one leads", lambda: second.is_leader, limit=limit)
-    assert not first.is_leader
-    spec = cluster.get("lease", lease, namespace)["spec"]
-    assert (spec["holderIdentity"], spec["leaseTransitions"], spec["leaseDurationSeconds"]) == ("second", 1, 15)
-    await stop(second_task)
 
 
 async def test_a_leader_that_is_cut_off_writes_nothing_more(

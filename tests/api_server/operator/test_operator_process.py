@@ -1,4 +1,4 @@
-"""The real operator process against a real API server: children and status, refusals, cut connections, two replicas."""
+"""The real operator process against a real API server: children, refusals, plugin, cut connections, two replicas."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
-from specdecode_operator import manifests
-from specdecode_operator.api import crd as crd_module
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
 from specdecode_operator.kube.kinds import OWN_NAMESPACE_PERMISSIONS, PERMISSIONS
-from specdecode_worker.contract import CheckVerdict, MemoryState
+from specdecode_operator.plugin.cli import main
 from support.kube import Cluster, KubectlError, wait_for
 from support.operators.fleet import SPEC, deep
 from support.operators.operator_account import grant, kubeconfig_of
-from support.operators.operator_process import OperatorProcess, install_crd
+from support.operators.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("crd")
 MAX_MEMORY_MIB = 120
@@ -78,19 +76,6 @@ def test_a_resource_gets_children_and_a_status_that_stays_the_same(
     assert cluster.get("secret", "made-tokens", namespace)["data"] == token
 
 
-def test_deleting_a_deployment_deletes_its_children(
-    operator: OperatorProcess, cluster: Cluster, namespace: str
-) -> None:
-    cluster.apply(resource("gone"), namespace=namespace)
-    wait_for("the workload", lambda: cluster.get("deploy", "gone-worker", namespace), timeout_s=30)
-    cluster.kubectl("delete", "sdd", "gone", "--wait=true", "--timeout=20s", namespace=namespace)
-    wait_for(
-        "children are collected",
-        lambda: not cluster.list(f"{CHILDREN},secret", f"{GROUP}/name=gone", namespace),
-        timeout_s=40,
-    )
-
-
 def test_a_policy_is_made_for_each_deployment_and_deleted_once_policies_are_off(
     crd: None, cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -104,19 +89,6 @@ def test_a_policy_is_made_for_each_deployment_and_deleted_once_policies_are_off(
         with OperatorProcess(cluster, own, tmp_path):
             wait_for("it is gone", lambda: not cluster.list("netpol", f"{GROUP}/name=made", own), timeout_s=30)
             assert cluster.get("deploy", "made-worker", own)
-
-
-@pytest.fixture
-def newer_crd(crd: None, cluster: Cluster) -> Iterator[None]:
-    """Serve the CRD of a newer operator, which has one more field with a default, and then this tree's again."""
-    definition = crd_module.crd()
-    spec = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
-    spec["speculation"]["properties"]["novelty"] = {"type": "object", "default": {"level": 3}} | {
-        "properties": {"level": {"type": "integer", "default": 3}}
-    }
-    cluster.apply(definition, server_side=True)
-    yield
-    install_crd(cluster)
 
 
 def test_an_operator_is_ready_once_it_has_its_rights(cluster: Cluster, namespace: str, tmp_path: Path) -> None:
@@ -136,31 +108,6 @@ def test_an_operator_is_ready_once_it_has_its_rights(cluster: Cluster, namespace
         wait_for("it is ready", lambda: process.probe("/ready") == (200, "ok\n"), timeout_s=30)
 
 
-def test_a_newer_crd_does_not_stop_an_older_operator(
-    operator: OperatorProcess, cluster: Cluster, namespace: str, request: pytest.FixtureRequest
-) -> None:
-    """Helm installs the new CRD before the new operator, which may come late or never."""
-    cluster.apply(resource("skewed"), namespace=namespace)
-    wait_for("the workload", lambda: cluster.get("deploy", "skewed-worker", namespace), timeout_s=30)
-    request.getfixturevalue("newer_crd")
-    wait_for(
-        "the new field has its default",
-        lambda: cluster.get("sdd", "skewed", namespace)["spec"]["speculation"].get("novelty") == {"level": 3},
-        timeout_s=30,
-    )
-    change = json.dumps({"spec": {"engine": {"maxNumSeqs": 9}}})
-    cluster.kubectl("patch", "sdd", "skewed", "--type=merge", "-p", change, namespace=namespace)
-
-    def status() -> Any:
-        now = cluster.get("sdd", "skewed", namespace)
-        return now["status"] if now["status"]["observedGeneration"] == now["metadata"]["generation"] == 2 else None
-
-    seen = wait_for("the change is carried out", status, timeout_s=15)
-    assert "Stalled" not in {one["type"] for one in seen["conditions"] if one["status"] == "True"}, seen["conditions"]
-    template = cluster.get("deploy", "skewed-worker", namespace)["spec"]["template"]
-    assert '"max_num_seqs":9' in json.dumps(template).replace("\\", "")
-
-
 def test_a_refused_child_is_named_and_the_others_are_applied(
     operator: OperatorProcess, cluster: Cluster, namespace: str
 ) -> None:
@@ -175,31 +122,36 @@ def test_a_refused_child_is_named_and_the_others_are_applied(
         cluster.get("deploy", "refused-worker", namespace)
 
 
-def test_a_verdict_in_a_termination_message_becomes_a_condition(
-    operator: OperatorProcess, cluster: Cluster, namespace: str
+def test_the_plugin_reads_and_pins(
+    operator: OperatorProcess, cluster: Cluster, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The pod is scheduled by no scheduler, and has the status that a kubelet would write."""
-    cluster.apply(resource("large"), namespace=namespace)
-    wait_for("the workload", lambda: cluster.get("deploy", "large-worker", namespace), timeout_s=30)
-    container = {"name": "worker", "image": "none"}
-    spec = {"schedulerName": "none", "containers": [container]}
-    metadata = {"name": "large-pod", "labels": manifests.selector("large")}
-    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}, namespace=namespace)
-    verdict = CheckVerdict(serves=False, fits=False, problem="0.26 GiB short", memory=MemoryState(limit=2**31))
-    ended = {"terminated": {"exitCode": 1, "message": verdict.model_dump_json()}}
-    waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
-    state = {**container, "imageID": "", "ready": False, "restartCount": 1, "state": waiting, "lastState": ended}
-    patch = json.dumps({"status": {"containerStatuses": [state]}})
-    words = ("patch", "pod", "large-pod", "--subresource=status", "--type=merge", "-p", patch)
-    cluster.kubectl(*words, namespace=namespace)
+    flags = [*(["--kubeconfig", cluster.kubeconfig] if cluster.kubeconfig else []), "--namespace", namespace]
 
-    def misfit() -> bool:
-        condition = conditions(cluster, namespace, "large").get("MemoryFits", {})
-        return (condition.get("status"), condition.get("message")) == ("False", "0.26 GiB short")
+    def plan() -> Any:
+        return json.loads(cluster.get("cm", "plugged-plan", namespace)["data"]["plan.json"])["initial"]
 
-    wait_for("the verdict is shown", misfit, timeout_s=20)
-    assert cluster.get("sdd", "large", namespace)["status"]["memory"]["limit"] == "2.00Gi"
-    cluster.kubectl("delete", "pod", "large-pod", "--wait=false", namespace=namespace)
+    def is_event() -> bool:
+        events = cluster.list("events", "", namespace)
+        words = "every load: mode Auto -> pin chain:4: spec.speculation.pin"
+        return ("SteeringChanged", words) in [(one["reason"], one["message"]) for one in events]
+
+    cluster.apply(resource("plugged"), namespace=namespace)
+    before = wait_for("the first plan", plan, timeout_s=30)
+    assert main(["pin", *flags, "plugged", "chain:4"]) == 0
+    wait_for("the pinned plan", lambda: plan() == [0, 1, 2, 3], timeout_s=20)
+    wait_for("the condition", lambda: conditions(cluster, namespace, "plugged")["Pinned"]["status"] == "True")
+    wait_for("the Event", is_event, timeout_s=20)
+    assert main(["explain", *flags, "plugged"]) == 0
+    assert main(["history", *flags, "plugged"]) == 0
+    out = capsys.readouterr().out
+    assert "chain:4" in out
+    assert "mode Auto" in out
+    assert main(["unpin", *flags, "plugged"]) == 0
+    wait_for("the former plan", lambda: plan() == before, timeout_s=20)
+    wait_for("no condition", lambda: "Pinned" not in conditions(cluster, namespace, "plugged"), timeout_s=20)
+    assert main(["pin", *flags, "plugged", "sql=chain:4"]) == 1
+    assert main(["explain", *flags, "absent"]) == 1
+    assert '"absent" not found' in capsys.readouterr().err
 
 
 # --- cut connections --------------------------------------------------------------------------------------------------

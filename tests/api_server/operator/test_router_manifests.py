@@ -1,4 +1,4 @@
-"""Routers' children on a real API server: admitted by Pod Security, by an operator with the chart's rights."""
+"""Children of routers and training Jobs on a real API server: admitted by Pod Security, with the chart's rights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.kube.kinds import PERMISSIONS
+from specdecode_operator.state.draft_record import RunRecord
 from specdecode_operator.types import Deployment, Manifest
 from support.kube import Cluster, KubectlError
 from support.operators.fleet import DEFAULTS, deployment_with
@@ -82,36 +83,6 @@ def test_a_router_pod_meets_the_restricted_profile(cluster: Cluster, operator: s
         send(cluster, root, "--dry-run=server")
 
 
-def test_an_operator_cannot_grant_more_than_it_holds(cluster: Cluster, operator: str, deployment: Deployment) -> None:
-    role = manifests.router_role(deployment)
-    more = {**role, "rules": [*role["rules"], {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"]}]}
-    with pytest.raises(KubectlError, match="attempting to grant RBAC permissions not currently held"):
-        send(cluster, more, operator, "--dry-run=server")
-
-
-def test_a_router_may_do_what_it_needs_and_no_more(cluster: Cluster, operator: str, deployment: Deployment) -> None:
-    for child in children(deployment)[:4]:
-        send(cluster, child, operator)
-    account = f"--as=system:serviceaccount:{deployment.namespace}:demo-router"
-
-    def may(*words: str) -> bool:
-        try:
-            return cluster.kubectl("auth", "can-i", *words, account, namespace=deployment.namespace).strip() == "yes"
-        except KubectlError:
-            return False
-
-    assert may("watch", "endpointslices.discovery.k8s.io")
-    assert may("patch", "configmaps/demo-demand")
-    for words in (
-        ("patch", "configmaps/demo-plan"),
-        ("get", "secrets"),
-        ("list", "pods"),
-        ("update", f"specdecodedeployments.{GROUP}"),
-        ("create", "configmaps"),
-    ):
-        assert not may(*words), words
-
-
 def test_the_service_changes_its_selector_in_place(cluster: Cluster, operator: str, deployment: Deployment) -> None:
     for to_routers, role in ((False, "worker"), (True, "router"), (False, "worker")):
         send(cluster, manifests.service(deployment, to_routers=to_routers), operator)
@@ -119,15 +90,17 @@ def test_the_service_changes_its_selector_in_place(cluster: Cluster, operator: s
         assert selector == {f"{GROUP}/name": "demo", f"{GROUP}/role": role}
 
 
-def test_data_of_routers_survive_an_apply_of_the_operator(
-    cluster: Cluster, operator: str, deployment: Deployment
-) -> None:
-    manifest = manifests.demand_config_map(deployment)
-    send(cluster, manifest, operator)
-    patch = json.dumps({"data": {"router-a": "{}"}})
-    cluster.kubectl("patch", "configmap", "demo-demand", "--type=merge", "-p", patch, namespace=deployment.namespace)
-    send(cluster, manifest, operator)
-    assert cluster.get("configmap", "demo-demand", deployment.namespace)["data"] == {"router-a": "{}"}
+def test_an_operator_with_the_charts_rights_creates_every_job(cluster: Cluster, operator: str, namespace: str) -> None:
+    deployment = replace(deployment_with(distillation={"storage": {"uri": "pvc://drafts"}}), namespace=namespace)
+    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="embedded://draft", claim="drafts")
+    jobs = (
+        manifests.distillation_job(deployment, run, DEFAULTS, ("0123456789abcdef",)),
+        manifests.deletion_job(deployment, run, DEFAULTS),
+    )
+    for job in jobs:
+        metadata = {key: value for key, value in job["metadata"].items() if key != "ownerReferences"}
+        body = json.dumps({**job, "metadata": metadata})
+        assert "created" in cluster.kubectl("create", operator, "--dry-run=server", "-f", "-", stdin=body)
 
 
 def _dry(child: Manifest) -> tuple[str, ...]:

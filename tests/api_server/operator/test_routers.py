@@ -109,15 +109,3 @@ def test_requests_that_were_held_while_the_operator_was_gone_start_a_worker(
     assert replicas(cluster, namespace, "later") == 0
     operator.start()
     wait_for("workers are wanted", lambda: replicas(cluster, namespace, "later") == 2, timeout_s=30)
-
-
-def test_routers_are_removed_on_request(operator: OperatorProcess, cluster: Cluster, namespace: str) -> None:
-    apply(cluster, namespace, "plain")
-    patch = json.dumps({"spec": {"router": {"replicas": 0}, "scaling": {"minReplicas": 1}}})
-    cluster.kubectl("patch", "sdd", "plain", "--type=merge", "-p", patch, namespace=namespace)
-    wait_for(
-        "no router is wanted",
-        lambda: cluster.get("deploy", "plain-router", namespace)["spec"]["replicas"] == 0,
-        timeout_s=15,
-    )
-    wait_for("its status", lambda: "router" not in status(cluster, namespace, "plain"), timeout_s=15)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from specdecode_router.discovery import endpoint_slices
 from specdecode_router.discovery.api_server import ApiServer, ApiServerError
 from specdecode_router.discovery.demand import DemandWriter
 from specdecode_router.discovery.endpoint_slices import EndpointSliceDiscovery
@@ -81,26 +80,6 @@ async def test_workers_that_come_and_go_are_reported_within_two_seconds(
         await seconds_until("no worker", lambda: updates[-1] == [], limit=2)
 
 
-async def test_watches_are_resumed_without_a_list(
-    direct: ApiServer, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint_slices, "MIN_WATCH_SECONDS", 1)
-    monkeypatch.setattr(endpoint_slices, "MAX_WATCH_SECONDS", 1)
-    lists, list_slices = list[str](), direct.list_slices
-
-    async def counted(namespace: str, service: str) -> Any:
-        lists.append(service)
-        return await list_slices(namespace, service)
-
-    monkeypatch.setattr(direct, "list_slices", counted)
-    async with running(direct, namespace) as (_, updates):
-        for number in range(3):
-            await asyncio.sleep(1.1)
-            await applied(cluster, namespace, slice_of(*"abc"[: number + 1]))
-            await seconds_until("the change", lambda number=number: len(updates[-1]) == number + 1, limit=2)
-    assert lists == [SERVICE]
-
-
 async def test_a_half_open_connection_is_noticed_and_the_list_stays(
     proxied: ApiServer, proxy: TcpProxy, cluster: Cluster, namespace: str
 ) -> None:
@@ -113,18 +92,6 @@ async def test_a_half_open_connection_is_noticed_and_the_list_stays(
         # A watch of 18 s, its grace of 3 s and the first pause; other tests run at the same time as this one.
         await seconds_until("the missed worker", lambda: len(updates[-1]) == 2, limit=30)
         assert len(updates) == 2, "the list was never empty"
-
-
-async def test_the_last_list_stays_while_no_connection_works(
-    proxied: ApiServer, proxy: TcpProxy, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(endpoint_slices, "MIN_WATCH_SECONDS", 1)
-    monkeypatch.setattr(endpoint_slices, "MAX_WATCH_SECONDS", 1)
-    await applied(cluster, namespace, slice_of("a"))
-    async with running(proxied, namespace) as (_, updates):
-        proxy.silence_all()
-        await asyncio.sleep(6)
-        assert updates == [[Endpoint("a", "http://10.0.0.1:8001")]]
 
 
 async def test_a_refused_watch_says_why(direct: ApiServer, namespace: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from support.kube import ROOT
+from support.kube import ROOT, wait_for
 
 FILE = ROOT / "out" / "operator-faults.json"
 
@@ -27,6 +28,18 @@ class Figures:
         self._file.parent.mkdir(exist_ok=True)
         self._file.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
         print(f"row {row}: {name} = {row_figures[name]}")
+
+    def record_seconds(
+        self, row: int | str, name: str, condition: Callable[[], object], *, limit_s: float, every_s: float = 0.5
+    ) -> None:
+        """Wait for a condition, and record the seconds that it took. Raises AssertionError after the limit."""
+        started = time.monotonic()
+        try:
+            wait_for(name, condition, timeout_s=limit_s, every_s=every_s)
+        except AssertionError:
+            self.record(row, name, f"not within {limit_s:g}")
+            raise
+        self.record(row, name, time.monotonic() - started)
 
 
 def percentile(values: Iterable[float], percent: float) -> float:

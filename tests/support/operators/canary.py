@@ -319,6 +319,14 @@ def distilling(**spec: Any) -> Canary:
     return canary
 
 
+def training(**spec: Any) -> Canary:
+    """Return a deployment with a run whose Job exists and was seen."""
+    canary = distilling(**spec)
+    canary.ticks(2)
+    assert len(canary.jobs) == 1
+    return canary
+
+
 def verdict(kind: str = "better", gain: float = 0.2, draft: Artifact | None = None, **fields: Any) -> JobStatus:
     """Return the status of a Job with a verdict."""
     place = Artifact(uri=f"pvc://drafts/drafts/demo/{TRAINED}", hash=TRAINED)

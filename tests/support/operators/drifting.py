@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 import random
 from collections import Counter
@@ -213,3 +215,31 @@ def drifting(rates: dict[str, tuple[float, ...]] | None = None, **fields: Any) -
     tasks = [{"name": name} for name in rates if name != "other"]
     spec = {**fields, **({"speculation": {"tasks": tasks}} if tasks else {})}
     return Drifting(deployment_with(**spec), rates, shares, **own)
+
+
+@functools.cache
+def _after_a_week() -> Drifting:
+    served = drifting(requests_per_day=240)
+    served.serve(1740)
+    assert served.task().baseline is not None
+    return served
+
+
+def after_a_week() -> Drifting:
+    """Return a deployment whose baseline is frozen, with 240 requests a day."""
+    return copy.deepcopy(_after_a_week())
+
+
+@functools.cache
+def _after_a_drift() -> Drifting:
+    served = after_a_week()
+    served.rates["other"] = SLOWER
+    served.until_drift(1200)
+    served.serve(200)
+    assert [record.kind for record in served.records] == ["Drift"]
+    return served
+
+
+def after_a_drift() -> Drifting:
+    """Return a deployment whose draft became slower by a fifth, and which trains nothing by itself."""
+    return copy.deepcopy(_after_a_drift())

@@ -14,10 +14,12 @@ from specdecode_operator.telemetry.counters import PAIRS, Moments
 from support.operators.limits import speculation_of
 
 
-def moments(x: tuple[float, ...], seconds: float, count: float = 100, spread: float = 0.02) -> Moments:
-    """Return sums of ``count`` steps that all look like ``x`` and take ``seconds``, more or less."""
+def moments(
+    x: tuple[float, ...], seconds: float, count: float = 100, spread: float = 0.02, tokens: float = 1
+) -> Moments:
+    """Return sums of steps that look like ``x``, take about ``seconds``, and emit ``tokens`` a sequence."""
     squared = seconds**2 * (1 + spread**2)
-    emitted = x[1]
+    emitted = x[1] * tokens
     values = (count, count * seconds, count * squared, count * emitted)
     sums = (*(count * v for v in x), *(count * v * seconds for v in x), *(count * x[i] * x[j] for i, j in PAIRS))
     return Moments((*values, *sums))

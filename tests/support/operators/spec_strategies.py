@@ -8,6 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from support.operators.api_examples import BAD
+
 Json = Any
 Schema = Mapping[str, Any]
 
@@ -179,35 +181,8 @@ DURATIONS = (
     ("router", "holdTimeout"),
 )
 """Durations with bounds, which a pattern cannot hold."""
-EAGLE: Json = {"method": "eagle3", "draft": {"uri": "file:///d"}}
-NO_DRAFTS: Json = {"drafts": None, "tasks": None}
-RULE_BREAKS: tuple[Json, ...] = (
-    {"engine": {"tensorParallelSize": 4}, "workers": {"accelerator": {"count": 2}}},
-    {"scaling": {"owner": "Operator", "minReplicas": 0, "maxReplicas": 2}, "router": None},
-    {"speculation": {"method": "eagle3", "draft": None}},
-    {"speculation": {"method": "medusa", "draft": {"uri": "file:///m", "quantization": "int4"}}},
-    {"speculation": {"method": "dflash", "draft": {"uri": "file:///m", "placement": "Own"}}},
-    {
-        "speculation": {"method": "eagle3", "draft": {"uri": "file:///m", "placement": "Own"}},
-        "engine": {"sampler": "mss"},
-    },
-    {"speculation": {**EAGLE, "drafts": [{"name": "a", "method": "ngram"}] * 2, "tasks": None}},
-    {"speculation": {**EAGLE, "drafts": None, "tasks": [{"name": "a", "draft": "unknown"}]}},
-    {"speculation": {**EAGLE, "depth": {"min": 4, "initial": 3, "max": 5}, "tree": None}},
-    {"speculation": {**EAGLE, "depth": {"min": 0, "initial": 5, "max": 8}, "tree": {"maxNodes": 2}}},
-    {"speculation": {**EAGLE, "drafts": None, "tasks": [{"name": "a"}, {"name": "a"}]}},
-    {"speculation": {**EAGLE, "drafts": [{"name": "a", "method": "medusa"}], "tasks": None}},
-    {"speculation": {**EAGLE, "drafts": [{"name": "a", "method": "ngram", "quantization": "int4"}], "tasks": None}},
-    {"speculation": {**EAGLE, **NO_DRAFTS, "tasks": [{"name": "a", "depth": {"min": 3, "max": 2}}]}},
-    {"scaling": {"owner": "External", "minReplicas": 3, "maxReplicas": 2}},
-    {"engine": {"extraArgs": ["--port=1"]}},
-    {"distillation": {"storage": {"uri": "s3://models", "secretRef": None}}},
-    {"workers": {"accelerator": {"resource": "node.kubernetes.io/gpu"}}},
-    {"workers": {"strategy": {"maxSurge": 0, "maxUnavailable": "0%"}}},
-    {"scaling": {"owner": "External", "idleAfter": "1s"}},
-    {"imagePullSecrets": [{"name": "a"}, {"name": "a"}]},
-)
-"""Changes of a spec that break one rule across fields each. None removes a field."""
+RULE_BREAKS = tuple(change for change, _ in BAD)
+"""Changes of a spec that break one rule each. None removes a field."""
 
 
 def merged(spec: Json, change: Json) -> Json:

@@ -91,34 +91,3 @@ async def test_eight_routers_share_places_and_tenants_share_tokens_by_weight(tmp
         assert most <= PLACES
         assert mean > 0.9 * PLACES
         assert tokens["heavy"] / tokens["light"] == pytest.approx(3, rel=0.2), tokens
-
-
-@pytest.mark.slow
-async def test_one_router_with_all_clients_fills_the_workers_and_gives_back(tmp_path: Path) -> None:
-    async with eight(tmp_path, {}) as routers:
-        clients = Clients()
-        clients.add(routers[5], "light", 20)
-        await asyncio.sleep(4)
-        most, mean = await peak(routers, 1)
-        assert most <= PLACES
-        assert mean > 0.8 * 2 * SLOTS
-        for router in routers:
-            clients.add(router, "light", 6)
-        await asyncio.sleep(4)
-        most, mean = await peak(routers, 2)
-        assert most <= PLACES
-        assert routers[5].state.admission.running <= 2
-        await clients.stop()
-
-
-@pytest.mark.slow
-async def test_the_limit_of_a_tenant_holds_for_all_routers(tmp_path: Path) -> None:
-    async with eight(tmp_path, {"light": {"maxInFlight": 9}}) as routers:
-        clients = Clients()
-        for router in routers:
-            clients.add(router, "light", 4)
-        await asyncio.sleep(2)  # routers that begin at the same moment see each other's requests at the next load
-        most, mean = await peak(routers, 3, "light")
-        assert most <= 10
-        assert mean > 8
-        await clients.stop()

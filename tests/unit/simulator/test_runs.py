@@ -16,7 +16,7 @@ from specdecode_simulator.policies.registry import InEngine, controller
 from specdecode_simulator.records.acceptance_walks import PLAIN
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.scoring.matrix import Cell, Matrix
-from specdecode_simulator.scoring.run import ANSWERED, one
+from specdecode_simulator.scoring.run import ANSWERED, one, run_trace
 from specdecode_simulator.traces.catalogue import TRACES, named
 from specdecode_simulator.traces.job import Limits
 from specdecode_simulator.traces.trace import Kind, Trace, flat, square
@@ -130,6 +130,17 @@ def test_a_planner_that_errs_shows_as_regret(library: Library, monkeypatch: pyte
     monkeypatch.setattr(operator_loop, "decide", inverted)
     wrong = one("ours", trace, library, 0, {}, None).figures.time_per_token
     assert wrong > 1.3 * right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["task-mix", "load-swings"])
+def test_the_loop_comes_near_the_best_shapes_and_beats_every_fixed_depth(name: str, library: Library) -> None:
+    """Tasks, trees and the worker's own guard in one closed loop."""
+    fixed = [f"fixed-{depth}" for depth in (0, 2, 3, 5)]
+    runs = dict(run_trace(name, 0.2, 3, ["ours", "clairvoyant", *fixed], library, {}))
+    seconds = {policy: run.figures.time_per_token for policy, run in runs.items()}
+    assert seconds["ours"] < 1.12 * seconds["clairvoyant"]
+    assert seconds["ours"] < min(seconds[policy] for policy in fixed)
 
 
 def test_every_trace_is_drawn_and_runs(library: Library) -> None:

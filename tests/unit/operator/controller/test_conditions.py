@@ -14,9 +14,6 @@ from support.operators.statuses import conditions, kstatus, pod, refused, states
 
 QUOTA = 'pods "demo-worker-1" is forbidden: exceeded quota: none, requested: pods=1, used: pods=0, limited: pods=0'
 UNSCHEDULABLE = "Unschedulable: 0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
-MISFIT = CheckVerdict(serves=False, fits=False, problem="the GPU's memory of 2.00 GiB is 0.26 GiB too small")
-
-
 # Ready and Reconciling
 
 
@@ -154,13 +151,6 @@ def test_all_child_problems_are_named_the_gravest_first() -> None:
         "Service demo: it belongs to someone; Deployment demo-worker: exceeded quota; ConfigMap demo-plan: no answer"
     )
     assert conditions(status)["Stalled"].message == expected
-
-
-def test_a_worker_that_does_not_fit_stalls_and_old_workers_stay_available() -> None:
-    status = status_with(workload_with(), pod("old", ready=True), pod("new", verdict=MISFIT))
-    assert states(status)["Stalled"] == ("True", "DoesNotFit")
-    assert conditions(status)["Stalled"].message == f"pod new: {MISFIT.problem}"
-    assert states(status)["Available"][0] == "True"
 
 
 def test_a_required_draft_that_does_not_fit_stalls() -> None:

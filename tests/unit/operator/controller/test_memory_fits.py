@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.pods import worker_of
 from specdecode_operator.controller.status import status_of
@@ -123,14 +122,3 @@ def test_memory_is_unknown_without_a_report_and_then_stays() -> None:
     assert condition(status_with(), "MemoryFits").status == "Unknown"
     assert status_with().memory is None
     assert status_with(before=status_with(serving())).memory == status_with(serving()).memory
-
-
-def test_a_rollout_waits_for_the_new_worker_to_serve() -> None:
-    """A pod whose check fails never becomes ready, and no pod is removed before another is ready."""
-    deployment = deployment_with()
-    template = manifests.pod_template(deployment, DEFAULTS)
-    spec = manifests.workload(deployment, template, "h", 1)["spec"]
-    assert spec["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
-    worker = next(container for container in template["spec"]["containers"] if container["name"] == "worker")
-    assert worker["readinessProbe"]["httpGet"]["path"] == "/ready"
-    assert "terminationMessagePath" not in worker, "workers write their verdict to Kubernetes' default path"

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 from specdecode_operator import metrics
 from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.decision import history
-from specdecode_operator.types import Figures, Observation, Outcome, TaskFigures
+from specdecode_operator.types import Decision, Figures, Observation, Outcome, TaskFigures
 from support.operators.fleet import Loop, Truth, loop_over, with_pin, workload_with
 
 KEY = ("ns", "demo")
@@ -29,12 +29,15 @@ def value(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(name, {"namespace": "ns", "name": "demo", **labels})
 
 
+def record(loop: Loop, decision: Decision) -> None:
+    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
+    status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
+    metrics.record(loop.deployment, observed, decision, status)
+
+
 def recorded(loop: Loop, polls: int) -> None:
     for _ in range(polls):
-        decision = loop.poll()
-        observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
-        status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
-        metrics.record(loop.deployment, observed, decision, status)
+        record(loop, loop.poll())
 
 
 def test_figures_of_a_deployment_are_exported() -> None:
@@ -52,11 +55,9 @@ def test_figures_of_a_deployment_are_exported() -> None:
 def test_desired_replicas_are_exported_for_an_external_autoscaler() -> None:
     """With another owner the operator does not set replicas. It exports what it would set, within the bounds."""
     loop = loop_over(scaling={"owner": "External", "maxReplicas": 3})
-    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
     decision = loop.poll()
     decision = replace(decision, scale=replace(decision.scale, desired=3))
-    status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
-    metrics.record(loop.deployment, observed, decision, status)
+    record(loop, decision)
     assert decision.scale.replicas == 1
     assert value("specdecode_desired_replicas") == 3
 
@@ -99,11 +100,8 @@ def test_a_deleted_deployment_leaves_no_series() -> None:
 def record_figures(loop: Loop, **figures: Any) -> None:
     """Record one reconcile with these measurements."""
     values = {"running": 1, "waiting": 0, "tokens_per_second": 9, "synthetic": False, **figures}
-    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
     decision = loop.poll()
-    decision = replace(decision, shown=replace(decision.shown, figures=Figures(**values)))
-    status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
-    metrics.record(loop.deployment, observed, decision, status)
+    record(loop, replace(decision, shown=replace(decision.shown, figures=Figures(**values))))
 
 
 def test_a_refused_spec_is_exported() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from specdecode_operator.errors import Conflict, NotLeader, Unavailable
 from specdecode_operator.kube.kinds import LEASES
-from specdecode_operator.kube.leader_election import LeaderElector, boot_clock, micro_time
+from specdecode_operator.kube.leader_election import LeaderElector, micro_time
 
 
 class LeaseServer:
@@ -259,8 +259,3 @@ def test_times_that_contradict_are_refused(server: LeaseServer, clock: Clock, ti
     names = ("lease_seconds", "renew_deadline", "retry_seconds")
     with pytest.raises(ValueError, match="renew_deadline"):
         elector(server, clock, "one", **dict(zip(names, times, strict=True)))
-
-
-def test_the_clock_runs_forward() -> None:
-    assert boot_clock() <= boot_clock()
-    assert len(micro_time()) == len("2026-01-01T00:00:00.000000Z")

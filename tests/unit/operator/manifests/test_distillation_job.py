@@ -102,20 +102,6 @@ def test_preemption_costs_no_retry_and_the_deadline_leaves_time_for_a_verdict() 
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "needed by podFailurePolicy"
 
 
-def test_pod_meets_the_restricted_pod_security_standard() -> None:
-    made = pod()
-    assert made["securityContext"]["runAsNonRoot"] is True
-    assert made["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert made["automountServiceAccountToken"] is False
-    for one in (*made["initContainers"], *made["containers"]):
-        context = one["securityContext"]
-        assert context["allowPrivilegeEscalation"] is False
-        assert context["readOnlyRootFilesystem"] is True
-        assert context["capabilities"] == {"drop": ["ALL"]}
-    kinds = {next(key for key in one if key != "name") for one in made["volumes"]}
-    assert kinds <= {"emptyDir", "configMap", "secret", "persistentVolumeClaim"}
-
-
 def test_only_distill_writes_the_claim_and_each_run_has_its_folder() -> None:
     spec = {"speculation": {"draft": {"uri": "pvc://drafts/demo/0"}}}
     claims = [one for one in pod(**spec)["volumes"] if "persistentVolumeClaim" in one]

@@ -118,26 +118,9 @@ def test_served_name_is_the_last_part_without_a_revision(uri: str, name: str) ->
     )
 
 
-@pytest.mark.parametrize(("quantity", "count"), [("1", 1), ("500m", 1), ("3900m", 3), (2, 2), ("1.5", 1)])
-def test_threads_are_whole_cores_of_the_limit(quantity: Any, count: int) -> None:
-    rendered = template(workers={"resources": {"limits": {"cpu": quantity}}})
-    assert environment(rendered)["OMP_NUM_THREADS"] == str(count)
-
-
 def test_an_invalid_cpu_quantity_is_refused() -> None:
     with pytest.raises(SpecError, match="cores such as"):
         cores("many")
-
-
-def test_the_pod_meets_the_restricted_security_profile() -> None:
-    rendered = template()
-    pod = rendered["spec"]["securityContext"]
-    assert (pod["runAsNonRoot"], pod["seccompProfile"]) == (True, {"type": "RuntimeDefault"})
-    for name in ("pull", "worker"):
-        security = container(rendered, name)["securityContext"]
-        assert security["capabilities"] == {"drop": ["ALL"]}
-        assert security["readOnlyRootFilesystem"]
-        assert not security["allowPrivilegeEscalation"]
 
 
 def test_the_plan_is_mounted_as_a_folder() -> None:
@@ -348,11 +331,6 @@ def test_every_item_that_kubernetes_tells_apart_stays() -> None:
     )
     assert made["topologySpreadConstraints"] == spread
     assert made["ports"] == [{"containerPort": 53, "protocol": "TCP", "name": "dns"}, ports[0]]
-
-
-def test_an_item_without_a_name_is_refused_by_path() -> None:
-    with pytest.raises(SpecError, match=r"workers\.template\.spec\.containers\[0\] needs a name"):
-        template(workers={"template": {"spec": {"containers": [{"image": "x"}]}}})
 
 
 def test_a_template_beyond_the_bound_is_refused() -> None:

@@ -38,6 +38,30 @@ def mount_of(pod: Json, folder: str) -> tuple[Json, Json]:
     return mount, next(volume for volume in pod["volumes"] if volume["name"] == mount["name"])
 
 
+@pytest.mark.parametrize("name", ["worker", "router", "prefetch", "training", "deletion"])
+def test_every_pod_meets_the_restricted_security_profile(name: str) -> None:
+    deployment = deployment_with(
+        modelCache={"hostPath": {"path": "/models"}}, prefetchNodeSelector={"models": "llama"}, router={"replicas": 2}
+    )
+    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
+    template = manifests.pod_template(deployment, DEFAULTS)
+    pod = {
+        "worker": lambda: template,
+        "router": lambda: manifests.router_workload(deployment, DEFAULTS)["spec"]["template"],
+        "prefetch": lambda: manifests.prefetch_daemon_set(deployment, template)["spec"]["template"],
+        "training": lambda: manifests.distillation_job(deployment, run, DEFAULTS)["spec"]["template"],
+        "deletion": lambda: manifests.deletion_job(deployment, run, DEFAULTS)["spec"]["template"],
+    }[name]()["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is (name == "router")
+    for container in (*pod.get("initContainers", ()), *pod["containers"]):
+        security = container["securityContext"]
+        assert security["allowPrivilegeEscalation"] is False
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["capabilities"] == {"drop": ["ALL"]}
+
+
 # --- devices -------------------------------------------------------------------------------------------------------
 
 
@@ -103,9 +127,9 @@ def test_resource_claims_reach_pod_and_container_and_the_worker_looks_for_its_de
 )
 def test_every_quantity_of_kubernetes_is_read(quantity: Any, value: float) -> None:
     assert float(cores(quantity)) == value
-    assert config_of(pod_of(workers={"resources": {"limits": {"cpu": quantity}}})).engine.threads == max(
-        1, min(1024, int(value))
-    )
+    pod, threads = pod_of(workers={"resources": {"limits": {"cpu": quantity}}}), max(1, min(1024, int(value)))
+    assert config_of(pod).engine.threads == threads
+    assert {"name": "OMP_NUM_THREADS", "value": str(threads)} in worker_of(pod)["env"]
 
 
 # --- scheduling ----------------------------------------------------------------------------------------------------
@@ -345,12 +369,6 @@ def test_child_names_are_those_of_all_children() -> None:
     names = {child["metadata"]["name"] for child in children} | {manifests.plan_name("demo")}
     assert names == set(manifests.child_names("demo"))
     assert len(manifests.child_names("demo")) == len(names)
-
-
-def test_roles_are_labels_that_selectors_use() -> None:
-    assert [str(role) for role in manifests.Role] == ["worker", "prefill", "router", "prefetch", "job"]
-    assert manifests.selector("demo")[manifests.ROLE_LABEL] == "worker"
-    assert manifests.selector("demo").keys() == {f"specdecode.io/{name}" for name in ("name", "role", "variant")}
 
 
 def test_claims_with_dots_and_long_names_have_valid_volumes() -> None:

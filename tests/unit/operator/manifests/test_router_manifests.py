@@ -176,15 +176,6 @@ def test_keys_and_certificates_of_workers_are_used_by_routers() -> None:
     assert {volume["name"] for volume in pod(**spec)["volumes"]} == {"tokens", "api-keys", "tls", "settings", "tmp"}
 
 
-def test_a_router_meets_the_restricted_security_profile() -> None:
-    rendered = pod()
-    security = rendered["containers"][0]["securityContext"]
-    assert (rendered["securityContext"]["runAsNonRoot"], security["allowPrivilegeEscalation"]) == (True, False)
-    assert rendered["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert security["capabilities"] == {"drop": ["ALL"]}
-    assert security["readOnlyRootFilesystem"]
-
-
 def test_the_template_is_merged_and_the_labels_stay() -> None:
     assert "podAntiAffinity" in pod()["affinity"]
     container = {"name": "router", "image": "mine:1", "resources": {"limits": {"memory": "2Gi"}}}

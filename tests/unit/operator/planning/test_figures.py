@@ -9,19 +9,17 @@ from specdecode_operator.state.learned import StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Delta, Moments, RequestSums, TaskSums, difference
 from specdecode_operator.types import TaskFigures
 from specdecode_worker.contract import FEATURES, Buckets, HistogramCounts, Report, TaskCell
+from support.operators.estimates import moments
 
 SEQUENCES = 4.0
 PLAIN_SECONDS = 0.01
-XX = len(FEATURES) * (len(FEATURES) + 1) // 2
 
 
 def steps(passes: int, count: float, seconds: float, tokens: float) -> tuple[CellKey, Moments]:
     """Return ``count`` steps of ``SEQUENCES`` sequences that take ``seconds`` and emit ``tokens`` a sequence."""
-    x = {"one": 1.0, "sequences": SEQUENCES, "verify_tokens": SEQUENCES * (1 + passes), "draft_passes": float(passes)}
-    sums = [count * x.get(name, 0.0) for name in FEATURES]
-    times = (count, count * seconds, count * seconds**2, count * SEQUENCES * tokens)
-    moments = Moments((*times, *sums, *(value * seconds for value in sums), *(0.0,) * XX))
-    return CellKey(int(SEQUENCES) * (1 + passes), passes, False, 0), moments
+    x = (1.0, SEQUENCES, SEQUENCES * (1 + passes), 0.0, float(passes), 0.0)
+    key = CellKey(int(SEQUENCES) * (1 + passes), passes, False, 0)
+    return key, moments(x, seconds, count, spread=0, tokens=tokens)
 
 
 PLAIN = steps(0, 1000, PLAIN_SECONDS, 1.0)
@@ -39,8 +37,8 @@ def test_rare_steps_of_a_shape_weigh_little_where_the_guard_runs_plain_decoding(
 
 
 def test_shadow_drafts_count_with_their_cost() -> None:
-    key, moments = steps(0, 1000, 1.25 * PLAIN_SECONDS, 1.0)
-    shadowed = key._replace(draft_passes=3), moments
+    key, sums = steps(0, 1000, 1.25 * PLAIN_SECONDS, 1.0)
+    shadowed = key._replace(draft_passes=3), sums
     assert speedup(dict([PLAIN, shadowed]), ()) == pytest.approx(2 / 2.25, rel=0.01)
 
 
@@ -55,8 +53,8 @@ def test_few_tokens_give_no_speedup() -> None:
 
 def test_no_speedup_where_most_steps_have_no_comparison() -> None:
     """Plain steps of another context are compared with themselves, which would give 1."""
-    key, moments = steps(3, 1000, 0.016, 2.0)
-    elsewhere = key._replace(context_bucket=2), moments
+    key, sums = steps(3, 1000, 0.016, 2.0)
+    elsewhere = key._replace(context_bucket=2), sums
     assert speedup(dict([PLAIN, elsewhere]), ()) is None
 
 
@@ -142,8 +140,8 @@ def test_steps_that_claim_tokens_of_no_sequence_are_left_out() -> None:
     """Found by test_any_report."""
     impossible = []
     for passes in (0, 3):
-        key, moments = steps(passes, 1000, 0.016, 2.0)
-        values = list(moments.values)
+        key, sums = steps(passes, 1000, 0.016, 2.0)
+        values = list(sums.values)
         values[4 + FEATURES.index("sequences")] = 0.0
         impossible.append((key._replace(tokens_bucket=1), Moments(tuple(values))))
     assert saved_seconds(Delta(steps=dict(impossible)), ()) == 0
@@ -152,5 +150,5 @@ def test_steps_that_claim_tokens_of_no_sequence_are_left_out() -> None:
 
 
 def _remembered() -> tuple[StepTimeCell, ...]:
-    key, moments = PLAIN
-    return (StepTimeCell(**key._asdict(), values=moments.values, at=0),)
+    key, sums = PLAIN
+    return (StepTimeCell(**key._asdict(), values=sums.values, at=0),)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
-from specdecode_operator.state.learned import LearnedState, render_state
+from specdecode_operator.state.learned import LearnedState
 from specdecode_operator.state.session import Session
 from specdecode_worker.contract import SyntheticKnobs
 from support.operators.fleet import Truth, best_depth, linear_time, loop_over, with_pause
@@ -50,14 +50,11 @@ def test_depth_falls_with_the_cost_of_deep_trees_and_rises_again() -> None:
     assert loop.depths[-1] >= 2
 
 
-def test_a_step_of_acceptance_reaches_the_estimate_within_30_seconds() -> None:
-    truth = Truth(chances=[0.9] * 5)
-    loop = loop_over(truth, speculation={"mode": "Static"})
-    loop.polls(12)
-    truth.chances = [0.6] * 5
-    loop.polls(6)
-    first = next(cell for cell in loop.memory.learned.acceptance if cell.depth == 1)
-    assert first.hits / first.total == pytest.approx(0.6, abs=0.06)
+def test_a_load_of_slow_steps_is_seen() -> None:
+    """A poll has but a few steps, and the depth in use is that of the row at the present load."""
+    loop = loop_over(Truth(sequences=2, step_time=lambda sequences, depth, context: 0.8 + 0.3 * depth))
+    loop.polls(3)
+    assert loop.memory.learned.load.sequences == 2
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -175,9 +172,3 @@ def test_figures_come_every_half_minute_and_as_soon_as_knobs_are_turned() -> Non
         now = loop.poll().shown.figures
         assert now.synthetic == (knobs is not None)
         figures = now
-
-
-def test_the_memory_stays_small() -> None:
-    loop = loop_over(Truth(sequences=8), explore=0.3)
-    loop.polls(20)
-    assert sum(len(text) for text in render_state(loop.memory.learned).values()) < 64 * 1024

@@ -39,14 +39,6 @@ def depth_after(objective: dict[str, Any], *latency: LatencyHistogram) -> int:
 
 
 @pytest.mark.slow
-def test_a_percentile_asks_for_shallower_shapes_than_the_median() -> None:
-    """A first token takes one and a half steps: 49 ms at depth 5, 34 ms at depth 1; the 99th percentile 4.6 times."""
-    assert depth_after({"ttft": "170ms"}) == 5
-    assert depth_after({"ttft": "170ms", "percentile": 50}) == 5
-    assert depth_after({"ttft": "170ms", "percentile": 99}) <= 1
-
-
-@pytest.mark.slow
 def test_the_histograms_say_how_far_a_percentile_is_from_the_mean() -> None:
     asked = {"ttft": "170ms", "percentile": 99}
     assert depth_after(asked, NARROW) == 5

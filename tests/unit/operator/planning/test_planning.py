@@ -19,7 +19,7 @@ from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _
 from specdecode_operator.planning.workload import Objective, Request
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
 from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, K, Moments, RequestSums
-from support.operators.estimates import FULL, OFF, chances, cost, moments, spec, truth
+from support.operators.estimates import FULL, chances, cost, moments, spec, truth
 
 # --- estimates ----------------------------------------------------------------------------------------------------
 
@@ -121,15 +121,6 @@ def test_a_change_at_a_deep_depth_says_nothing_about_the_first() -> None:
     assert weight["other", 1] == 1000
     assert weight["code", 3] == 9, "another task's draft may be as good as ever"
     assert weight["other", 3] < 10
-
-
-def test_a_new_draft_starts_from_nothing_but_plain_steps() -> None:
-    learned = LearnedState(
-        draft="old", acceptance=chances(0.9), costs=(cost(1, 0, 0.02), cost(1, 3, 0.03)), rows=(OFF,)
-    )
-    after = learn(learned, Delta(draft="new"), now=0)
-    assert (after.acceptance, after.rows) == ((), ())
-    assert [cell.draft_passes for cell in after.costs] == [0]
 
 
 def test_a_cost_that_jumps_is_believed_at_once() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.rollout.runs import first_run_seconds, worth_of_drift
 from specdecode_operator.state.draft_record import UNUSED, DraftRecord, parse_training, render_training
-from support.operators.drifting import SLOWER, Drifting, drifting
+from support.operators.drifting import Drifting, after_a_drift
 
 
 def distillation(mode: str = "Drift", limit: str = "1m", **trigger: Any) -> dict[str, Any]:
@@ -23,22 +22,11 @@ def distillation(mode: str = "Drift", limit: str = "1m", **trigger: Any) -> dict
     }
 
 
-@pytest.fixture(scope="module")
-def stale_draft() -> Drifting:
-    """A deployment that drifts, and trains nothing by itself."""
-    served = drifting(requests_per_day=240)
-    served.serve(1740)
-    served.rates["other"] = SLOWER
-    served.until_drift(1200)
-    served.serve(200)
-    assert [record.kind for record in served.records] == ["Drift"]
+@pytest.fixture
+def stale() -> Drifting:
+    served = after_a_drift()
     assert served.session.drafts == UNUSED
     return served
-
-
-@pytest.fixture
-def stale(stale_draft: Drifting) -> Drifting:
-    return copy.deepcopy(stale_draft)
 
 
 def runs(served: Drifting) -> list[str]:

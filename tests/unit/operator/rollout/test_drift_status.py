@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
@@ -16,29 +15,18 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.metrics import DRIFT_EVIDENCE, DRIFT_LOSS
 from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.types import Observation, Outcome
-from support.operators.drifting import DAY, SLOWER, USUAL, Drifting, drifting
+from support.operators.drifting import DAY, USUAL, Drifting, after_a_drift, after_a_week, drifting
 from support.operators.fleet import DEFAULTS, workload_with
 
 
-@pytest.fixture(scope="module")
-def after_a_week() -> Drifting:
-    served = drifting(requests_per_day=240)
-    served.serve(1740)
-    return served
+@pytest.fixture
+def served() -> Drifting:
+    return after_a_week()
 
 
 @pytest.fixture
-def served(after_a_week: Drifting) -> Drifting:
-    return copy.deepcopy(after_a_week)
-
-
-@pytest.fixture(scope="module")
-def after_a_drift(after_a_week: Drifting) -> Drifting:
-    served = copy.deepcopy(after_a_week)
-    served.rates["other"] = SLOWER
-    served.until_drift(1200)
-    served.serve(200)
-    return served
+def stale() -> Drifting:
+    return after_a_drift()
 
 
 def shown(served: Drifting) -> Status:
@@ -116,13 +104,13 @@ def test_a_fresh_draft_has_numbers(served: Drifting) -> None:
     assert condition.message.endswith(" %")
 
 
-def test_a_stale_draft_names_task_loss_and_worth(after_a_drift: Drifting) -> None:
-    condition = fresh(copy.deepcopy(after_a_drift))
+def test_a_stale_draft_names_task_loss_and_worth(stale: Drifting) -> None:
+    condition = fresh(stale)
     assert (condition.status, condition.reason) == ("False", "DraftStale")
     assert "task other: 2" in condition.message or "task other: 1" in condition.message
     assert "% slower than the baseline, found 1970-01-" in condition.message
     assert "Stale drafts cost" in condition.message
-    status = shown(copy.deepcopy(after_a_drift))
+    status = shown(stale)
     assert status.reason.startswith("DraftStale: ")
 
 
@@ -146,9 +134,9 @@ def test_a_changed_mix_leaves_the_draft_fresh() -> None:
     assert set(series(DRIFT_LOSS)) == {("chat",), ("code",)}
 
 
-def test_begin_and_end_are_events_and_history(after_a_drift: Drifting) -> None:
-    served = copy.deepcopy(after_a_drift)
-    before = shown(served)
+def test_begin_and_end_are_events_and_history(stale: Drifting) -> None:
+    before = shown(stale)
+    served = stale
     served.rates["other"] = USUAL
     served.serve(1600)
     notices = event_notices(before, before, served.records)
@@ -163,24 +151,24 @@ def test_begin_and_end_are_events_and_history(after_a_drift: Drifting) -> None:
     assert "task other" in "\n".join(past(resource, served.now))
 
 
-def test_metrics_exist_with_the_baseline_alone(after_a_drift: Drifting) -> None:
-    shown(copy.deepcopy(after_a_drift))
+def test_metrics_exist_with_the_baseline_alone(stale: Drifting) -> None:
+    shown(stale)
     assert series(DRIFT_LOSS)["other",] == pytest.approx(0.2, abs=0.05)
     assert series(DRIFT_EVIDENCE)["other",] >= 1
-    served = copy.deepcopy(after_a_drift)
+    served = after_a_drift()
     served.change(workers={"image": "localhost/worker:2"})
     served.serve(40)
     shown(served)
     assert series(DRIFT_LOSS) == series(DRIFT_EVIDENCE) == {}
-    shown(copy.deepcopy(after_a_drift))
+    shown(stale)
     metrics.forget("ns", "demo")
     assert series(DRIFT_LOSS) == series(DRIFT_EVIDENCE) == {}
 
 
-def test_explain_shows_baseline_present_evidence_and_worth(after_a_drift: Drifting) -> None:
-    text = explained(copy.deepcopy(after_a_drift))
-    task = after_a_drift.task()
-    usual, present = task.tokens(after_a_drift.now)
+def test_explain_shows_baseline_present_evidence_and_worth(stale: Drifting) -> None:
+    text = explained(stale)
+    task = stale.task()
+    usual, present = task.tokens(stale.now)
     assert f"other {usual:.2f}".rstrip("0") in text
     assert f"{present:.2f}".rstrip("0") in text
     assert "(drift)" in text

@@ -140,11 +140,15 @@ class Cluster:
 
 @pytest.mark.slow
 @given(steps=STEPS)
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_every_history_ends_with_one_draft_on_all_workers(steps: list[tuple[Any, ...]]) -> None:
     cluster = Cluster(canary_with())
     for step in steps:
         cluster.carry_out(step)
+        stored = cluster.canary.observed().session.drafts
+        running = [pod.plan.assignment for pod in cluster.canary.pods if pod.plan.assignment is not None]
+        if step[0] not in ("kill", "lose"):
+            assert all(one == assignment_of(stored, cluster.canary.deployment) for one in running)
     assert cluster.versions == sorted(cluster.versions), "a plan never has a lower version than one that was pushed"
     canary = cluster.canary
     for pod in canary.pods:
@@ -166,21 +170,9 @@ def test_every_history_ends_with_one_draft_on_all_workers(steps: list[tuple[Any,
     assert all(one == ("Retired", "Retired") for draft, one in roles.items() if draft != record.current)
 
 
-@given(steps=STEPS)
-@settings(max_examples=30)
-def test_the_assignment_follows_from_what_is_stored(steps: list[tuple[Any, ...]]) -> None:
-    cluster = Cluster(canary_with())
-    for step in steps:
-        cluster.carry_out(step)
-        stored = cluster.canary.observed().session.drafts
-        running = [pod.plan.assignment for pod in cluster.canary.pods if pod.plan.assignment is not None]
-        if step[0] not in ("kill", "lose"):
-            assert all(one == assignment_of(stored, cluster.canary.deployment) for one in running)
-
-
 @pytest.mark.slow
 @given(steps=RUN_STEPS, is_begun=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_runs_make_one_job_and_end_with_one_draft_on_all_workers(steps: list[tuple[Any, ...]], is_begun: bool) -> None:
     cluster = Cluster(distilling() if is_begun else capturing(), distillation=DISTILLATION)
     canary = cluster.canary

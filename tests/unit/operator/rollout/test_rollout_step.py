@@ -16,6 +16,29 @@ from specdecode_worker.contract import Artifact, TrialState
 from support.operators.canary import NEW, OLD, Canary, Pod, canary_with, pair, trying
 from support.operators.fleet import deployment_with, with_pause
 
+TRIAL = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
+
+
+def promoted() -> Canary:
+    """Return a rollout whose candidate serves everywhere."""
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    return canary
+
+
+def offer_another(canary: Canary) -> None:
+    canary.offer({"uri": "file:///third", "hash": "third0third0"})
+    canary.ticks(2)
+
+
+def with_candidate_of_unknown_hash() -> Canary:
+    canary = Canary(deployment_with(replicas=2))
+    canary.tick()
+    canary.offer({"uri": "file:///new"})
+    canary.ticks(2)
+    return canary
+
 
 def outcomes(canary: Canary) -> list[tuple[str, str]]:
     return [(entry.outcome, entry.hash) for entry in canary.record.lineage]
@@ -76,8 +99,7 @@ def test_a_candidate_that_is_not_better_is_rolled_back(gain: float, outcome: str
 
 
 def test_pairs_are_counted_once_by_index() -> None:
-    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
-    once = count_pairs(trial, [pair(1, 0.1), pair(0, 0.2)], ["other"])
+    once = count_pairs(TRIAL, [pair(1, 0.1), pair(0, 0.2)], ["other"])
     again = count_pairs(once, [pair(0, 0.2), pair(1, 0.1), pair(2, 0.3)], ["other"])
     assert [round(one.total, 4) for one in again.pairs] == [0.1823, 0.0953, 0.2624]
     assert again.next_pair == 3
@@ -87,7 +109,7 @@ def test_a_pair_is_added_to_the_stored_evidence_without_a_replay(monkeypatch: py
     added = []
     add = Evidence.add
     monkeypatch.setattr(Evidence, "add", lambda self, *arguments: added.append(1) or add(self, *arguments))
-    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
+    trial = TRIAL
     replayed = Crossover()
     for index in range(40):
         trial = count_pairs(trial, [pair(index, 0.02 * (index % 5))], ["other"])
@@ -107,23 +129,20 @@ def test_unusable_pairs_are_passed_over() -> None:
     tiny = tiny.model_copy(update={"incumbent": (tiny.incumbent[0].model_copy(update={"sequence_seconds": 1e-320}),)})
     huge = pair(2, 0.1)
     huge = huge.model_copy(update={"incumbent": (huge.incumbent[0].model_copy(update={"tokens": 1e308}),)})
-    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
-    counted = count_pairs(trial, [empty, tiny, huge, pair(3, 0.1)], ["other"])
+    counted = count_pairs(TRIAL, [empty, tiny, huge, pair(3, 0.1)], ["other"])
     assert counted.next_pair == 4
     assert counted.pairs[-1].total == pytest.approx(0.0953, abs=1e-4)
 
 
 def test_the_bounds_of_the_gain_enclose_its_mean() -> None:
-    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
-    trial = count_pairs(trial, [pair(index, 0.1 + 0.02 * (index % 3 - 1)) for index in range(40)], ["other"])
+    trial = count_pairs(TRIAL, [pair(index, 0.1 + 0.02 * (index % 3 - 1)) for index in range(40)], ["other"])
     gain = gain_of(trial)
     assert 0.05 < gain.least < gain.mean < gain.most < 0.15
     assert gain.mean == pytest.approx(0.1, abs=0.005)
 
 
 def test_a_few_pairs_have_no_bounds() -> None:
-    trial = TrialRecord(block_requests=32, max_pairs=120, min_gain=0.02)
-    gain = gain_of(count_pairs(trial, [pair(0, 0.1), pair(1, 0.1)], ["other"]))
+    gain = gain_of(count_pairs(TRIAL, [pair(0, 0.1), pair(1, 0.1)], ["other"]))
     assert (gain.least, gain.most) == (None, None)
     assert str(gain) == "+10.0 %, too few pairs for bounds"
 
@@ -249,9 +268,7 @@ def test_a_promotion_that_takes_too_long_is_taken_back() -> None:
 
 
 def test_a_promoted_draft_that_new_workers_cannot_load_gives_way_to_that_of_the_spec() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
+    canary = promoted()
     for pod in canary.pods:
         pod.obeys, pod.draft, pod.swap_problem = False, "", "the folder is gone"
     canary.tick(20)
@@ -280,20 +297,15 @@ def test_a_draft_or_target_of_the_user_wins_at_once(spec: dict[str, object], pro
 
 
 def test_another_method_of_the_same_draft_is_another_draft() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
+    canary = promoted()
     canary.change(speculation={"method": "eagle"})
     canary.tick()
     assert (canary.phase, canary.record.current) == ("Serving", "")
 
 
 def test_a_promoted_draft_that_does_not_come_back_after_a_trial_gives_way_to_that_of_the_spec() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
-    canary.offer({"uri": "file:///third", "hash": "third0third0"})
-    canary.ticks(2)
+    canary = promoted()
+    offer_another(canary)
     assert canary.phase == "Canary"
     canary.command("rollback")
     canary.tick()
@@ -353,8 +365,7 @@ def test_a_retired_draft_is_tried_again_once_its_role_is_candidate() -> None:
 
 def test_drafts_are_tried_one_after_the_other_the_oldest_first() -> None:
     canary = trying()
-    canary.offer({"uri": "file:///third", "hash": "third0third0"})
-    canary.ticks(2)
+    offer_another(canary)
     assert [one.status.phase for one in canary.drafts] == ["Canary", "Waiting"]
     canary.command("reject")
     canary.ticks(4)
@@ -363,10 +374,7 @@ def test_drafts_are_tried_one_after_the_other_the_oldest_first() -> None:
 
 
 def test_a_worker_reports_the_hash_of_a_candidate_and_the_trial_is_of_it_alone() -> None:
-    canary = Canary(deployment_with(replicas=2))
-    canary.tick()
-    canary.offer({"uri": "file:///new"})
-    canary.ticks(2)
+    canary = with_candidate_of_unknown_hash()
     first = canary.tries
     assert canary.phase == "Canary"
     assignment = canary.decision.plan.assignment
@@ -389,10 +397,7 @@ def test_a_worker_reports_the_hash_of_a_candidate_and_the_trial_is_of_it_alone()
 
 
 def test_a_candidate_that_turns_out_to_be_in_use_is_refused() -> None:
-    canary = Canary(deployment_with(replicas=2))
-    canary.tick()
-    canary.offer({"uri": "file:///new"})
-    canary.ticks(2)
+    canary = with_candidate_of_unknown_hash()
     tries = canary.tries
     tries.trial = tries.trial.model_copy(update={"hash": OLD})
     canary.until("Cooldown")
@@ -401,10 +406,7 @@ def test_a_candidate_that_turns_out_to_be_in_use_is_refused() -> None:
 
 
 def test_removing_a_candidate_ends_its_trial_also_once_its_hash_is_known() -> None:
-    canary = Canary(deployment_with(replicas=2))
-    canary.tick()
-    canary.offer({"uri": "file:///new"})
-    canary.ticks(2)
+    canary = with_candidate_of_unknown_hash()
     tries = canary.tries
     tries.trial = tries.trial.model_copy(update={"hash": NEW})
     canary.ticks(2)
@@ -435,9 +437,7 @@ def restored(canary: Canary) -> Canary:
 
 
 def test_a_promoted_draft_serves_again_after_a_restore_and_the_plan_is_learnt_again() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
+    canary = promoted()
     (draft,) = canary.drafts
     assert (draft.spec.role, draft.spec.hash, draft.spec.uri) == ("Serving", NEW, "file:///new")
     assert (draft.spec.base.draft, draft.spec.base.hash) == ("embedded://d", OLD)
@@ -455,11 +455,8 @@ def test_a_promoted_draft_serves_again_after_a_restore_and_the_plan_is_learnt_ag
 
 
 def test_after_a_second_promotion_a_restore_serves_the_second_and_returns_to_the_first() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
-    canary.offer({"uri": "file:///third", "hash": "third0third0"})
-    canary.ticks(2)
+    canary = promoted()
+    offer_another(canary)
     canary.finish_pairs(60, 0.10)
     canary.until("Cooldown")
     assert [(one.spec.role, one.status.phase) for one in canary.drafts] == [
@@ -477,9 +474,7 @@ def test_after_a_second_promotion_a_restore_serves_the_second_and_returns_to_the
 
 
 def test_a_draft_of_another_model_does_not_serve_after_a_restore() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
+    canary = promoted()
     canary.change(model={"uri": "embedded://other"})
     new = restored(canary)
     new.ticks(3)
@@ -490,11 +485,8 @@ def test_a_draft_of_another_model_does_not_serve_after_a_restore() -> None:
 
 @pytest.mark.parametrize("written", range(6))
 def test_a_promotion_that_is_cut_off_between_two_writes_goes_on(written: int) -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
-    canary.offer({"uri": "file:///third", "hash": "third0third0"})
-    canary.ticks(2)
+    canary = promoted()
+    offer_another(canary)
     saved = canary.session
     pairs = 0
     while canary.phase == "Canary":
@@ -528,9 +520,7 @@ def test_another_pod_runs_its_pairs_under_another_name() -> None:
 
 
 def test_deleting_a_promoted_draft_takes_it_back() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
+    canary = promoted()
     canary.set_role(NEW, "Serving")
     canary.ticks(3)
     assert canary.record.current == NEW
@@ -552,9 +542,7 @@ def test_manual_mode_waits_for_promote() -> None:
 
 
 def test_a_command_is_carried_out_once() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
+    canary = promoted()
     canary.command("rollback")
     canary.tick()
     assert (canary.phase, canary.record.current) == ("RollingBack", "")
@@ -576,13 +564,6 @@ def test_a_paused_deployment_keeps_its_rollout() -> None:
     canary.deployment = with_pause(canary.deployment, False)
     canary.tick()
     assert canary.phase == "RollingBack", "its time is over"
-
-
-def test_the_draft_that_runs_is_no_candidate() -> None:
-    canary = canary_with({"uri": "file:///copy", "hash": OLD})
-    canary.ticks(2)
-    assert canary.phase == "Serving"
-    assert "run the candidate" in canary.record.refusal
 
 
 def test_a_veto_of_one_task_rolls_back() -> None:
@@ -679,8 +660,7 @@ def test_a_candidate_that_is_deleted_while_no_operator_runs_ends_its_trial(is_pr
     if is_promoted:
         canary.finish_pairs(60, 0.10)
         canary.until("Cooldown")
-        canary.offer({"uri": "file:///third", "hash": "third0third0"})
-        canary.ticks(2)
+        offer_another(canary)
         assert canary.phase == "Canary"
     stored = parse_training(render_training(canary.record))
     canary.drafts = canary.drafts[:-1]

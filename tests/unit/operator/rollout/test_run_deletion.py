@@ -14,23 +14,16 @@ from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.rollout.runs import FIRST_DELETION_RETRY_SECONDS, POD_END_SECONDS, needed_drafts
 from specdecode_operator.state.draft_record import DraftRecord
 from specdecode_operator.types import Observation, Outcome
-from support.operators.canary import DISTILLATION, NEW, OLD, TRAINED, Canary, canary_with, distilling, verdict
+from support.operators.canary import DISTILLATION, NEW, OLD, TRAINED, Canary, canary_with, distilling, training, verdict
 from support.operators.fleet import deployment_with, workload_with
 
 DELETED = JobStatus(state=JobState.FAILED, completed=True)
 REFUSED = JobStatus(state=JobState.FAILED, reason="Read-only file system")
 
 
-def running() -> Canary:
-    canary = distilling()
-    canary.ticks(2)
-    assert len(canary.jobs) == 1
-    return canary
-
-
 def failed() -> Canary:
     """Return a deployment whose run has just failed, with its Job deleted."""
-    canary = running()
+    canary = training()
     canary.job_ends(JobStatus(state=JobState.OUT_OF_MEMORY, reason="OOMKilled"))
     canary.tick()
     assert (canary.phase, canary.jobs) == ("Cooldown", [])
@@ -69,7 +62,7 @@ def test_a_failed_run_is_deleted_once_when_its_pods_have_ended() -> None:
 
 @pytest.mark.parametrize("end", ["better", "worse", "poisoned"])
 def test_a_run_that_deleted_its_text_needs_no_other_job(end: str) -> None:
-    canary = running()
+    canary = training()
     canary.job_ends(verdict("failed", failure="poisoned") if end == "poisoned" else verdict(end))
     canary.tick()
     assert canary.record.last_run is not None
@@ -78,7 +71,7 @@ def test_a_run_that_deleted_its_text_needs_no_other_job(end: str) -> None:
 
 @pytest.mark.parametrize("how", ["document", "reject", "time", "claim", "draft", "lost"])
 def test_every_other_end_of_a_job_deletes_the_run(how: str) -> None:
-    canary = running()
+    canary = training()
     run = canary.record.run
     match how:
         case "document":

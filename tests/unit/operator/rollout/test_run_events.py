@@ -12,16 +12,18 @@ from specdecode_operator.rollout.draft_objects import draft_writes, with_writes
 from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import recovery_of
 from specdecode_worker.contract import Artifact, CaptureRules
-from support.operators.canary import CANDIDATE, DISTILLATION, OLD, TRAINED, Canary, capturing, distilling, verdict
+from support.operators.canary import (
+    CANDIDATE,
+    DISTILLATION,
+    OLD,
+    TRAINED,
+    Canary,
+    capturing,
+    distilling,
+    training,
+    verdict,
+)
 from support.operators.fleet import with_pause
-
-
-def running(**spec: Any) -> Canary:
-    """Return a run whose Job exists and was seen."""
-    canary = distilling(**spec)
-    canary.ticks(2)
-    assert len(canary.jobs) == 1
-    return canary
 
 
 def rules(canary: Canary) -> CaptureRules:
@@ -51,7 +53,7 @@ def test_a_command_collects_and_enough_conversations_make_a_job() -> None:
 
 @pytest.mark.parametrize(("waited", "phase"), [(1800, "Cooldown"), (3600, "Serving")])
 def test_a_second_run_has_a_name_and_a_folder_of_its_own(waited: float, phase: str) -> None:
-    canary = running()
+    canary = training()
     canary.job_ends(verdict("worse"))
     canary.tick()
     canary.tick(waited)
@@ -131,7 +133,7 @@ def test_other_methods_and_a_missing_report_refuse_a_run() -> None:
 
 
 def test_a_run_begins_in_phase_serving_only() -> None:
-    canary = running()
+    canary = training()
     before = canary.record.run
     canary.command("distill")
     canary.tick()
@@ -140,7 +142,7 @@ def test_a_run_begins_in_phase_serving_only() -> None:
 
 
 def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
-    canary = running()
+    canary = training()
     canary.job_ends(verdict(gain=0.2))
     decision = canary.tick()
     record = canary.record
@@ -162,7 +164,7 @@ def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
 
 
 def test_mode_direct_promotes_at_once_and_the_lineage_has_it() -> None:
-    canary = running(draft_rollout={"mode": "Direct"})
+    canary = training(draft_rollout={"mode": "Direct"})
     canary.job_ends(verdict())
     canary.tick()
     assert (canary.phase, canary.record.current) == ("Promoting", TRAINED)
@@ -174,7 +176,7 @@ def test_mode_direct_promotes_at_once_and_the_lineage_has_it() -> None:
 
 @pytest.mark.parametrize("kind", ["worse", "inconclusive"])
 def test_a_draft_that_is_not_better_ends_the_run(kind: str) -> None:
-    canary = running()
+    canary = training()
     canary.job_ends(verdict(kind, gain=0.01))
     canary.tick()
     record = canary.record
@@ -195,7 +197,7 @@ def test_a_draft_that_is_not_better_ends_the_run(kind: str) -> None:
     ids=["poisoned", "disk", "memory", "deadline"],
 )
 def test_a_run_that_fails_says_why(status: JobStatus, outcome: str, words: str, deletes: bool) -> None:
-    canary = running()
+    canary = training()
     canary.job_ends(status)
     canary.tick()
     assert canary.phase == "Cooldown"
@@ -219,7 +221,7 @@ def test_a_run_that_fails_says_why(status: JobStatus, outcome: str, words: str, 
     ids=["of another deployment", "wrong hash", "dots", "parent", "path", "elsewhere", "in use"],
 )
 def test_a_draft_from_another_place_is_not_taken(draft: Artifact) -> None:
-    canary = running()
+    canary = training()
     canary.job_ends(verdict(draft=draft))
     canary.tick()
     assert (canary.phase, canary.record.candidate) == ("Cooldown", "")
@@ -227,7 +229,7 @@ def test_a_draft_from_another_place_is_not_taken(draft: Artifact) -> None:
 
 
 def test_a_lost_job_is_created_again_after_a_pause_and_three_losses_fail_the_run() -> None:
-    canary = running()
+    canary = training()
     for loss, pause in ((1, 60), (2, 120)):
         canary.jobs = []
         decision = canary.tick()
@@ -254,14 +256,14 @@ def test_a_job_that_was_never_seen_is_not_lost() -> None:
 
 
 def test_a_job_that_is_being_deleted_counts_as_lost() -> None:
-    canary = running()
+    canary = training()
     canary.jobs[0] = replace(canary.jobs[0], deleting=True)
     canary.tick(push=False)
     assert canary.record.run.losses == 1
 
 
 def test_jobs_of_others_are_neither_followed_nor_deleted() -> None:
-    canary = running()
+    canary = training()
     foreign = replace(canary.jobs[0], name="theirs", uid="x", owner_uid="u9", status=verdict())
     older = replace(foreign, name="older", uid="z", run="old")
     stray = replace(canary.jobs[0], name="stray", uid="y", run="old")
@@ -273,7 +275,7 @@ def test_jobs_of_others_are_neither_followed_nor_deleted() -> None:
 
 @pytest.mark.parametrize("phase", ["Collecting", "Distilling"])
 def test_a_user_ends_a_run(phase: str) -> None:
-    canary = running() if phase == "Distilling" else capturing()
+    canary = training() if phase == "Distilling" else capturing()
     if phase == "Collecting":
         canary.command("distill")
         canary.tick()
@@ -293,7 +295,7 @@ def test_a_user_ends_a_run(phase: str) -> None:
     ids=["claim", "all"],
 )
 def test_a_run_ends_when_its_claim_changes(change: dict[str, Any]) -> None:
-    canary = running()
+    canary = training()
     canary.change(**change)
     canary.tick()
     assert canary.phase == "Cooldown"
@@ -316,7 +318,7 @@ def test_collecting_ends_when_capture_is_switched_off_and_after_max_age() -> Non
 
 
 def test_a_job_that_waits_for_ever_ends() -> None:
-    canary = running()
+    canary = training()
     canary.job_ends(JobStatus(state=JobState.SUSPENDED, reason="the queue is full"))
     canary.tick(339 * 3600)
     assert canary.phase == "Distilling"
@@ -326,7 +328,7 @@ def test_a_job_that_waits_for_ever_ends() -> None:
 
 def test_another_draft_or_target_of_the_spec_ends_the_run_and_deletes_captures() -> None:
     for change in ({"speculation": {"draft": {"uri": "embedded://other"}}}, {"model": {"uri": "embedded://other"}}):
-        canary = running()
+        canary = training()
         canary.change(distillation=DISTILLATION, **change)
         canary.tick()
         assert canary.phase == "Serving"
@@ -336,7 +338,7 @@ def test_another_draft_or_target_of_the_spec_ends_the_run_and_deletes_captures()
 
 
 def test_a_candidate_of_the_user_waits_for_the_run() -> None:
-    canary = running()
+    canary = training()
     canary.offer()
     canary.ticks(2)
     assert canary.phase == "Distilling"
@@ -347,7 +349,7 @@ def test_a_candidate_of_the_user_waits_for_the_run() -> None:
 
 
 def test_a_pause_keeps_the_job() -> None:
-    canary = running()
+    canary = training()
     canary.deployment = with_pause(canary.deployment)
     canary.job_ends(verdict())
     decision = canary.tick(push=False)
@@ -367,7 +369,7 @@ def test_recovery_is_the_saved_share_of_the_lost_time() -> None:
 
 
 def test_a_trained_draft_that_could_not_be_created_yet_was_not_deleted() -> None:
-    canary = running()
+    canary = training()
     canary.job_ends(verdict())
     canary.tick(push=False)
     assert (canary.phase, canary.drafts) == ("Canary", [])

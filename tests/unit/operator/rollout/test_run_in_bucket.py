@@ -8,22 +8,15 @@ import pytest
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_worker.contract import Artifact
-from support.operators.canary import DISTILLATION, TRAINED, Canary, distilling, verdict
+from support.operators.canary import DISTILLATION, TRAINED, distilling, training, verdict
 
 S3 = {"uri": "s3://models/team", "secretRef": {"name": "key"}}
 BUCKET = {**DISTILLATION, "storage": S3}
 PLACE = f"s3://models/team/drafts/demo/{TRAINED}"
 
 
-def running() -> Canary:
-    canary = distilling(distillation={"storage": S3})
-    canary.ticks(2)
-    assert len(canary.jobs) == 1
-    return canary
-
-
 def test_a_better_draft_in_the_bucket_is_tried_and_assigned_by_its_place() -> None:
-    canary = running()
+    canary = training(distillation={"storage": S3})
     canary.job_ends(verdict(draft=Artifact(uri=PLACE, hash=TRAINED)))
     canary.tick()
     assert (canary.phase, canary.record.uris[TRAINED]) == ("Canary", PLACE)
@@ -46,7 +39,7 @@ def test_a_better_draft_in_the_bucket_is_tried_and_assigned_by_its_place() -> No
     ],
 )
 def test_a_draft_at_another_place_is_not_taken(uri: str) -> None:
-    canary = running()
+    canary = training(distillation={"storage": S3})
     canary.job_ends(verdict(draft=Artifact(uri=uri, hash=TRAINED)))
     canary.tick()
     assert (canary.phase, canary.record.candidate) == ("Cooldown", "")
@@ -64,14 +57,14 @@ def test_a_draft_at_another_place_is_not_taken(uri: str) -> None:
     ids=["claim", "bucket", "prefix", "endpoint", "none"],
 )
 def test_another_storage_ends_the_run(storage: dict[str, Any] | None) -> None:
-    canary = running()
+    canary = training(distillation={"storage": S3})
     canary.change(distillation={**DISTILLATION, "storage": storage})
     canary.tick()
     assert (canary.phase, canary.record.run_outcomes) == ("Cooldown", {"Rejected": 1})
 
 
 def test_another_key_does_not() -> None:
-    canary = running()
+    canary = training(distillation={"storage": S3})
     canary.change(distillation={**BUCKET, "storage": {**S3, "secretRef": {"name": "rotated"}}})
     canary.tick()
     assert canary.phase == "Distilling"
@@ -90,7 +83,7 @@ def test_a_failed_run_leaves_nothing_to_delete_and_no_draft_is_deleted() -> None
 
 
 def test_another_operator_goes_on_with_the_run() -> None:
-    canary = running()
+    canary = training(distillation={"storage": S3})
     before = canary.record.run
     canary.restart_operator()
     canary.tick()

@@ -24,6 +24,7 @@ from support.operators.canary import (
     distilling,
     refusal_of,
     resource_of,
+    training,
     verdict,
 )
 
@@ -111,8 +112,7 @@ def test_the_count_changes_status_at_most_a_hundred_times() -> None:
 def test_distilling_shows_the_job_in_the_words_of_the_cluster(
     status: JobStatus, state: str, reason: str | None
 ) -> None:
-    canary = distilling()
-    canary.ticks(2)
+    canary = training()
     canary.job_ends(status)
     canary.tick()
     seen = shown(canary)
@@ -136,8 +136,7 @@ def test_a_refused_and_a_lost_job_are_named() -> None:
 
 
 def test_the_latest_run_is_shown_with_its_gain_and_counted() -> None:
-    canary = distilling()
-    canary.ticks(2)
+    canary = training()
     canary.job_ends(verdict("inconclusive", gain=0.01))
     canary.tick()
     status = shown(canary)

@@ -9,7 +9,6 @@ import pytest
 
 from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.size_stage import size
 from specdecode_operator.scaling import take_over
 from specdecode_operator.state.learned import LearnedState, ScalingState, parse_state, render_state
 from specdecode_operator.state.session import Session
@@ -165,13 +164,3 @@ def test_state_of_an_older_version_is_not_taken_for_the_running_number() -> None
     ours = take_over(old, spec_replicas=1, running=1, is_owner=True, is_spec_observed=False)
     assert (external.replicas, ours.replicas, ours.above_polls) == (1, 1, 0)
     assert take_over(old, spec_replicas=1, running=None, is_owner=True, is_spec_observed=False).replicas == 4
-
-
-def test_the_size_stage_follows_a_changed_number_alone() -> None:
-    state = ScalingState(replicas=4, spec_replicas=1, owned=True)
-    observed = Observation(workload=workload_with(4), workers=(), session=Session())
-    decision, state = size(deployment_with(scaling=EXTERNAL), observed, LearnedState(scaling=state), None, (), 0)
-    assert (decision.replicas, state.replicas, state.owned) == (4, 4, False)
-    scaled = deployment_with(scaling=EXTERNAL, replicas=3)
-    decision, state = size(scaled, observed, LearnedState(scaling=state), None, (), 5)
-    assert (decision.replicas, state.spec_replicas) == (3, 3)

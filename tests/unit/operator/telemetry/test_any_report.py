@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import LearnedState, parse_state, render_state
@@ -28,7 +29,21 @@ from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 counts = st.integers(0, 10**9)
 seconds = st.floats(0, 1e12)
 names = st.sampled_from(["other", "code", "unknown"])
-cells = st.builds(
+
+
+def with_numbers(kind: type[BaseModel], **given: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return records with the given fields, and any numbers in the others that are numbers."""
+    numbers = {int: counts, float: seconds}
+    fields = kind.model_fields.items()
+    others = {name: numbers[field.annotation] for name, field in fields if field.annotation in numbers}
+    return st.builds(kind, **{**others, **given})
+
+
+def sums(count: int) -> st.SearchStrategy[tuple[float, ...]]:
+    return st.lists(seconds, min_size=count, max_size=count).map(tuple)
+
+
+cells = with_numbers(
     AcceptanceCell,
     draft=st.just("d1"),
     task=names,
@@ -37,44 +52,18 @@ cells = st.builds(
     parent=st.sampled_from(["main", "sibling"]),
     ranks=st.lists(counts, min_size=9, max_size=9).map(tuple),
 )
-steps = st.builds(
+steps = with_numbers(
     StepCell,
     tokens_bucket=st.integers(1, 1 << 12),
     draft_passes=st.integers(0, 16),
     prefill=st.booleans(),
     context_bucket=st.integers(0, 2),
-    count=counts,
-    x=st.lists(seconds, min_size=K, max_size=K).map(tuple),
-    xx=st.lists(seconds, min_size=len(PAIRS), max_size=len(PAIRS)).map(tuple),
-    xt=st.lists(seconds, min_size=K, max_size=K).map(tuple),
-    t=seconds,
-    tt=seconds,
-    device_seconds=seconds,
-    wall_seconds=seconds,
-    clipped=counts,
-    emitted=counts,
+    x=sums(K),
+    xx=sums(len(PAIRS)),
+    xt=sums(K),
 )
-requests = st.builds(
-    RequestCell,
-    draft=st.just("d1"),
-    task=names,
-    sampled=st.booleans(),
-    n=counts,
-    a=counts,
-    d=counts,
-    aa=counts,
-    ad=counts,
-    dd=counts,
-)
-traffic = st.builds(
-    TrafficCell,
-    task=names,
-    arrivals=counts,
-    finished=counts,
-    prompt_tokens=counts,
-    cached_tokens=counts,
-    output_tokens=counts,
-)
+requests = with_numbers(RequestCell, draft=st.just("d1"), task=names, sampled=st.booleans())
+traffic = with_numbers(TrafficCell, task=names)
 guards = st.builds(
     GuardCell,
     concurrency=st.integers(0, 40),
@@ -83,23 +72,13 @@ guards = st.builds(
     plain=st.none() | seconds,
     suppressed=st.booleans(),
 )
-reports = st.builds(
+reports = with_numbers(
     Report,
     boot_id=st.sampled_from(["a", "a", "a", "b"]),
-    worker=st.just("w"),
     clock_seconds=st.floats(0, 1e4),
     draft=st.builds(DraftState, method=st.just("eagle3"), hash=st.sampled_from(["d1", "d2", ""])),
     plan=st.builds(PlanState, uid=st.just("u1"), version=st.integers(0, 50), quiet=st.booleans()),
     max_num_seqs=st.integers(1, 1024),
-    running=counts,
-    waiting=counts,
-    running_request_seconds=seconds,
-    waiting_request_seconds=seconds,
-    kv_tokens_total=counts,
-    drafts=counts,
-    draft_tokens=counts,
-    accepted_tokens=counts,
-    plain_steps=counts,
     acceptance=st.lists(cells, max_size=5).map(tuple),
     requests=st.lists(requests, max_size=2).map(tuple),
     steps=st.lists(steps, max_size=6).map(tuple),

@@ -105,18 +105,3 @@ async def test_pods_of_jobs_are_no_workers() -> None:
     assert caches.workers(KEY) == ()
     assert caches.workload(KEY) is None
     assert caches.workload(KEY, manifests.Role.router) is None
-
-
-def test_no_service_and_no_budget_selects_pods_of_jobs() -> None:
-    labels = pod()["metadata"]["labels"].items()
-    deployment = deployment_with(router={"replicas": 2})
-    services = [
-        manifests.service(deployment),
-        manifests.service(deployment, to_routers=True),
-        manifests.headless_service(deployment),
-    ]
-    assert not any(one["spec"]["selector"].items() <= labels for one in services)
-    budgets = [manifests.budget(deployment), manifests.router_budget(deployment)]
-    assert not any(one["spec"]["selector"]["matchLabels"].items() <= labels for one in budgets)
-    workload = manifests.workload(deployment, manifests.pod_template(deployment, DEFAULTS), "h", 1)
-    assert not workload["spec"]["selector"]["matchLabels"].items() <= labels

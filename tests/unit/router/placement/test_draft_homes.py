@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Sequence
 
-import pytest
-
-from specdecode_router.placement.affinity import Affinity
-from specdecode_router.placement.choose import place
 from specdecode_router.placement.draft_homes import MIN_REQUESTS, DraftHomes, plan_tasks_of
 from specdecode_router.workers.worker import Endpoint, WorkerView
 from specdecode_worker.contract.internal_stream import PlanTask
@@ -83,37 +78,6 @@ def test_a_worker_that_joins_takes_homes_only_for_itself() -> None:
     before = names(homes.assign(workers(4)))
     after = names(homes.assign(workers(5)))
     assert after - before <= {"w4"}
-
-
-def drafts_per_worker(gather: bool) -> tuple[float, float]:
-    """Return the mean number of drafts in a batch, and the largest load relative to the mean, over a run."""
-    homes, draws = DraftHomes(), random.Random(7)
-    running: deque[tuple[str, str]] = deque()
-    """Worker and draft of the requests in flight, oldest first."""
-    drafts, loads = [], []
-    for number in range(6000):
-        load = {f"w{index}": [draft for name, draft in running if name == f"w{index}"] for index in range(4)}
-        if number > 1000:
-            drafts += [len(set(batch)) for batch in load.values() if batch]
-            loads.append(max(map(len, load.values())) / 10)
-        views = [WorkerView(Endpoint(name, ""), len(batch), plan_tasks=(CODE, CHAT)) for name, batch in load.items()]
-        task = CODE if draws.random() < 0.5 else CHAT
-        affinity = Affinity("", task.name, draws.randbytes(8))
-        placement = place(homes.assign(views) if gather else views, affinity)
-        homes.record(task.draft)
-        running.append((placement.worker.endpoint.name, task.draft))
-        if len(running) > 40:
-            running.rotate(-draws.randrange(40))
-            running.popleft()
-    return sum(drafts) / len(drafts), max(loads)
-
-
-def test_batches_use_fewer_drafts_within_the_bound_of_load() -> None:
-    spread, _ = drafts_per_worker(gather=False)
-    gathered, load = drafts_per_worker(gather=True)
-    assert spread == pytest.approx(2.0, abs=0.05)
-    assert gathered < 1.5
-    assert load <= 1.5
 
 
 def test_tasks_come_from_the_first_worker_that_reports_some() -> None:

@@ -168,55 +168,6 @@ async def test_a_deadline_does_not_end_a_request_that_has_its_place() -> None:
 
 
 @virtual
-async def test_a_cancelled_request_leaves_the_queue_at_once() -> None:
-    queue = admission(1)
-    place = await queue.acquire(A, 0, None)
-    gone, next_one = start(queue), start(queue)
-    await settle()
-    gone.cancel()
-    place.release()  # before the cancelled task runs
-    await settle()
-    assert next_one.done()
-    assert (queue.running, queue.waiting) == (1, 0)
-
-
-@virtual
-async def test_a_cancelled_request_leaves_no_trace_while_all_places_are_taken() -> None:
-    queue = admission(1)
-    await queue.acquire(A, 0, None)
-    gone = start(queue, deadline=60)
-    await settle()
-    gone.cancel()
-    await settle()
-    assert (queue.running, queue.waiting) == (1, 0)
-    assert timers() == 0
-
-
-@virtual
-async def test_a_place_ends_the_timers_of_its_request() -> None:
-    queue = admission(0)
-    task = start(queue, deadline=60)
-    await settle()
-    assert timers() == 2
-    queue.set_capacity(1)
-    await task
-    assert timers() == 0
-
-
-@virtual
-async def test_a_request_cancelled_in_the_moment_of_its_place_gives_it_back() -> None:
-    queue = admission(1)
-    place = await queue.acquire(A, 0, None)
-    gone = start(queue)
-    await settle()
-    place.release()
-    gone.cancel()
-    await settle()
-    assert gone.cancelled()
-    assert (queue.running, queue.waiting) == (0, 0)
-
-
-@virtual
 async def test_requests_are_held_without_a_worker_and_run_in_order_when_one_comes() -> None:
     queue = admission(0)
     changes: list[int] = []
@@ -280,49 +231,6 @@ async def test_more_held_requests_than_the_bound_get_503() -> None:
     error = await refusal(queue.acquire(A, 0, None))
     assert (error.status, error.reason) == (503, RefusalReason.held_full)
     assert len(tasks) == queue.held == 2
-
-
-@virtual
-async def test_fewer_places_stop_new_requests_until_enough_have_left() -> None:
-    queue = admission(3)
-    places = [await queue.acquire(A, 0, None) for _ in range(3)]
-    queue.set_capacity(1)
-    task = start(queue)
-    for place in places[:2]:
-        place.release()
-        await settle()
-        assert not task.done()
-    places[2].release()
-    await settle()
-    assert task.done()
-
-
-@virtual
-async def test_a_tenant_at_its_limit_waits_and_others_pass() -> None:
-    queue = admission(4)
-    limited = Tenant("a", max_in_flight=1)
-    first, second, other = start(queue, limited), start(queue, limited), start(queue, B)
-    await settle()
-    assert (first.done(), second.done(), other.done()) == (True, False, True)
-    first.result().release()
-    await settle()
-    assert second.done()
-    assert queue.running == 2
-
-
-@virtual
-async def test_a_tenant_that_was_passed_over_runs_again_after_its_own_request() -> None:
-    queue = admission(2)
-    limited = Tenant("a", max_in_flight=1)
-    first, other = await queue.acquire(limited, 0, None), await queue.acquire(B, 0, None)
-    second = start(queue, limited)
-    await settle()
-    other.release()  # a place is free, and the waiting request must not have it
-    await settle()
-    assert not second.done()
-    first.release()
-    await settle()
-    assert second.done()
 
 
 @virtual

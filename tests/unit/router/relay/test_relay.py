@@ -160,14 +160,6 @@ async def test_another_key_never_continues_the_text() -> None:
         assert over.client.text() == text_of(BODY, 5)
 
 
-@pytest.mark.slow
-async def test_no_worker_within_the_bound() -> None:
-    async with harness() as over:
-        with pytest.raises(ApiError) as failed:
-            await over.run(BODY)
-        assert failed.value.status == 503
-
-
 async def test_a_worker_that_comes_in_time_continues() -> None:
     async with harness(Script(close_at=5), Script()) as over:
         both = over.registry.endpoints
@@ -190,17 +182,6 @@ async def cancelled_streams(worker: StandInWorker) -> int:
         while not worker.cancelled:
             await asyncio.sleep(0.01)
     return worker.cancelled
-
-
-async def test_client_that_goes_cancels_at_the_worker() -> None:
-    async with harness(Script(tokens=100_000)) as over:
-        task = asyncio.create_task(over.run(BODY))
-        while not over.client.events:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await cancelled_streams(over.workers[0]) == 1
 
 
 async def test_client_that_is_gone_at_a_write_cancels_at_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
