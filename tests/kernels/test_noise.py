@@ -1,7 +1,4 @@
-"""Noise: Philox against its published vectors and Python integers, Gumbel noise by its distribution.
-
-Planted bugs: one round too few, dropped halves of a counter, an ignored stream.
-"""
+"""Noise: Philox against its published vectors and Python integers, Gumbel noise by its distribution."""
 
 from __future__ import annotations
 

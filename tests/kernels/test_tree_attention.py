@@ -1,7 +1,6 @@
 """Tree attention: op against reference, both against a dense softmax over the keys on each query's path.
 
-Slots that must not be read hold large values, so that one key too many shows. Planted bugs: a wrong ancestor bit, a
-swapped block, and a prefix or window that is off by one.
+Slots that must not be read hold large values, so that one key too many shows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Verification: the walk and multi-round sampling against loops over lists, op against reference.
 
-The distribution of the emitted tokens is tested in tests/lossless/test_law.py. Planted bugs: a wrong parent, swapped
-siblings, a coin of another node, a residual that is not normalised.
+The distribution of the emitted tokens is tested in tests/lossless/test_law.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Accounting of a request: the emitted tokens that count, and the state that a preemption resets."""
+"""Accounting of a request: the emitted tokens that count."""
 
 from __future__ import annotations
 

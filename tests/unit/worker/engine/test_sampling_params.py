@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, early stops, and token ids beyond the model's vocabulary."""
+"""Sampling parameters of a request, and early stops."""
 
 from __future__ import annotations
 

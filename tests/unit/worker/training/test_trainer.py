@@ -1,4 +1,4 @@
-"""The trainer reduces the loss, resumes exactly after a kill and writes drafts that load strictly."""
+"""The trainer resumes exactly after a kill, validates, and stops without progress."""
 
 from __future__ import annotations
 

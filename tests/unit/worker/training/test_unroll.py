@@ -1,4 +1,4 @@
-"""The unrolled pass and acceptance replay against drafting token by token as an engine does."""
+"""Acceptance replay against drafting token by token as an engine does."""
 
 from __future__ import annotations
 

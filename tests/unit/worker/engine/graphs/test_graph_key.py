@@ -1,4 +1,4 @@
-"""Graph keys: the steps that share a graph, the steps that run eagerly, and the tables that describe trees."""
+"""Graph keys: the steps that share a graph, and the steps that run eagerly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading back a launched step, and encoding of messages to and from the engine's process."""
+"""Reading back a launched step."""
 
 from __future__ import annotations
 
