@@ -17,7 +17,7 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
 from specdecode_worker.commands import distill
 from specdecode_worker.training.distillation import students as student_training
-from support.worker.captured_folders import write
+from support.worker.captured_folders import noise, write
 from support.worker.job_runs import run
 
 pytestmark = pytest.mark.slow
@@ -143,6 +143,23 @@ def test_sigterm_stops_after_the_current_step(
     assert signal.getsignal(signal.SIGTERM) is handler
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
     assert state["progress"]["step"] == 1, "the step that ran was finished and kept"
+
+
+def test_existing_verdict_is_returned_unchanged(flags: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(flags, out, "--replay-share", "0") == 3
+    (out / "verdict.json").write_text(json.dumps({"exit_code": 2, "verdict": "worse"}))
+    assert run(flags, out, "--replay-share", "0") == 2, "test texts are not looked at a second time"
+
+
+def test_records_of_noise_are_dropped(flags: list[str], records: Sequence[Record], draft: Path, tmp_path: Path) -> None:
+    capture = write(tmp_path / "noise", noise(records))
+    assert run(flags, tmp_path / "out", "--capture", str(capture), "--replay-share", "0") == 3
+    document = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert document["capture"]["dropped"]["not_reproduced"] + document["capture"]["dropped"].get("overlaps", 0) == 90
+    assert document["training"] is None
+    a, b = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out" / "head", draft))
+    assert all(torch.equal(a[name], b[name]) for name in b), "nothing was learnt from it"
 
 
 @pytest.mark.parametrize(

@@ -310,9 +310,8 @@ def flat(report: Report) -> dict[str, float]:
     for histogram in report.latency:
         counters |= {f"{histogram.name} {i}": n for i, n in enumerate((*histogram.counts, histogram.sum))}
     for step in report.steps:
-        counters |= {
-            f"{kind(step)} {i}": v for i, v in enumerate((step.count, step.t, step.emitted, *step.x, *step.xx))
-        }
+        totals = (step.count, step.t, step.tt, step.wall_seconds, step.device_seconds, step.clipped, step.emitted)
+        counters |= {f"{kind(step)} {i}": v for i, v in enumerate((*totals, *step.x, *step.xx, *step.xt))}
     return counters
 
 
