@@ -264,3 +264,17 @@ def test_a_failing_matcher_ends_in_an_error_not_an_exception(compiler: GrammarCo
     guide = Guide(Failing(), (END,), SIZE)  # type: ignore[arg-type]
     assert guide.mask() is None
     assert guide.error == "lexer too complex"
+
+
+def test_a_panic_of_the_library_while_it_compiles_refuses_the_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Panic(BaseException):
+        """Error like a panic of a Rust library, which is no Exception."""
+
+    def panic(*_: object) -> None:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(GrammarCompiler, "_build", panic)
+    with pytest.raises(GrammarRefused, match="failed: index out of bounds"):
+        compiler.check(regex_grammar("panics"))
