@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 import torch.utils._device
 
-from support.kernels.interpreted import import_kernels, mutant
+from support.kernels.interpreted import Plant, import_kernels, mutant
 
 import_kernels()
 # torch lists the functions that `with torch.device` reaches when it is first used, once a process. Where `poisoned`
 # stands for torch.empty then, no later test gets a network on the meta device.
 torch.utils._device._device_constructors()
-
-Plant = Callable[[ModuleType, str, str], ModuleType]
 
 
 @pytest.fixture

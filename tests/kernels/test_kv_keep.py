@@ -1,8 +1,6 @@
-"""KV compaction: op and reference against a loop over lists."""
+"""KV compaction against a loop over lists. On a CPU the operation is its reference."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdecode_kernels.kv_keep import op, reference
+from specdecode_kernels.kv_keep.op import kv_keep
 
 BLOCK = 4
-Keep = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def cache(layers: int, blocks: int, heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -32,9 +29,9 @@ def by_definition(before: Tensor, sources: list[int], targets: list[int]) -> Ten
     return after
 
 
-def cache_after(keep: Keep, before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
+def cache_after(before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
     after = before.clone()
-    keep(after, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+    kv_keep(after, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
     return after
 
 
@@ -54,49 +51,21 @@ def moves(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
     return blocks, [pairs[i][0] for i in order], [pairs[i][1] for i in order]
 
 
-@pytest.mark.parametrize("keep", [op.kv_keep, reference.kv_keep], ids=["op", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=40, deadline=None)
 @given(move=moves(), layers=st.integers(1, 3), heads=st.integers(1, 3))
 def test_targets_receive_the_source_rows(
-    keep: Keep, dtype: torch.dtype, move: tuple[int, list[int], list[int]], layers: int, heads: int
+    dtype: torch.dtype, move: tuple[int, list[int], list[int]], layers: int, heads: int
 ) -> None:
     blocks, sources, targets = move
     before = cache(layers, blocks, heads, dtype)
-    assert torch.equal(cache_after(keep, before, sources, targets), by_definition(before, sources, targets))
+    assert torch.equal(cache_after(before, sources, targets), by_definition(before, sources, targets))
 
 
 SHIFT, CYCLE, PATH = ([5, 6, 7], [6, 7, 8]), ([5, 9, 13], [9, 13, 5]), ([6, 9, 14], [5, 6, 7])
 
 
-@pytest.mark.parametrize("keep", [op.kv_keep, reference.kv_keep], ids=["op", "reference"])
 @pytest.mark.parametrize("move", [SHIFT, CYCLE, PATH], ids=["shift", "cycle", "path"])
-def test_overlapping_moves(keep: Keep, move: tuple[list[int], list[int]]) -> None:
+def test_overlapping_moves(move: tuple[list[int], list[int]]) -> None:
     before = cache(2, 5, 2)
-    assert torch.equal(cache_after(keep, before, *move), by_definition(before, *move))
-
-
-def _one_after_another(data: Tensor, sources: Tensor, targets: Tensor) -> None:
-    rows = data.flatten(2, 3)
-    for source, target in zip(sources, targets, strict=True):
-        rows[:, :, target] = rows[:, :, source]
-
-
-def _other_way_round(data: Tensor, sources: Tensor, targets: Tensor) -> None:
-    reference.kv_keep(data, targets, sources)
-
-
-def _keys_alone(data: Tensor, sources: Tensor, targets: Tensor) -> None:
-    reference.kv_keep(data[:, :1], sources, targets)
-
-
-def _one_off(data: Tensor, sources: Tensor, targets: Tensor) -> None:
-    reference.kv_keep(data, sources, targets + 1)
-
-
-@pytest.mark.parametrize("planted", [_one_after_another, _other_way_round, _keys_alone, _one_off])
-def test_planted_bugs_are_detected(planted: Keep) -> None:
-    """The moves above detect planted bugs. For example, a loop without a copy fails on a forward shift."""
-    before = cache(2, 5, 2)
-    seen = [not torch.equal(cache_after(planted, before, *m), by_definition(before, *m)) for m in (SHIFT, CYCLE, PATH)]
-    assert any(seen)
+    assert torch.equal(cache_after(before, *move), by_definition(before, *move))

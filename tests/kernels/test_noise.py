@@ -1,12 +1,8 @@
-"""Noise: Philox against its published vectors and Python integers, Gumbel noise by its distribution.
-
-Planted bugs: one round too few, dropped halves of a counter, an ignored stream.
-"""
+"""Noise: Philox against its published vectors and Python integers, Gumbel noise by its distribution."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -108,32 +104,3 @@ def test_the_argmax_of_noised_log_probabilities_is_a_sample(stream: int) -> None
     noise = reference.gumbel(torch.arange(draws), torch.full((draws,), 9), len(p), stream)
     counts = (p.log() + noise).argmax(-1).bincount(minlength=len(p))
     assert chisquare(counts.numpy(), (p * draws).numpy()).pvalue > 1e-3
-
-
-def _a_round_too_few(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(reference, "ROUNDS", 9)
-
-
-def _low_halves_alone(patch: pytest.MonkeyPatch) -> None:
-    right = reference.philox
-    patch.setattr(reference, "philox", lambda c, k: right((c[0], c[1], c[2] * 0, c[3]), (k[0], k[1] * 0)))
-
-
-def _one_stream(patch: pytest.MonkeyPatch) -> None:
-    right = reference.philox
-    patch.setattr(reference, "philox", lambda c, k: right((*c[:3], c[3] * 0), k))
-
-
-def _words_in_another_order(patch: pytest.MonkeyPatch) -> None:
-    right = reference.philox
-    patch.setattr(reference, "philox", lambda c, k: right(c, k)[::-1])
-
-
-@pytest.mark.parametrize("plant", [_a_round_too_few, _low_halves_alone, _one_stream, _words_in_another_order])
-def test_planted_bugs_are_detected(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    seed, position = 2**40 + 3, 2**33 + 7
-    actual = reference.uniform(torch.tensor([seed]), torch.tensor([position]), 4, 1)
-    assert actual[0].tolist() != [uniform(seed, position, token, 1) for token in range(4)]

@@ -104,11 +104,11 @@ def test_queries_may_be_part_of_a_wider_tensor() -> None:
 
 
 @pytest.mark.usefixtures("on_kernels")
-@pytest.mark.parametrize("times", [{}, {"kernel": 1.0, "sdpa": 2.0}, {"flashinfer": 1.0}])
-def test_our_kernel_attends_unless_another_way_is_faster(times: dict[str, float]) -> None:
-    measure(**times)
+def test_our_kernel_attends_unless_another_way_is_faster() -> None:
     case = case_of("chunks behind decoding rows")
-    assert not prepare(case).chunks
+    for times in ({"kernel": 1.0, "sdpa": 2.0}, {"flashinfer": 1.0}, {}):
+        measure(**times)
+        assert not prepare(case).chunks
     assert close(attended(case), by_definition(case))
 
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.quantised_linear import kernel, reference
 from specdecode_kernels.quantised_linear.reference import Kind, Quantised, dequantise, quantise, stored_bytes
 from support.kernels.grouped_weights import with_groups
+from support.kernels.interpreted import Plant, random
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-Plant = Callable[[ModuleType, str, str], ModuleType]
 KINDS = pytest.mark.parametrize("kind", reference.KINDS)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
 SHAPES = [(1, 1), (7, 63), (33, 100), (40, 256), (16, 320)]
 """(outputs, inputs)"""
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def agrees(

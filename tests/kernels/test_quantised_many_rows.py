@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 
@@ -17,13 +16,9 @@ from specdecode_kernels.quantised_linear.choice import FEW_ROWS, MOST_TILE_ROWS,
 from specdecode_kernels.quantised_linear.reference import LOW_SCALE, Kind, dequantise, quantise
 from specdecode_kernels.timings import Case, Timings
 from support.kernels.grouped_weights import with_groups
+from support.kernels.interpreted import Plant, random
 
-Plant = Callable[[ModuleType, str, str], ModuleType]
 KINDS = pytest.mark.parametrize("kind", reference.KINDS)
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def ugly_rows(columns: int) -> Tensor:

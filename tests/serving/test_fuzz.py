@@ -1,6 +1,6 @@
 """Fuzz tests: valid and invalid requests generated from the worker's OpenAPI document, sent to a real worker.
 
-500 requests; 10,000 with ``make proofs P=fuzz``. The worker must answer as documented and keep running.
+250 requests; 10,000 with ``make proofs P=fuzz``. The worker must answer as documented and keep running.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support import small_model
 from support.tiers import by_effort
 from support.worker_process import WorkerProcess, real
 
-CASES = by_effort(quick=500, full=500, nightly=10_000)
+CASES = by_effort(quick=250, full=250, nightly=10_000)
 SHARES = {
     ("/v1/completions", "POST"): 0.4,
     ("/v1/chat/completions", "POST"): 0.4,
@@ -94,7 +94,7 @@ def _given(cases: object, count: int) -> Callable[[Callable[[schemathesis.Case],
             max_examples=count,
             deadline=None,
             database=None,
-            derandomize=CASES <= 500,
+            derandomize=CASES <= 250,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )

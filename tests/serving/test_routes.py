@@ -477,40 +477,6 @@ async def test_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncClie
 LLAMA, PYTHONIC = '{{ tools }} "parameters": dictionary', "{{ tools }} [func_name1(params)]"
 
 
-@pytest.mark.parametrize(
-    ("template", "text", "arguments"),
-    [
-        (LLAMA, '{"name": "f", "parameters": {"a": "b\n"}}', {"a": "b\n"}),
-        (LLAMA, '{"name": "f", "parameters": null}', {}),
-        (LLAMA, '{"name": "f", "age": 5}', None),
-        (PYTHONIC, "<|python_start|>[f(a=true, b=[null])]<|python_end|>", {"a": True, "b": [None]}),
-        (PYTHONIC, "[f(a=1e999)]", None),
-    ],
-)
-async def test_calls_in_other_formats_are_calls_or_text(
-    tmp_path: Path, template: str, text: str, arguments: Any
-) -> None:
-    messages = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
-    small_model.write_tokenizer(tmp_path, template=template + messages)
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    async with over_fake_engine(tmp_path) as service:
-        transport = httpx.ASGITransport(public_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
-            said = {"model": "small", "messages": [{"role": "user", "content": f"SAY:{text}"}], "tools": tools}
-            (choice,) = (await client.post("/v1/chat/completions", json=said)).json()["choices"]
-            streamed = await client.post("/v1/chat/completions", json={**said, "stream": True})
-            again = {**said, "messages": [choice["message"], {"role": "user", "content": "go"}]}
-            assert (await client.post("/v1/chat/completions", json=again)).status_code == 200
-    deltas = [event["choices"][0]["delta"] for event in events(streamed.text)[:-1]]
-    parts = [part["function"]["arguments"] for delta in deltas for part in delta.get("tool_calls", ())]
-    if arguments is None:
-        assert choice["message"]["content"] == "".join(delta.get("content", "") for delta in deltas) == text
-    else:
-        (call,) = choice["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"]) == json.loads("".join(parts)) == arguments
-        assert not choice["message"]["content"]
-
-
 async def test_a_format_of_calls_without_a_parser_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Qwen3-Coder's template asks for XML between the tags of Hermes."""
     small_model.write_tokenizer(tmp_path, template="{{ tools }}<tool_call>\n<function=name>\n</function>\n</tool_call>")

@@ -106,17 +106,6 @@ def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: Wor
     assert texts["greedy"] != texts["sampled"]
 
 
-def test_synthetic_knobs_do_not_change_the_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
-    free = client.completions.create(model="small", prompt="twice", **GREEDY)
-    knobs = SyntheticKnobs(acceptance=(0.0,))
-    worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()
-    try:
-        cut = client.completions.create(model="small", prompt="twice", **GREEDY)
-    finally:
-        worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
-    assert cut.choices[0].text == free.choices[0].text
-
-
 def test_environment_knobs_apply_before_the_first_request(folders: tuple[Path, Path], tmp_path: Path) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.1}]})
     with real(flags(*folders), tmp_path / "log", {Env.synthetic: knobs.model_dump_json()}) as worker:
@@ -144,38 +133,9 @@ def test_concurrent_requests_get_the_same_text_as_single_ones(client: openai.Ope
     assert together == alone
 
 
-def test_openai_client_raises_its_error_types(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="gpt", messages=MESSAGES)
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 256") as refused:
-        client.completions.create(model="small", prompt="x" * 300)
-    assert refused.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="modalities"):
-        client.chat.completions.create(model="small", messages=MESSAGES, modalities=["audio"])
-    with pytest.raises(openai.BadRequestError, match="at most 260 choices"):
-        client.completions.create(model="small", prompt=["a"] * 64, n=5)
-
-
 def test_prompt_that_fills_the_context_is_served(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="small", prompt="x" * 255, max_tokens=1)
     assert answer.usage.total_tokens == 256
-
-
-@pytest.mark.core
-def test_disconnect_frees_slot_and_blocks(client: openai.OpenAI, worker: WorkerProcess) -> None:
-    knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.2}]})
-    worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()
-    try:
-        stream = client.completions.create(
-            model="small", prompt="long", stream=True, max_tokens=200, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        assert report(worker).running == 1
-        stream.close()
-        worker.wait_until(lambda: report(worker).running == 0, 5)
-        assert report(worker).kv_tokens_used == 0
-    finally:
-        worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
 
 
 def steps(worker: WorkerProcess) -> float:
@@ -184,7 +144,7 @@ def steps(worker: WorkerProcess) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith("specdecode_iteration_seconds_count"))
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", [pytest.param(True, marks=pytest.mark.core), False])
 def test_disconnect_with_several_choices_costs_one_step(
     client: openai.OpenAI, worker: WorkerProcess, stream: bool
 ) -> None:
@@ -205,43 +165,6 @@ def test_disconnect_with_several_choices_costs_one_step(
         assert report(worker).kv_tokens_used == 0
     finally:
         worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
-
-
-def test_logprobs_of_an_answer_are_those_of_its_text_scored_as_a_prompt(
-    client: openai.OpenAI, worker: WorkerProcess
-) -> None:
-    logprobs_by_shape: dict[str, list[float]] = {}
-    for version, shape in enumerate(("none", "chain:4", "tree:3,2"), start=200):
-        push(worker, shape, version)
-        answer = client.completions.create(model="small", prompt="several", logprobs=2, **GREEDY)
-        assert answer.choices[0].text.isascii(), "a token would not be a letter"
-        logprobs_by_shape[shape] = answer.choices[0].logprobs.token_logprobs or []
-    text = "several" + answer.choices[0].text
-    scored = client.completions.create(model="small", prompt=text, echo=True, logprobs=2, max_tokens=0)
-    assert (scored.choices[0].text, scored.choices[0].logprobs.text_offset) == (text, list(range(len(text))))
-    for token_logprobs in logprobs_by_shape.values():
-        assert token_logprobs == pytest.approx(
-            (scored.choices[0].logprobs.token_logprobs or [])[len("several") :], abs=1e-4
-        )
-
-
-def test_penalties_and_biases_change_the_text(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "small", "prompt": "several", "temperature": 0, "max_tokens": 20}
-    plain = client.completions.create(**asked).choices[0].text
-    assert client.completions.create(**asked, presence_penalty=2, frequency_penalty=2).choices[0].text != plain
-    only_x = small_model.byte_tokenizer().encode("x").ids[0]
-    assert client.completions.create(**asked, logit_bias={str(only_x): 100}).choices[0].text == "x" * 20
-
-
-def test_larger_n_does_not_change_the_first_choice(client: openai.OpenAI) -> None:
-    asked: Any = {"model": "small", "prompt": "several", "seed": 11, "temperature": 2.0, "max_tokens": 30}
-    alone = client.completions.create(**asked)
-    several = client.completions.create(**asked, n=3)
-    assert several.choices[0].text == alone.choices[0].text
-    assert len({choice.text for choice in several.choices}) == 3
-    assert [choice.text for choice in client.completions.create(**asked, n=3).choices] == [
-        choice.text for choice in several.choices
-    ]
 
 
 def test_metrics_and_report_agree(worker: WorkerProcess, client: openai.OpenAI) -> None:

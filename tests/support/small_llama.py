@@ -24,9 +24,11 @@ from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
 from specdecode_worker.engine.cuda_graphs import CaptureBackend, StepGraphs
 from specdecode_worker.engine.engine import Engine, EngineParts
+from specdecode_worker.engine.remote_prefill import BlockExchange, BlockParts
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
 from specdecode_worker.engine.target import Target
+from specdecode_worker.engine.transfer import TransferAccess
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import Attend, CausalLM
@@ -35,8 +37,10 @@ from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.params import Sampling
 
+VOCABULARY = 61
+ACCESS = TransferAccess("key", lambda: ("token",))
 SHAPE: dict[str, Any] = {
-    "vocab_size": 61,
+    "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -100,26 +104,29 @@ def engine_of(
     blocks: int = 100,
     budget: int = 256,
     chunked: bool = True,
+    max_model_len: int = 256,
+    draft: bool = True,
     pipelined: bool = False,
     backend: CaptureBackend | None = None,
     rows: Sequence[int] = (1, 2, 4),
     grammars: GrammarCompiler | None = None,
     eos_token_ids: tuple[int, ...] = (),
     coupled: bool = True,
+    exchange: str = "",
+    access: TransferAccess = ACCESS,
 ) -> Engine:
     """Return an engine over the pair.
 
     ``backend`` captures graphs of steps, for buckets of ``rows``. ``grammars`` compiles the grammars of requests, whose
-    answers end with one of ``eos_token_ids``.
+    answers end with one of ``eos_token_ids``. ``exchange`` is the role of an engine that exchanges blocks with others.
     """
     config, weight = pair.target.config, pair.target.model.embed_tokens.weight
-    state = DeviceState(max_num_seqs, 256, weight.dtype, weight.device)
+    state = DeviceState(max_num_seqs, max_model_len, weight.dtype, weight.device)
     shapes = config, getattr(pair.head, "config", config)
     cache, own = (paged_cache(one, one.num_hidden_layers, blocks, weight.dtype, weight.device) for one in shapes)
     drafter = EagleDrafter(pair.head, None, own, state, config.max_position_embeddings)
-    registry = DraftRegistry(
-        {"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))}, state, config.hidden_size
-    )
+    drafts = {"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))} if draft else {}
+    registry = DraftRegistry(drafts, state, config.hidden_size)
     target = Target(pair.target, cache, state)
     graphs = None
     if backend is not None:
@@ -133,21 +140,27 @@ def engine_of(
             capture_after_steps=1,
             coupled=coupled,
         )
+    limits = Limits(max_num_seqs, budget, chunked, config.attention_chunk_size)
+    scheduler = Scheduler(limits, BlockPool(blocks, contiguous=not pipelined))
+    moved = BlockParts(target, registry, state)
     parts = EngineParts(
-        scheduler=Scheduler(
-            Limits(max_num_seqs, budget, chunked, config.attention_chunk_size),
-            BlockPool(blocks, contiguous=not pipelined),
-        ),
+        exchange=BlockExchange(moved, scheduler, access, computes=exchange == "prefill") if exchange else None,
+        scheduler=scheduler,
         target=target,
         drafts=registry,
         state=state,
-        shape_selector=ShapeSelector(Dispatcher("", "d"), registry),
+        shape_selector=ShapeSelector(Dispatcher("", "d" if draft else ""), registry),
         coupled=coupled,
         graphs=graphs,
         grammars=grammars,
     )
-    identity = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
-    return Engine(parts, identity, max_model_len=256, eos_token_ids=eos_token_ids, pipelined=pipelined)
+    return Engine(
+        parts, identity(max_num_seqs), max_model_len=max_model_len, eos_token_ids=eos_token_ids, pipelined=pipelined
+    )
+
+
+def identity(max_num_seqs: int = 4) -> WorkerIdentity:
+    return WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
 
 
 def plan_of(shape: str, version: int = 1) -> Plan:
@@ -155,7 +168,7 @@ def plan_of(shape: str, version: int = 1) -> Plan:
     return Plan(draft="d", version=version, initial=TreeShape.parse(shape), explore=0, guard=False)
 
 
-def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = 61, **sampling: Any) -> Submit:
+def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = VOCABULARY, **sampling: Any) -> Submit:
     """Return request ``index``: a random prompt, a seed and, if sampled, its own sampling parameters."""
     generator = torch.Generator().manual_seed(index)
     prompt = torch.randint(0, vocabulary, (3 + 7 * index % 40,), generator=generator).tolist()

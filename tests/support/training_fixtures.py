@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 # The first optimizer imports it, which takes seconds that no test's time may contain.
 import torch._dynamo
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import CausalLMConfig
@@ -21,8 +24,6 @@ from specdecode_worker.training.rollout import read_states
 from specdecode_worker.training.split_target import TargetPlacement
 
 VOCABULARY = 64
-TRAIN_SMALL = Path(__file__).with_name("train_small.py")
-"""Script that trains a head for this Llama in a process of its own."""
 
 
 def small_target() -> CausalLM:
@@ -67,18 +68,22 @@ def placement(target: CausalLM, tmp_path: Path) -> TargetPlacement:
     return TargetPlacement(folder=folder, dtype="float32", device=torch.device("cpu"), threads=1)
 
 
-@pytest.fixture
-def head(target: CausalLM) -> Eagle3Head:
-    """Return a head with every other token in its vocabulary.
+Module = TypeVar("Module", bound=nn.Module)
 
-    Noise is added to its weights, so that no half of a matrix is zero.
-    """
-    draft_head = new_head(target, torch.arange(0, VOCABULARY, 2))
+
+def shaken(draft: Module) -> Module:
+    """Add noise to the weights of a new draft, so that no half of a matrix is zero, and return it."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in draft_head.parameters():
+        for parameter in draft.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return draft_head
+    return draft
+
+
+@pytest.fixture
+def head(target: CausalLM) -> Eagle3Head:
+    """Return a head with every other token in its vocabulary."""
+    return shaken(new_head(target, torch.arange(0, VOCABULARY, 2)))
 
 
 @pytest.fixture
@@ -92,3 +97,22 @@ def conversations(target: CausalLM) -> list[Conversation]:
         temperature = 0.0 if i % 2 == 0 else 0.8
         samples.append(Conversation(tokens.int(), aux, hidden, 3 + i % 3, temperature, "code" if i < 3 else "prose"))
     return samples
+
+
+class Growing:
+    """Naive attention of several layers: every query attends to all keys that its layer has received, in order."""
+
+    def __init__(self) -> None:
+        self.stored: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        outs = []
+        for q_HD, k_KD, v_KD in zip(q_THD, k_TKD, v_TKD, strict=True):
+            self.stored[layer].append((k_KD, v_KD))
+            groups = len(q_HD) // len(k_KD)
+            keys, values = (
+                torch.stack([pair[i] for pair in self.stored[layer]]).repeat_interleave(groups, dim=1) for i in (0, 1)
+            )
+            scores = torch.einsum("hd,shd->hs", q_HD, keys) / q_HD.shape[-1] ** 0.5
+            outs.append(torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values))
+        return torch.stack(outs)

@@ -7,7 +7,6 @@ operations that do not exist for a type. And it reads what the compiler made of 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 
 from specdecode_worker.engine.kernel_class import use_compiled_kernels
-from support.kernels.interpreted import kernel_modules
+from support.kernels.interpreted import kernel_modules, run_compiling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -99,15 +98,7 @@ FEW_ROWS = ("attention, a token", "attention, 64 chains", "small_linear", "small
 
 def compile_all(*words: str, paths: tuple[str, ...] = (), cache: Path | None = None) -> dict[str, Any]:
     cached = {"TRITON_CACHE_DIR": str(cache)} if cache else {}
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, SUPPORT / "compile_all.py", *words],
-        capture_output=True,
-        text=True,
-        env=environment | cached | {"PYTHONPATH": os.pathsep.join([*paths, *(path for path in sys.path if path)])},
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    report: dict[str, Any] = json.loads(ran.stdout)
+    report: dict[str, Any] = json.loads(run_compiling(SUPPORT / "compile_all.py", *words, paths=paths, **cached))
     return report
 
 
@@ -141,7 +132,8 @@ def test_pipelined_loops_do_not_wait(launches: dict[str, Any]) -> None:
     """Operands of matrix products are swizzled in shared memory, and everything in the loop is copied ahead of it."""
     waiting = {name: (launch["unswizzled"], launch["blocking"]) for name, launch in launches.items()}
     assert {name: counts for name, counts in waiting.items() if any(counts)} == QUANTISED
-    assert {name for name, launch in launches.items() if launch["narrow"]} <= NARROW
+    narrow = {name for name, launch in launches.items() if launch["narrow"]}
+    assert {"attention, a token, fp8 cache"} <= narrow <= NARROW
 
 
 def test_pipelined_loops_keep_up_with_memory(launches: dict[str, Any], capability: str) -> None:
@@ -166,14 +158,6 @@ def times_memory(launch: dict[str, Any], capability: str) -> float:
 def test_products_of_64_rows_use_the_instruction_of_the_device(launches: dict[str, Any], capability: str) -> None:
     used = {name: launches[name]["matrix"] for name in TILES_OF_64}
     assert all(names == [TILES[capability]] for names in used.values()), used
-
-
-def test_planted_faults_are_detected() -> None:
-    """A norm within a product's loop, as it was once (56 us instead of 17 on an H200), and copies of four bytes."""
-    planted = compile_all("90", "planted")
-    conflict = planted["planted conflict"]
-    assert (conflict["unswizzled"], conflict["blocking"]) == (1, 1)
-    assert planted["planted narrow copies"]["narrow"] > 0
 
 
 @pytest.mark.proof("compile")

@@ -21,17 +21,13 @@ from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.weights import load_causal_lm
 from support.kernels.grouped_weights import with_groups
+from support.kernels.interpreted import Plant, random
 from support.small_llama4 import SHAPE, dense_chunks, write_quantized_llama4
 from support.worker.quantized_folders import Rounding, int4, pack_quantized, scaled
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-Plant = Callable[[ModuleType, str, str], ModuleType]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def routed(rows: int, experts: int, to: str = "any", dtype: torch.dtype = torch.float32) -> Tensor:

@@ -22,16 +22,12 @@ from specdecode_kernels.rope_cache.reference import UNSCALED, Scales
 from specdecode_kernels.silu_mul import kernel as silu_mul
 from specdecode_kernels.silu_mul import op as silu_mul_op
 from specdecode_kernels.silu_mul import reference as silu_mul_reference
+from support.kernels.interpreted import Plant, random
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-Plant = Callable[[ModuleType, str, str], ModuleType]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def close(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:

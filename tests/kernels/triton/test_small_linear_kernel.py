@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 import torch
-from torch import Tensor
 
 from specdecode_kernels.small_linear import kernel, op, reference
+from support.kernels.interpreted import Plant, random
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-Plant = Callable[[ModuleType, str, str], ModuleType]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
-
-
-def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def matches(

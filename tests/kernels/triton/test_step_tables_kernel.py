@@ -16,10 +16,10 @@ from torch import Tensor
 from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.step_tables import commit_kernel, kernel, reference
 from specdecode_kernels.step_tables.tables import SamplingTables, SlotState, Verified
+from support.kernels.interpreted import Plant
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
-Plant = Callable[[ModuleType, str, str], ModuleType]
 NODES, PAGE, COLUMNS, RANKS, RING, WIDTH, SLOTS = 9, 4, 12, 3, 5, 6, 7
 REACH = PAGE * COLUMNS
 

@@ -6,13 +6,12 @@ A variant is compiled at its first launch, in the middle of a request, which tak
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.kernels.interpreted import run_compiling
 
 pytestmark = pytest.mark.slow
 
@@ -27,15 +26,7 @@ MOST = {
 
 
 def count(*specialised: str) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, SUPPORT / "count_variants.py", *specialised],
-        capture_output=True,
-        text=True,
-        env=environment | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    counted: dict[str, Any] = json.loads(ran.stdout)
+    counted: dict[str, Any] = json.loads(run_compiling(SUPPORT / "count_variants.py", *specialised))
     return counted
 
 

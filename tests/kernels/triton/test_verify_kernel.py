@@ -5,7 +5,6 @@ All are exact: tokens, paths and counts equal those of the reference, with the n
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -18,6 +17,7 @@ from specdecode_kernels.sample.kernel import cuts
 from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.verify import kernel, op, reference, rounds
 from specdecode_kernels.verify.reference import Accepted
+from support.kernels.interpreted import Plant
 
 TEMPERATURE = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 0.2])
 TRUNCATION = Truncation(
@@ -200,8 +200,6 @@ ROUND_BUGS: dict[str, tuple[str, str]] = {
     "the token is drawn from the whole of p": ("start + v < vocab_size, made)", "start + v < vocab_size, 0 * made)"),
     "the draw has the coins' stream": ("seed, here, RESIDUAL", "seed, here, COINS"),
 }  # fmt: skip
-
-Plant = Callable[[ModuleType, str, str], ModuleType]
 
 
 @pytest.mark.proof("planted")

@@ -90,14 +90,13 @@ SAMPLED: dict[str, Any] = {"temperature": 1.0}
 TRUNCATED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 30}
 
 
-@pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("shape", ["none", "chain:3", "tree:3,2,1"])
 @pytest.mark.parametrize("sampling", [{}, SAMPLED, TRUNCATED], ids=["greedy", "sampled", "truncated"])
 def test_two_ranks_emit_the_same_tokens_as_one(
-    whole: Engine, split: Engine, shape: str, count: int, sampling: dict[str, Any]
+    whole: Engine, split: Engine, shape: str, sampling: dict[str, Any]
 ) -> None:
-    expected = run(whole, "none", count, **sampling)
-    assert run(split, shape, count, **sampling) == expected
+    expected = run(whole, "none", 8, **sampling)
+    assert run(split, shape, 8, **sampling) == expected
     assert all(len(tokens) == 20 for tokens in expected.values())
 
 
@@ -237,7 +236,7 @@ class TestLoss:
         assert not Path(f"/proc/{second}").exists()
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_ranks_of_llama4_emit_the_same_tokens_as_one(split: Engine, ranks: int, tmp_path: Path) -> None:
     """Experts are split, and there are fewer key-value heads than ranks. Texts cross chunks of attention."""
     split.close()  # a process can have only one open

@@ -110,22 +110,6 @@ def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path
     assert config["transformer_layer_config"]["num_hidden_layers"] == 2
 
 
-def test_train_on_a_text_file(model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "book.txt"
-    text.write_text("All happy families are alike. " * 60)
-    assert train(model, tmp_path / "out", "--text", str(text), "--tokens", "1000") == 0
-    assert (tmp_path / "out" / "head" / "model.safetensors").exists()
-
-
-def test_invalid_prompt_line_is_reported_with_its_number(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"prompt": "a"}\n{"prompt": "b", "temprature": 1}\n')
-    assert train(model, tmp_path / "out", "--prompts", str(path)) == 1
-    assert "line 2" in capsys.readouterr().err
-
-
 def test_train_fails_if_the_target_only_loops(
     model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,13 +18,10 @@ from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.optimize import quantise_target
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm
-from specdecode_worker.training.conversations import Conversation, write_shard
 from specdecode_worker.training.evaluation import ZeroContextAttention
 from specdecode_worker.training.rollout import read_states, read_texts, texts_paths
 from specdecode_worker.training.split_target import TargetPlacement, placed_target
 from support import small_model
-from support.tiers import by_effort
-from support.training_fixtures import TRAIN_SMALL
 
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -137,33 +133,3 @@ def test_train_with_two_ranks_learns_what_one_learns(tmp_path: Path) -> None:
     assert heads["1"].keys() == heads["2"].keys()
     for name, tensor in heads["1"].items():
         torch.testing.assert_close(heads["2"][name].float(), tensor.float(), rtol=1e-2, atol=1e-3)
-
-
-# A run killed with SIGKILL at random moments ends with the weights of an uninterrupted run, in real processes.
-
-
-KILLS = by_effort(quick=3, full=3, nightly=10)
-# A checkpoint every other step, so that some kills interrupt its writing.
-FLAGS = ("--steps", "80", "--validate-steps", "2")
-
-
-def test_run_resumed_after_kills_has_identical_weights(
-    target: CausalLM, conversations: list[Conversation], tmp_path: Path
-) -> None:
-    recorded = tmp_path / "recorded"
-    recorded.mkdir()
-    write_shard(recorded, 0, conversations * 2)
-
-    def run(name: str, *more: str) -> str:
-        command = [sys.executable, str(TRAIN_SMALL), str(recorded), str(tmp_path / name), *FLAGS, *more]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            command, check=True, env=environment, timeout=280, stdout=subprocess.PIPE, text=True
-        ).stdout
-
-    run("whole")
-    (tmp_path / "killed").mkdir()
-    assert run("killed", "--kills", str(KILLS)).strip() == str(KILLS), "the run was over before its last kill"
-    whole, resumed = (load_file(tmp_path / name / "weights.safetensors") for name in ("whole", "killed"))
-    for name, tensor in whole.items():
-        assert torch.equal(resumed[name], tensor), name

@@ -239,22 +239,3 @@ def test_other_requests_do_not_wait_for_a_compilation(client: openai.OpenAI) -> 
         times = [seconds() for _ in range(20)]
         stop.set()
     assert median(times) < median(compiled) / 2, f"{median(times):.2f} s beside {median(compiled):.2f} s"
-
-
-def test_concurrent_answers_equal_those_alone(client: openai.OpenAI) -> None:
-    def one(index: int) -> str:
-        fields: dict[str, Any] = {"seed": index, "temperature": 0.8 if index % 2 else 0.0}
-        if index % 3 == 0:
-            return ask(client, max_tokens=30, **fields).message.content or ""
-        schema = {**SCHEMA, "title": f"{index}"}
-        return ask(client, response_format=schema_format(schema), **fields).message.content or ""
-
-    alone = [one(index) for index in range(12)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(one, range(12))) == alone
-
-
-def test_a_named_function_must_be_offered(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "other"}})
-    assert refused.value.param == "tool_choice"

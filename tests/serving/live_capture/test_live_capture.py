@@ -138,17 +138,6 @@ def test_listing_has_all_records_and_later_ones_in_other_segments(worker: Worker
     assert admin(worker, f"{Route.captures}/{newest}", token="captures").status_code == 404, "it is still open"
 
 
-def test_shares_of_a_new_plan_hold_for_the_next_request(worker: WorkerProcess, folder: Path) -> None:
-    push(worker, CaptureRules(share=0.0, task_shares={"code": 1.0}))
-    ask(worker)
-    ask(worker, headers={"X-Specdecode-Task": "code"})
-    push(worker, CaptureRules(share=1.0, task_shares={"code": 0.0}))
-    ask(worker, headers={"X-Specdecode-Task": "code"})
-    ask(worker)
-    wait(lambda: captured(worker).conversations == 2)
-    assert [one.task for one in records(folder)] == ["code", "other"]
-
-
 @pytest.mark.parametrize(
     ("header", "metadata", "taken"),
     [(None, None, 0), ("on", None, 1), (None, True, 1), ("on", True, 1), ("on", False, 0), ("off", True, 0)],

@@ -10,14 +10,18 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
+Plant = Callable[[ModuleType, str, str], ModuleType]
+"""Function that makes a copy of a kernel module with a piece of its source replaced."""
 _PACKAGE = "specdecode_kernels"
 
 
@@ -72,3 +76,17 @@ def mutant(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
     with interpreting():
         spec.loader.exec_module(copied)
     return copied
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Return normally distributed numbers of this seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def run_compiling(*command: object, paths: Sequence[str] = (), **environment: str) -> str:
+    """Return what a program prints in a process of its own, in which Triton compiles."""
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    own |= environment | {"PYTHONPATH": os.pathsep.join([*paths, *(path for path in sys.path if path)])}
+    ran = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=own)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout

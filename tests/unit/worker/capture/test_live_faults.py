@@ -227,13 +227,6 @@ def test_segment_that_cannot_be_rewritten_is_deleted(tmp_path: Path, monkeypatch
     assert numbers(tmp_path) == [2]
 
 
-def test_close_writes_what_is_queued(tmp_path: Path) -> None:
-    with live(tmp_path) as recorder:
-        wait(lambda: recorder._control._writer is not None)
-        put(recorder, *range(50))
-    assert numbers(tmp_path) == list(range(50))
-
-
 @pytest.mark.parametrize("step", ["open", "sweep", "delete_forbidden"])
 def test_capture_goes_on_after_a_failure_of_the_control_thread(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,17 +58,6 @@ def test_plan_decides_about_records_of_an_earlier_process(tmp_path: Path) -> Non
         wait(lambda: not list(tmp_path.iterdir()))
 
 
-def test_request_that_began_before_capture_was_off_is_not_captured_after_it_is_on_again(tmp_path: Path) -> None:
-    with live(tmp_path) as recorder:
-        epoch = recorder.epoch
-        recorder.apply(None)
-        recorder.apply(RULES)
-        recorder.enqueue(now_record(0), epoch)
-        put(recorder, 1)
-        stored(recorder, 1)
-    assert numbers(tmp_path) == [1]
-
-
 def test_shares_hold_from_the_next_request_on(tmp_path: Path) -> None:
     with live(tmp_path) as recorder:
         recorder.apply(changed(share=0.0, task_shares={"code": 0.5}))
@@ -76,20 +65,6 @@ def test_shares_hold_from_the_next_request_on(tmp_path: Path) -> None:
         assert taken["qa"] == 0
         assert 400 < taken["code"] < 600
         assert recorder.share_of("code") == 0.5
-
-
-def test_other_redaction_holds_for_the_next_record(tmp_path: Path) -> None:
-    with live(tmp_path) as recorder:
-        put(recorder, 2)
-        stored(recorder, 1)
-        recorder.apply(changed(redact="support.worker.redaction_hooks:odd_ones"))
-        put(recorder, 4, 5)
-        stored(recorder, 2)
-        assert recorder.counts.dropped == {Dropped.redacted: 1}
-        recorder.apply(RULES)
-        put(recorder, 6)
-        stored(recorder, 3)
-    assert numbers(tmp_path) == [2, 5, 6]
 
 
 def test_record_that_waits_for_the_disk_passes_the_new_redaction(tmp_path: Path) -> None:
@@ -133,20 +108,6 @@ def test_a_queued_record_is_deleted_too(tmp_path: Path, held: threading.Event) -
         stored(recorder, 1)
         assert numbers(tmp_path) == [2]
         assert recorder.report().dropped == {"deleted": 2}
-
-
-def test_opt_in_deletes_records_without_permission(tmp_path: Path) -> None:
-    with live(tmp_path) as recorder:
-        put(recorder, 0, 1)
-        put(recorder, 2, permitted=True)
-        stored(recorder, 3)
-        recorder.apply(changed(consent="OptIn"))
-        assert recorder.consent == "OptIn"
-        put(recorder, 3)
-        put(recorder, 4, permitted=True)
-        wait(lambda: recorder.counts.records.total() == 4)
-        stored(recorder, 2)
-    assert numbers(tmp_path) == [2, 4]
 
 
 def test_age_is_enforced_without_traffic(tmp_path: Path) -> None:

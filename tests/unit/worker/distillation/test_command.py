@@ -17,8 +17,8 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
 from specdecode_worker.commands import distill
 from specdecode_worker.training.distillation import students as student_training
-from specdecode_worker.training.distillation.records import split_of
 from support.worker.captured_folders import noise, write
+from support.worker.job_runs import run
 
 pytestmark = pytest.mark.slow
 
@@ -29,10 +29,6 @@ def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp
     words = ["--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture)]
     words += ["--golden", str(golden), "--dtype", "float32", "--steps", "6", "--round-steps", "2"]
     return [*words, "--batch-tokens", "256", "--max-tokens", "12", "--learning-rate", "1e-3", "--patience", "9"]
-
-
-def run(flags: list[str], out: Path, *more: str) -> int:
-    return main(["distill", *flags, "--out", str(out), *more])
 
 
 def test_distill_writes_draft_and_verdict(
@@ -149,9 +145,7 @@ def test_sigterm_stops_after_the_current_step(
     assert state["progress"]["step"] == 1, "the step that ran was finished and kept"
 
 
-def test_existing_verdict_is_returned_unchanged(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_existing_verdict_is_returned_unchanged(flags: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(flags, out, "--replay-share", "0") == 3
     (out / "verdict.json").write_text(json.dumps({"exit_code": 2, "verdict": "worse"}))
@@ -191,10 +185,6 @@ def test_usage_error_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -
         main(["distill"])
     assert ended.value.code == 64
     assert "--capture" in capsys.readouterr().err
-
-
-def test_fixture_records_cover_all_splits(records: Sequence[Record]) -> None:
-    assert {split_of(record.opening) for record in records} == {"train", "validation", "test"}
 
 
 def test_distill_with_two_ranks_reproduces_and_learns_the_same(

@@ -21,6 +21,7 @@ from specdecode_worker.training.artifacts import write_draft
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count_steps, step_costs
 from specdecode_worker.training.heads import load_distillable, new_dflash, new_head, new_medusa, new_peagle
 from specdecode_worker.training.replay import Replayed, replay
+from support.training_fixtures import shaken
 from support.worker.serving_records import engine_of
 
 pytestmark = pytest.mark.slow
@@ -37,11 +38,7 @@ def head(method: str, model: Path, target: CausalLM, tmp_path: Path) -> Path:
         "dflash": lambda: new_dflash(target, 1, 3),
         "medusa": lambda: new_medusa(target, known, 2),
     }[method]()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    write_draft(made, tmp_path / "head", model)
+    write_draft(shaken(made), tmp_path / "head", model)
     return tmp_path / "head"
 
 

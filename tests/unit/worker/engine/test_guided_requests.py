@@ -16,7 +16,8 @@ from specdecode_worker.core.request import Choice, Selection, given_tokens, with
 from specdecode_worker.engine.scheduler import GrammarQueue
 from specdecode_worker.guided.guide import GrammarRefused, Guide
 from specdecode_worker.sampling.trees import PLAIN, given_chain, tree_of
-from support.worker.small_engine import VOCABULARY, drain, small_engine, submit
+from support.small_llama import VOCABULARY
+from support.worker.small_engine import drain, small_engine, submit
 
 
 class SlowCompiler:

@@ -14,7 +14,8 @@ from specdecode_worker.engine import remote_prefill, transfer
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.remote_prefill import BlockExchange
 from specdecode_worker.engine.transfer import BlockFetch, Blocks
-from support.worker.small_engine import ACCESS, plan_of, small_engine, submit
+from support.small_llama import ACCESS
+from support.worker.small_engine import plan_of, small_engine, submit
 
 PLAN = plan_of("chain:3")
 PROMPTS = [[(7 * i + 3 * k * k) % 41 for k in range(69 + 18 * i)] for i in range(3)]

@@ -1,4 +1,4 @@
-"""Accounting of a request: the emitted tokens that count, and the state that a preemption resets."""
+"""Accounting of a request: the emitted tokens that count."""
 
 from __future__ import annotations
 
@@ -49,39 +49,3 @@ def test_output_tokens_do_not_depend_on_the_division_into_steps(steps: list[list
     assert one.tokens == [1, 2, 3, *output]
     assert one.finish == whole.finish
     assert one.emitted == len(output)
-
-
-def test_steps_in_flight_raise_the_bound_of_cached_positions() -> None:
-    one = request()
-    one.in_flight.extend([4, 3])
-    assert one.cached_bound == 7
-    one.draft.lag = 8
-    one.advance(4, 2)
-    assert (one.cached, one.cached_bound, one.draft.lag) == (2, 5, 6)
-    with pytest.raises(AssertionError, match="order of their launch"):
-        one.advance(4, 1)
-
-
-def test_collecting_an_older_step_does_not_reduce_the_lag_of_a_caught_up_draft() -> None:
-    one = request()
-    one.in_flight.append(7)
-    one.draft.reached_root(len(one.in_flight))
-    assert one.draft.lag == 0
-    one.in_flight.append(2)
-    one.draft.lag += 2
-    one.advance(7, 1)
-    assert one.draft.lag == 2, "the step that the draft has caught up with bounds it no more"
-    one.advance(2, 1)
-    assert one.draft.lag == 1
-
-
-def test_preemption_resets_the_cache_state_and_keeps_the_text() -> None:
-    one = request()
-    one.append_output([5, 6])
-    one.slot, one.blocks, one.blocks_known = 2, [3, 4], 2
-    one.prefilled = one.prefill_end = one.cached = 4
-    one.in_flight.append(1)
-    assert one.decoding
-    one.forget_cache()
-    assert (one.tokens, one.emitted, one.epoch) == ([1, 2, 3, 5, 6], 2, 1)
-    assert (one.slot, one.blocks, one.blocks_known, one.cached_bound, one.decoding) == (-1, [], 0, 0, False)

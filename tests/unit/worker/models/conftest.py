@@ -10,18 +10,10 @@ from torch import nn
 
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
+from support.worker import small_folders
 from support.worker.dense_attention import dense
 
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SHAPE: dict[str, Any] = small_folders.SHAPE | {"num_hidden_layers": 5}
 
 
 def randomise(module: nn.Module, seed: int) -> None:

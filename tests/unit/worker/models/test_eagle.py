@@ -107,16 +107,6 @@ def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
     assert torch.equal(without.logits(without(noise(13, 32), TOKENS, SLOTS, dense)), results[0])
 
 
-@pytest.mark.parametrize("name", sorted(eagle_tensors()))
-def test_an_eagle_head_without_a_tensor_is_refused_by_name(
-    name: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
-) -> None:
-    tensors = eagle_tensors()
-    del tensors[name]
-    with pytest.raises(WeightMismatch, match=rf"{name} is missing"):
-        load(write(tmp_path, eagle_shape(shape) | {"bias": True}, tensors), target)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -27,6 +27,7 @@ from specdecode_worker.models.headers import INDEX
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.weights import load_causal_lm
 from support.tiers import by_effort
+from support.worker import small_folders
 from support.worker.checkpoints import (
     CPU,
     DFLASH,
@@ -77,14 +78,8 @@ JUNK = st.recursive(
 CHANGES = st.dictionaries(st.sampled_from(FIELDS), JUNK, min_size=1, max_size=4)
 
 
-SHAPE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+SHAPE: dict[str, Any] = small_folders.SHAPE | {
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
 }

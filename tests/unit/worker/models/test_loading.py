@@ -22,6 +22,7 @@ from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from support.worker.checkpoints import Tensors, write
 
 CPU = torch.device("cpu")
 DRAFT_VOCABULARY = 40
@@ -49,14 +50,6 @@ TARGET_TENSORS = (
     "model.layers.0.self_attn.k_proj.weight",
     "model.norm.weight",
 )
-Tensors = dict[str, Tensor]
-
-
-def write(folder: Path, config: dict[str, Any], tensors: Tensors) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 @pytest.fixture
@@ -110,47 +103,33 @@ def test_loaded_weights_equal_saved_weights(target: CausalLM, target_folder: Pat
         assert not any(parameter.requires_grad for parameter in loaded.parameters())
 
 
-@pytest.mark.parametrize("name", HEAD_TENSORS)
-def test_a_head_without_a_tensor_is_refused_by_name(name: str, head_folder: Path, target: CausalLM) -> None:
-    change(head_folder, **{name: None})
-    with pytest.raises(WeightMismatch, match=rf"{name} is missing"):
-        load_head(head_folder, target)
+EXTRA = {
+    "head": ("midlayer.self_attn.q_proj.bias", "layers.1.mlp.up_proj.weight", "fc2.weight"),
+    "target": ("model.layers.5.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"),
+}
 
 
-@pytest.mark.parametrize("name", HEAD_TENSORS)
-def test_a_misshapen_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: CausalLM) -> None:
-    tensor = load_file(head_folder / "model.safetensors")[name]
-    change(head_folder, **{name: torch.cat((tensor, tensor[:1]))})
-    with pytest.raises(WeightMismatch, match=rf"{name} has shape \[{len(tensor) + 1}.*asks for \[{len(tensor)}"):
-        load_head(head_folder, target)
-
-
-@pytest.mark.parametrize("name", ["midlayer.self_attn.q_proj.bias", "layers.1.mlp.up_proj.weight", "fc2.weight"])
-def test_an_extra_tensor_of_a_head_is_refused_by_name(name: str, head_folder: Path, target: CausalLM) -> None:
-    change(head_folder, **{name: torch.zeros(3)})
-    with pytest.raises(WeightMismatch, match=rf"{name} is not part of this model"):
-        load_head(head_folder, target)
-
-
-@pytest.mark.parametrize("name", TARGET_TENSORS)
-def test_a_target_without_a_tensor_is_refused_by_name(name: str, target_folder: Path) -> None:
-    change(target_folder, **{name: None})
-    with pytest.raises(WeightMismatch, match=rf"{name} is missing"):
-        load_target(target_folder)
-
-
-@pytest.mark.parametrize("name", TARGET_TENSORS)
-def test_a_misshapen_tensor_of_a_target_is_refused_by_name(name: str, target_folder: Path) -> None:
-    change(target_folder, **{name: load_file(target_folder / "model.safetensors")[name][:-1]})
-    with pytest.raises(WeightMismatch, match=rf"{name} has shape"):
-        load_target(target_folder)
-
-
-@pytest.mark.parametrize("name", ["model.layers.5.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
-def test_an_extra_tensor_of_a_target_is_refused_by_name(name: str, target_folder: Path) -> None:
-    change(target_folder, **{name: torch.zeros(3)})
-    with pytest.raises(WeightMismatch, match=rf"{name} is not part of this model"):
-        load_target(target_folder)
+@pytest.mark.parametrize(
+    ("part", "name", "harm"),
+    [
+        *(("head", name, harm) for name in HEAD_TENSORS for harm in ("missing", "longer")),
+        *(("target", name, harm) for name in TARGET_TENSORS for harm in ("missing", "longer")),
+        *((part, name, "extra") for part, names in EXTRA.items() for name in names),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(
+    part: str, name: str, harm: str, head_folder: Path, target_folder: Path, target: CausalLM
+) -> None:
+    folder = head_folder if part == "head" else target_folder
+    tensor = torch.zeros(3) if harm == "extra" else load_file(folder / "model.safetensors")[name]
+    made, message = {
+        "missing": (None, f"{name} is missing"),
+        "longer": (torch.cat((tensor, tensor[:1])), rf"{name} has shape \[{len(tensor) + 1}.*asks for \[{len(tensor)}"),
+        "extra": (tensor, f"{name} is not part of this model"),
+    }[harm]
+    change(folder, **{name: made})
+    with pytest.raises(WeightMismatch, match=message):
+        load_head(folder, target) if part == "head" else load_target(folder)
 
 
 def test_a_tensor_of_another_kind_is_refused(head_folder: Path, target: CausalLM) -> None:

@@ -19,11 +19,10 @@ from torch import Tensor
 from specdecode_kernels.quantised_linear.reference import Kind
 from specdecode_worker.models import collectives, linear
 from specdecode_worker.models.arch import causal_lm_config, split_config
-from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard, Split
+from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard
 from specdecode_worker.models.optimize import fuse, quantise_target
-from specdecode_worker.models.tensor_parallel import load_shard, slices, split_network, splits_of
+from specdecode_worker.models.tensor_parallel import load_shard
 from specdecode_worker.models.weights import load_causal_lm
 from support.worker.small_folders import write_random_target
 from support.worker.thread_ranks import ThreadRanks
@@ -113,22 +112,6 @@ def test_quantised_parts_compute_what_their_rounded_weights_do(
 def test_every_row_is_on_one_device(count: int, size: int) -> None:
     rows = [row for rank in range(size) for row in range(count)[Shard(rank, size).part(count)]]
     assert rows == list(range(count))
-
-
-def test_projections_are_split_and_embeddings_are_whole(shape: dict[str, Any]) -> None:
-    shard = Shard(1, 2)
-    splits = splits_of(split_network(CausalLM(causal_lm_config(shape | BIASES)), shard))
-    whole, second = slice(0, 6), slice(3, 6)
-    prefix = "model.layers.0."
-    for name in ("self_attn.q_proj", "mlp.up_proj"):
-        assert slices(splits[f"{prefix}{name}.weight"], (6, 6), shard) == (second, whole)
-        assert slices(splits[f"{prefix}{name}.bias"], (6,), shard) == (second,)
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        assert slices(splits[f"{prefix}{name}.weight"], (6, 6), shard) == (whole, second)
-        assert slices(splits[f"{prefix}{name}.bias"], (6,), shard) == (whole,)
-    assert "model.embed_tokens.weight" not in splits
-    assert slices(splits["lm_head.weight"], (6, 6), shard) == (second, whole)
-    assert slices(Split.WHOLE, (6, 6), shard) == (whole, whole)
 
 
 def test_a_shard_refuses_unsplittable_heads_and_missing_weights(

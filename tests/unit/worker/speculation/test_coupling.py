@@ -61,17 +61,6 @@ def test_greedy_is_the_argmax_in_any_batch() -> None:
     assert torch.equal(chosen([FREE, GREEDY], [4, 9], 2, logits_RV)[3:], logits_RV[3:].argmax(-1))
 
 
-@pytest.mark.parametrize("batch_params", MIXES, ids=len)
-def test_a_choice_is_the_same_alone_and_in_a_batch(batch_params: list[SamplingParams]) -> None:
-    roots, depth = list(range(5, 5 + len(batch_params))), 40
-    logits_RV = logits(len(batch_params) * (depth + 1))
-    together = chosen(batch_params, roots, depth, logits_RV).view(len(batch_params), -1)
-    for b, params in enumerate(batch_params):
-        assert torch.equal(
-            together[b], chosen([params], [roots[b]], depth, logits_RV.view(len(batch_params), -1, V)[b])
-        )
-
-
 @pytest.mark.parametrize("params", [FREE, WARM, CUT])
 def test_noise_depends_on_the_absolute_position(params: SamplingParams) -> None:
     """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of the same position."""
@@ -98,17 +87,6 @@ def test_tokens_outside_top_k_are_never_chosen() -> None:
     tokens = chosen([params], [0], 199, logits_RV)
     assert (logits_RV.topk(3).indices == tokens[:, None]).any(-1).all()
     assert len(set(tokens.tolist())) > 3
-
-
-@pytest.mark.parametrize("batch_params", MIXES, ids=len)
-def test_a_perfect_draft_proposes_what_the_target_chooses(batch_params: list[SamplingParams]) -> None:
-    """With the target's own logits, the first proposal is always the target's token, greedy or sampled."""
-    batch_R, depth_R = grid(len(batch_params), 30)
-    coupling = coupling_of(batch_params, list(range(3, 3 + len(batch_params))), 30)
-    logits_RV = logits(len(batch_R))
-    ranked_RK = coupling.propose(logits_RV, None, Nodes(batch_R, depth_R, depth_R), 1.0, 4)
-    assert torch.equal(ranked_RK[:, 0], choose(coupling, logits_RV, batch_R, depth_R, depth_R))
-    assert all(len(set(row)) == 4 for row in ranked_RK.tolist()), "siblings are different tokens"
 
 
 @pytest.mark.parametrize("batch_params", MIXES, ids=len)

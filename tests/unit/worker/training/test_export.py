@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.weights import (
     load_causal_lm,
@@ -36,6 +35,7 @@ from specdecode_worker.training.heads import (
     new_peagle,
     prepare_eagle3_head,
 )
+from support.training_fixtures import shaken
 
 CPU = torch.device("cpu")
 LAYER = {
@@ -46,14 +46,6 @@ LAYER = {
     "post_attention_layernorm.weight",
 }
 PREFIX: dict[Names, str] = {"safeailab": "midlayer.", "speculators": "layers.0.", "nemo": "model.layers.0."}
-
-
-def shaken(draft: Draft) -> Draft:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return draft
 
 
 @pytest.mark.parametrize("names", get_args(Names))

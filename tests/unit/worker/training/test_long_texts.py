@@ -15,6 +15,7 @@ from specdecode_worker.training.conversations import Conversation, batches, piec
 from specdecode_worker.training.heads import new_dflash, new_peagle
 from specdecode_worker.training.trainer import LossSettings, loss_of
 from specdecode_worker.training.unroll import batch_for
+from support.training_fixtures import shaken
 
 AIM = LossSettings(depth=3, decay=0.8, divergence=0.5, sample_seed=4)
 
@@ -27,11 +28,7 @@ def draft(request: pytest.FixtureRequest, target: CausalLM, head: Eagle3Head) ->
         "peagle": new_peagle(target, torch.arange(0, 64, 2), 2),
         "dflash": new_dflash(target, 2, 3),
     }
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in drafts[request.param].parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return drafts[request.param].requires_grad_(True)
+    return shaken(drafts[request.param]).requires_grad_(True)
 
 
 def gradients(draft: Draft, conversations: list[Conversation], output_VE: Tensor) -> tuple[float, list[Tensor]]:

@@ -20,6 +20,7 @@ from specdecode_worker.training.unroll import (
     root_share,
     unrolled,
 )
+from support.training_fixtures import shaken
 
 DEPTH = 5
 
@@ -30,11 +31,7 @@ def draft(request: pytest.FixtureRequest, target: CausalLM) -> Draft:
     head: Draft = (
         new_dflash(target, 2, DEPTH) if request.param == "dflash" else new_peagle(target, torch.arange(0, 64, 2), 2)
     )
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return head
+    return shaken(head)
 
 
 def share_of(draft: Draft) -> RootShare:

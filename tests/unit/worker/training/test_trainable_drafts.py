@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -33,28 +32,10 @@ from specdecode_worker.training.unroll import (
     vocabulary_of,
     working_copy,
 )
+from support.training_fixtures import Growing, shaken
 
 DEPTH = 3
 METHODS = ("eagle3", "two layers", "peagle", "dflash", "eagle", "medusa", "draft-model")
-
-
-class Growing:
-    """Naive attention of several layers: every query attends to all keys that its layer has received, in order."""
-
-    def __init__(self) -> None:
-        self.stored: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        outs = []
-        for q_HD, k_KD, v_KD in zip(q_THD, k_TKD, v_TKD, strict=True):
-            self.stored[layer].append((k_KD, v_KD))
-            groups = len(q_HD) // len(k_KD)
-            keys, values = (
-                torch.stack([pair[i] for pair in self.stored[layer]]).repeat_interleave(groups, dim=1) for i in (0, 1)
-            )
-            scores = torch.einsum("hd,shd->hs", q_HD, keys) / q_HD.shape[-1] ** 0.5
-            outs.append(torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values))
-        return torch.stack(outs)
 
 
 def made(method: str, target: CausalLM) -> Draft:
@@ -75,14 +56,6 @@ def made(method: str, target: CausalLM) -> Draft:
             draft = new_medusa(target, known, heads=DEPTH)
         case _:
             draft = new_draft_model(target, layers=3)
-    return draft
-
-
-def shaken(draft: Draft) -> Draft:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return draft
 
 

@@ -1,4 +1,4 @@
-"""The unrolled pass and acceptance replay against drafting token by token as an engine does."""
+"""Acceptance replay against drafting token by token as an engine does."""
 
 from __future__ import annotations
 
@@ -17,28 +17,9 @@ from specdecode_worker.training.acceptance import (
 )
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.unroll import make_batch, unroll
+from support.training_fixtures import Growing
 
 DEPTH = 4
-
-
-class Growing:
-    """Naive attention: one query at a time attends to all keys received so far, in order."""
-
-    def __init__(self) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        outs = []
-        for q_HD, k_KD, v_KD in zip(q_THD, k_TKD, v_TKD, strict=True):
-            self.keys.append(k_KD)
-            self.values.append(v_KD)
-            groups = len(q_HD) // len(k_KD)
-            keys = torch.stack(self.keys).repeat_interleave(groups, dim=1)  # [S, H, D]
-            values = torch.stack(self.values).repeat_interleave(groups, dim=1)
-            scores = torch.einsum("hd,shd->hs", q_HD, keys) / q_HD.shape[-1] ** 0.5
-            outs.append(torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values))
-        return torch.stack(outs)
 
 
 def drafted(head: Eagle3Head, conversation: Conversation, root: int) -> list[Tensor]:
@@ -51,18 +32,6 @@ def drafted(head: Eagle3Head, conversation: Conversation, root: int) -> list[Ten
         state = head(state, tokens[slot : slot + 1], torch.tensor([slot]), attend)
         states.append(state)
     return states
-
-
-@torch.no_grad()
-def test_unrolled_states_equal_drafting_step_by_step(head: Eagle3Head, conversations: list[Conversation]) -> None:
-    passes = list(unroll(head, make_batch(conversations, torch.float32), DEPTH))
-    for row, conversation in enumerate(conversations):
-        for root in range(conversation.answer_start, len(conversation.tokens_N)):
-            for k, expected in enumerate(drafted(head, conversation, root)):
-                at = root + k - conversation.answer_start
-                state_BAE, rooted_BA = passes[k]
-                assert rooted_BA[row, at]
-                torch.testing.assert_close(state_BAE[row, at], expected[0], atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()

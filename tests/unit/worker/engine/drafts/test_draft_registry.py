@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from specdecode_worker.contract import DraftState, PendingDraft, TaskMatch
@@ -32,19 +31,6 @@ def test_requests_restart_with_a_draft_of_the_same_hash() -> None:
     requests: list[Any] = [SimpleNamespace(draft=DraftProgress(name), merged={}, cached=5) for name in ("h", "other")]
     registry.replace("", loaded("h"), requests)
     assert [request.draft.draft for request in requests] == ["", "other"]
-
-
-def test_states_that_cannot_be_allocated_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = device_state()
-    registry = DraftRegistry({"": loaded("h")}, state, 8)
-
-    def zeros(*_: Any, **__: Any) -> Any:
-        raise torch.OutOfMemoryError("no memory")
-
-    monkeypatch.setattr(torch, "zeros", zeros)
-    with pytest.raises(torch.OutOfMemoryError):
-        registry.new_states("", loaded("new", TargetStates(layers=(1,))))
-    assert (registry.state().hash, state.ring_SRA) == ("h", None)
 
 
 def test_the_report_shows_swaps_of_known_and_new_drafts() -> None:

@@ -66,19 +66,15 @@ def test_tasks_merge_drafts_that_can_run() -> None:
     assert [tasks.name(task) for task in "abcd"] == ["head", "", "", ""]
     assert [[one.draft for one in tasks.merged(task)] for task in "abcd"] == [["lookup"], ["lookup"], [], []]
     assert [tasks.serves("lookup", task) for task in "abcd"] == [True, True, False, False]
-    assert not TaskDrafts("", any_draft, any_draft, merges=False).merges
+    one = TaskDrafts("", any_draft, any_draft, merges=False)
+    one.set_tasks([TaskMatch(name="a", merge=merge)])
+    assert (one.merges, one.merged("a")) == (False, ()), "its sampler verifies one draft"
 
 
 def test_nothing_is_merged_with_a_draft_that_cannot_run() -> None:
     tasks = TaskDrafts("", {"lookup"}.__contains__, any_draft)
     tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
     assert (tasks.name("a"), tasks.merged("a"), tasks.serves("lookup", "a")) == ("", (), False)
-
-
-def test_a_sampler_of_one_draft_merges_nothing() -> None:
-    tasks = TaskDrafts("", any_draft, any_draft, merges=False)
-    tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
-    assert (tasks.merges, tasks.merged("a")) == (False, ())
 
 
 def test_a_draft_of_whole_trees_is_not_merged() -> None:

@@ -1,8 +1,6 @@
-"""Graph keys: the steps that share a graph, the steps that run eagerly, and the tables that describe trees."""
+"""Graph keys: the steps that share a graph, and the steps that run eagerly."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
@@ -11,16 +9,12 @@ from specdecode_worker.contract import EngineConfig, TreeShape
 from specdecode_worker.engine.cuda_graphs import EagerBackend
 from specdecode_worker.engine.memory import graph_rows
 from specdecode_worker.engine.step_tables import (
-    NODES,
     GraphKey,
-    Layout,
     key_of,
     key_outside,
     row_buckets,
-    topology,
-    tree_shapes,
 )
-from specdecode_worker.sampling.trees import PLAIN, Tree, given_chain, tree_of
+from specdecode_worker.sampling.trees import PLAIN, given_chain, tree_of
 from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 OWN = ("",)
@@ -56,34 +50,6 @@ def test_key_of_a_step_that_is_drafted_before_its_graph() -> None:
     key = key_outside(4, [CHAIN, TREE], cuts=True)
     assert (key.tokens_per_row, key.passes, key.outside, key.depth, key.drafts) == (16, 0, 3, 3, ())
     assert key_outside(2, [given_chain(5)], cuts=False).depth == 6, "forced tokens share a bucket of depths"
-
-
-@pytest.mark.parametrize("trees", [(CHAIN,), (TREE, PLAIN), (PLAIN, CHAIN, TREE, CHAIN)], ids=len)
-def test_tables_describe_the_trees(trees: tuple[Tree, ...]) -> None:
-    """The tables describe the trees completely.
-
-    They give every packed token its sequence and ancestors, and every draft pass its nodes and their parents.
-    """
-    key = key_of(4, trees, 1, cuts=False)
-    at = Layout(tree_shapes(key)).views(topology(trees, key))
-    starts = at["query_start"].tolist()
-    for b, tree in enumerate(trees):
-        mine = slice(starts[b], starts[b + 1])
-        assert at["token_sequence"][mine].tolist() == [b] * tree.verified
-        assert at["token_ancestors"][mine].tolist() == list(tree.ancestors)
-        assert at["node_parent"][b, : tree.verified].tolist() == list(tree.parents)
-    assert starts[len(trees) :] == [sum(tree.verified for tree in trees)] * (5 - len(trees))
-    assert set(at["token_sequence"][starts[-1] :].tolist()) <= {key.rows}
-    before = [(b, 0) for b in range(key.rows)]
-    for depth in range(1, key.passes):
-        sequence, node, source = (at[f"level_{name}"][depth - 1].tolist() for name in ("sequence", "node", "source"))
-        rows = list(itertools.takewhile(lambda row: row[0] < key.rows, zip(sequence, node, strict=True)))
-        expected = [(b, n) for b, tree in enumerate(trees) if depth < tree.drafted_depth for n in tree.expanded[depth]]
-        assert rows == expected
-        assert [before[i] for i in source[: len(rows)]] == [(b, trees[b].parents[n]) for b, n in rows]
-        before = rows
-    assert at["node_depth"].shape == (4, NODES)
-    assert (at["node_depth"][len(trees) :] == -1).all(), "nothing is written for padding"
 
 
 def test_graphs_of_the_plan_are_captured_at_once_and_others_after_repeated_use() -> None:

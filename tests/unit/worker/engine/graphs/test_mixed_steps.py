@@ -12,8 +12,14 @@ from msgspec.structs import replace
 
 from specdecode_worker.contract import Report, SyntheticKnobs
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
-from specdecode_worker.engine import cuda_graphs as mixed_steps
-from specdecode_worker.engine.cuda_graphs import Captured, EagerBackend, EagerReason, Work, is_replay_faster
+from specdecode_worker.engine.cuda_graphs import (
+    TOKENS_OF_ONE_READ,
+    Captured,
+    EagerBackend,
+    EagerReason,
+    Work,
+    is_replay_faster,
+)
 from specdecode_worker.engine.engine import Engine, StepLauncher
 from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.guided.grammars import GrammarCompiler, regex_grammar
@@ -171,17 +177,13 @@ def test_the_measured_time_of_a_graph_decides(seconds: float, mixed: bool) -> No
         (4.1e-3, 4.1e-3, 100, 32, 0, False),  # 8B on an H200, plain: a second read of the weights takes longer
         (3.1e-3, 2.7e-3, 100, 32, 5, True),  # 8B on a B200, chain:5
         (3.1e-3, 2.7e-3, 100, 32, 0, False),  # no draft passes to save
+        *(
+            (2.5e-3, 2.5e-3, chunk, 31, 0, True) for chunk in (1, TOKENS_OF_ONE_READ)
+        ),  # up to here chunks take the same time
+        (2.5e-3, 2.5e-3, 2 * TOKENS_OF_ONE_READ, 31, 0, False),
     ],
 )
 def test_the_faster_way_is_chosen(
     graph: float, verify: float, chunk: int, layers: int, passes: int, faster: bool
 ) -> None:
     assert is_replay_faster(graph, verify, chunk, layers=layers, passes=passes) is faster
-
-
-def test_chunks_of_at_most_one_read_take_the_same_time() -> None:
-    times = [
-        is_replay_faster(2.5e-3, 2.5e-3, chunk, layers=31, passes=0) for chunk in (1, mixed_steps.TOKENS_OF_ONE_READ)
-    ]
-    assert times == [True, True]
-    assert not is_replay_faster(2.5e-3, 2.5e-3, 2 * mixed_steps.TOKENS_OF_ONE_READ, layers=31, passes=0)

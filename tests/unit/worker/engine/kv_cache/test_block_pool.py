@@ -172,12 +172,6 @@ def test_planted_faults_are_found(
         play_many()
 
 
-def test_a_refused_allocation_takes_no_block() -> None:
-    pool = BlockPool(5)
-    assert pool.allocate(5) is None
-    assert (pool.free, pool.used) == (4, 0)
-
-
 def test_a_sequence_grows_into_the_block_behind_its_last() -> None:
     pool = BlockPool(40, contiguous=True)
     mine = pool.allocate(3)
@@ -230,56 +224,6 @@ def known(pool: BlockPool, text: str) -> int:
     return len(pool.prefixes.find(digests(text)))
 
 
-def test_a_shared_block_stays_until_both_owners_release_it() -> None:
-    pool = BlockPool(10)
-    one, two = hold(pool, "abc"), hold(pool, "abd")
-    assert one[:2] == two[:2]
-    assert (pool.used, pool.free) == (4, 5)
-    pool.release(one)
-    assert (pool.used, pool.cached) == (3, 1)
-    pool.check(two)
-    with pytest.raises(AssertionError, match="given back twice"):
-        pool.release(one)
-
-
-def test_cached_blocks_are_not_evicted_while_free_blocks_remain() -> None:
-    pool = BlockPool(8)
-    pool.release(hold(pool, "abc"))
-    assert pool.allocate(4) is not None
-    assert known(pool, "abc") == 3
-    assert pool.allocate(1) is not None
-    assert known(pool, "abc") == 2, "the end first: without its beginning it could not be found"
-
-
-def test_the_least_recently_used_block_is_evicted_first() -> None:
-    pool = BlockPool(7)
-    for text in ("ab", "cd", "ef", "ab"):  # "ab" is used again
-        pool.release(hold(pool, text))
-    assert pool.free == 0
-    left = []
-    for _ in range(6):
-        assert pool.allocate(1) is not None
-        left.append([known(pool, text) for text in ("ab", "cd", "ef")])
-    assert left == [[2, 1, 2], [2, 0, 2], [2, 0, 1], [2, 0, 0], [1, 0, 0], [0, 0, 0]]
-
-
-def test_a_continuation_is_evicted_before_its_prefix() -> None:
-    """A cached continuation is evicted before its prefix, even if the continuation was used more recently.
-
-    Another owner computed its own copy of the prefix, so the cached prefix was not used when the continuation was.
-    """
-    pool = BlockPool(6)
-    pool.release(hold(pool, "a"))
-    own = pool.allocate(2)
-    pool.register(own[0], b"a", b"")
-    pool.register(own[1], b"ab", b"a")
-    assert own[0] not in pool.prefixes, "the text has its block already"
-    pool.release(own)
-    assert known(pool, "ab") == 2
-    pool.allocate(pool.free + 1)
-    assert known(pool, "ab") == 1
-
-
 def test_an_eviction_does_not_search_a_long_prefix_whose_continuation_is_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -305,17 +249,6 @@ def test_blocks_that_are_used_again_and_again_do_not_fill_the_index() -> None:
         pool.release(hold(pool, "abc"))
     assert len(pool.prefixes._ends) < 20
     pool.check([])
-
-
-def test_owned_blocks_are_not_evicted() -> None:
-    pool = BlockPool(6)
-    mine = hold(pool, "abc")
-    pool.release(hold(pool, "d"))
-    assert pool.allocate(3) is None
-    assert pool.allocate(2) is not None
-    assert known(pool, "abc") == 3
-    assert known(pool, "d") == 0
-    pool.release(mine)
 
 
 def test_marks_are_stored_per_draft_and_removed_with_the_block() -> None:

@@ -13,7 +13,7 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE, PrefixIndex
 from specdecode_worker.core.request import DraftProgress, Request, Row
 from specdecode_worker.engine.scheduler import Limits
 from specdecode_worker.sampling.trees import PLAIN
-from support.worker.device import SimulatedDevice, text_of
+from support.worker.device import SimulatedDevice
 from support.worker.small_engine import submit
 
 PROMPT = [*range(60)]
@@ -149,16 +149,6 @@ def test_simultaneous_requests_with_different_salts_do_not_wait_for_each_other()
     for name in "ab":
         device_under_test_never.arrive(name, PROMPT, cache_salt=name)
     assert chunks(device_under_test_never.step()) == [("a", 0, 60), ("b", 0, 60)]
-
-
-def test_each_salt_has_its_own_blocks() -> None:
-    device_under_test_never = device()
-    one = device_under_test_never.arrive("one", PROMPT, 4, cache_salt="a")
-    device_under_test_never.step()
-    other = device_under_test_never.arrive("other", PROMPT, 4, cache_salt="b")
-    again = device_under_test_never.arrive("again", PROMPT, 4, cache_salt="a")
-    device_under_test_never.drain()
-    assert (one.cached_tokens, other.cached_tokens, again.cached_tokens) == (0, 0, 48)
 
 
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,22 +399,6 @@ def test_a_draft_that_reads_other_hidden_states_starts_one_slot_later() -> None:
     assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 49, 49)
 
 
-def test_a_request_tracks_the_progress_of_its_draft() -> None:
-    one = Request.of(submit(), (), arrived_seconds=0)
-    one.cached = 12
-    one.draft.lag = 2
-    assert one.drafted == 11, "slots up to 10"
-    one.in_flight.append(4)
-    one.draft.record_launch(4)
-    assert one.drafted == 11
-    one.draft.reached_root(len(one.in_flight))
-    assert one.drafted == 13, "at least: the step in flight commits one or more"
-    one.in_flight.append(4)
-    one.draft.record_launch(4)
-    one.advance(4, 3)
-    assert (one.cached, one.drafted) == (15, 16)
-
-
 def test_the_draft_never_writes_into_a_reused_prefix() -> None:
     """The draft never writes into a reused prefix.
 
@@ -437,8 +411,3 @@ def test_the_draft_never_writes_into_a_reused_prefix() -> None:
     assert one.cached_min + 1 - one.draft_backlog(1, one.draft) == 32
     one.prefix = 0
     assert one.draft_backlog(1, one.draft) == 8
-
-
-def test_the_simulated_device_distinguishes_prompts() -> None:
-    """The simulated device distinguishes prompts, which the tests above depend on."""
-    assert text_of([1, 2], 5) == text_of([1, 2], 5) != text_of([1, 3], 5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.contract import MemoryState, NamedDraft, WorkerConfig
+from specdecode_worker.contract import MemoryState, NamedDraft
 from specdecode_worker.engine import factory
 from specdecode_worker.engine import memory as memory_of
 from specdecode_worker.engine.engine import Engine
@@ -181,12 +180,6 @@ def test_a_mismatched_draft_takes_no_memory_and_is_reported_as_at_loading(tmp_pa
         load_engine(needed, Path)
 
 
-def test_a_draft_for_another_target_is_reported_with_its_field(tmp_path: Path, target: Path) -> None:
-    other = write_head(tmp_path / "other", target={"vocab_size": 98}, vocab_size=98)
-    verdict = make_verdict(take_inventory(config_of(target, other), Path, CPU))
-    assert (verdict.draft_problem or "").startswith("the draft's vocab_size is 98, the target's 97; a head works on")
-
-
 def small_device(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     device = Device(kind="cpu", limit=size, free=size, source="container's memory limit")
     monkeypatch.setattr("specdecode_worker.engine.memory.device_memory", lambda kind, count: device)
@@ -245,10 +238,3 @@ def test_the_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPat
     assert (device.limit, device.free, device.count) == (80 * GIB, 40 * GIB, 2)
     with pytest.raises(ModelError, match="torch sees 2 GPUs"):
         memory_of.device_memory(torch.device("cuda"), 4)
-
-
-def test_the_inventory_accepts_another_device(target: Path) -> None:
-    config: WorkerConfig = config_of(target)
-    tiny = Device(kind="cpu", limit=1000, free=1000, source="memory")
-    assert not make_verdict(take_inventory(config, Path, CPU, tiny)).fits
-    assert replace(take_inventory(config, Path, CPU).budget, device=tiny).room_tokens == 0

@@ -27,7 +27,7 @@ from specdecode_worker.engine.stats import (
     StepSize,
     build_report,
 )
-from support.worker.small_engine import identity
+from support.small_llama import identity
 
 MOMENT = Report(
     **asdict(identity(9)),

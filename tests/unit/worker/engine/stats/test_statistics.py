@@ -47,15 +47,6 @@ def test_other_does_not_count_towards_the_eight_named_tasks() -> None:
     assert other.arrivals == 2
 
 
-def test_drafting_steps_and_plain_steps_are_counted_separately() -> None:
-    statistics = Statistics()
-    statistics.record_draft(5, 2)
-    statistics.record_draft(3, 0)
-    statistics.record_draft(0, 0)
-    assert (statistics.drafts, statistics.draft_tokens, statistics.accepted_tokens) == (2, 8, 2)
-    assert statistics.plain_steps == 1
-
-
 def test_ranks_are_counted_in_their_cell() -> None:
     statistics = Statistics()
     for rank in (0, 0, 3, MAX_RANKS):

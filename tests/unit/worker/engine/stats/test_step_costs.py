@@ -64,24 +64,6 @@ def test_sums_equal_those_of_least_squares(steps: list[tuple[StepSize, int, floa
         assert cell.emitted == sum(e for _, e, _ in mine)
 
 
-@given(STEPS)
-def test_sums_only_rise(steps: list[tuple[StepSize, int, float, int]]) -> None:
-    costs = StepCosts()
-    before: dict[tuple[int, int, bool, int], tuple[float, ...]] = {}
-    for step, emitted, seconds, context in steps:
-        costs.add(context, step, emitted, seconds, seconds)
-        after = {
-            (c.tokens_bucket, c.draft_passes, c.prefill, c.context_bucket): (
-                *(c.count, c.t, c.tt, c.wall_seconds, c.device_seconds, c.clipped, c.emitted),
-                *(*c.x, *c.xx, *c.xt),
-            )
-            for c in costs.cells(1000)
-        }
-        for kind, values in before.items():
-            assert all(now >= then for now, then in zip(after[kind], values, strict=True))
-        before = after
-
-
 def test_a_reading_is_exact_enough_to_subtract() -> None:
     """Sums stay precise enough to subtract.
 
@@ -134,12 +116,3 @@ def test_clipping_ends_if_the_machine_stays_slower() -> None:
     (after,) = costs.cells(1)
     assert after.clipped == before.clipped
     assert after.t - before.t == pytest.approx(1.0)
-
-
-def test_a_bounded_reading_keeps_the_cells_with_most_steps() -> None:
-    costs = StepCosts()
-    for passes, times in enumerate((3, 9, 1, 5)):
-        for _ in range(times):
-            costs.add(0, size(draft_passes=passes), 1, 0.01, 0.01)
-    assert [cell.draft_passes for cell in costs.cells(2)] == [1, 3]
-    assert costs.cells(0) == ()

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from specdecode_worker.contract import MAX_RANKS, TreeShape
 from specdecode_worker.core.request import Request, Row
-from specdecode_worker.engine.stats import RowResult, Statistics, StepRecorder, step_size_of
+from specdecode_worker.engine.stats import RowResult, Statistics, StepRecorder
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 from support.worker.small_engine import request
 
@@ -64,25 +64,6 @@ def test_all_depths_below_a_sibling_count_as_sibling() -> None:
     assert set(cells(into)) == {(1, "main"), (2, "sibling"), (3, "sibling")}
 
 
-def test_drafts_plain_steps_and_accepted_tokens_add_up_to_the_output() -> None:
-    into, one = recorder(), request()
-    walk(into, one, CHAIN, [5, 6, 7], ranks=[0, 0, -1], path=[1, 2])
-    walk(into, one, CHAIN, [5], ranks=[MAX_RANKS, -1, -1], path=[-1, -1])
-    walk(into, one, PLAIN, [5], ranks=[-1], path=[])
-    statistics = into.statistics
-    assert (statistics.drafts, statistics.draft_tokens, statistics.accepted_tokens, statistics.plain_steps) == (
-        2,
-        4,
-        2,
-        1,
-    )
-    assert (
-        statistics.traffic("other").output_tokens
-        == statistics.drafts + statistics.plain_steps + statistics.accepted_tokens
-        == 5
-    )
-
-
 def test_tokens_dropped_by_a_stop_are_not_counted() -> None:
     into, one = recorder(), request(stop_token_ids=(6,))
     walk(into, one, CHAIN, [6, 7, 8], ranks=[0, 0, -1], path=[1, 2])
@@ -132,15 +113,6 @@ def test_shadow_nodes_are_scored_without_verification_when_their_tokens_are_know
     assert sum(sum(ranks.values()) for ranks in cells(into).values()) == 4, "scored once"
 
 
-def test_shadow_node_of_a_cut_path_is_a_miss() -> None:
-    into, one = recorder(), request(prompt=(0, 0))
-    one.cached = 1
-    walk(into, one, SHADOWED, [1, 2], ranks=[0, 0], path=[1], ranked_NK=RANKED, depth_limit=2)
-    walk(into, one, PLAIN, [3], ranks=[-1], path=[])
-    assert cells(into)[3, "main"] == {MAX_RANKS: 1}
-    assert (4, "main") not in cells(into)
-
-
 def test_shadow_nodes_of_an_ended_request_are_dropped() -> None:
     into, one = recorder(), request(prompt=(0, 0))
     one.cached = 1
@@ -172,15 +144,6 @@ def test_only_completed_requests_count_as_finished(finish: str, counted: int) ->
     assert (traffic.arrivals, traffic.prompt_tokens, traffic.finished) == (1, 3, counted)
     assert [(cell.n, cell.a, cell.d) for cell in into.statistics.request_cells()] == [(1, 7, 3)] * counted
     assert sum(into.statistics.e2e.counts) == counted
-
-
-def test_the_size_of_a_step_counts_every_packed_token_once() -> None:
-    one, two, three = request("1"), request("2"), request("3")
-    one.cached, two.cached = 10, 20
-    rows = [Row(one, CHAIN.verified, CHAIN), Row(two, 1), Row(three, 8, start=0, emits=False)]
-    step_size = step_size_of(rows, draft_passes=2)
-    assert (step_size.sequences, step_size.verify_tokens, step_size.prefill_tokens) == (2, 4, 8)
-    assert (step_size.kv_tokens, step_size.draft_passes) == (30, 2)
 
 
 def test_latency_and_tokens_per_step_are_counted_by_task() -> None:

@@ -1,34 +1,20 @@
-"""Reading back a launched step, and encoding of messages to and from the engine's process."""
+"""Reading back a launched step."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.device_state import HostCopy
-from specdecode_worker.core.messages import (
-    Abort,
-    Crashed,
-    Done,
-    FromEngine,
-    GetReport,
-    Loaded,
-    SetPlan,
-    SetSynthetic,
-    Shutdown,
-    ToEngine,
-    Tokens,
-)
 from specdecode_worker.core.request import Choice, Row
 from specdecode_worker.engine.stats import step_size_of
 from specdecode_worker.engine.target import LaunchedStep, QueuedRows, RowLogprobs, TokenLogprobs
 from specdecode_worker.sampling.trees import tree_of
-from support.worker.small_engine import request, submit
+from support.worker.small_engine import request
 
 TREE = tree_of(TreeShape.chain(2))
 ROWS = (Row(request("a"), 3, TREE), Row(request("b"), 4, start=0), Row(request("c"), 2, start=0, emits=False))
@@ -97,24 +83,3 @@ def test_shadow_passes_take_their_share_of_drafting(passes: int, shadow: int, se
 
 def test_a_step_without_emitting_rows_has_no_results() -> None:
     assert launched(QueuedRows(rows=ROWS)).read() == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (ToEngine, submit(temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(3, 4), ignore_eos=True, seed=2**63 - 1)),
-        (ToEngine, Abort("r")),
-        (ToEngine, SetPlan(1, b"{}")),
-        (ToEngine, SetSynthetic(2, b"null")),
-        (ToEngine, GetReport(3)),
-        (ToEngine, Shutdown()),
-        (FromEngine, Tokens(request_id="r", tokens=(1, 2), finish="stop", drafts=3, draft_tokens=9, accepted=4)),
-        (FromEngine, Done(call_id=4, body=b"x", error="why")),
-        (FromEngine, Loaded(max_model_len=64, target="t", draft_hash="d", eos_token_ids=(2,))),
-        (FromEngine, Crashed("last words")),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_message_arrives_as_it_was_sent(kind: Any, message: Any) -> None:
-    wire = msgspec.msgpack.encode([message, message])
-    assert msgspec.msgpack.decode(wire, type=list[kind]) == [message, message]

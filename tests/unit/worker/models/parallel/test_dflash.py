@@ -13,11 +13,10 @@ from torch.nn import functional as F
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import dflash_config
 from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.models.drafts import load_draft
-from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_dflash
-from support.worker.checkpoints import CPU, DFLASH, Tensors, check_draft, dflash_tensors, noise, norm, write
+from support.worker.checkpoints import CPU, DFLASH, Tensors, dflash_tensors, noise, norm, write
 
 MASK, BLOCK, COMMITTED = 95, 6, 7
 
@@ -118,31 +117,3 @@ def test_layer_ids_name_outputs_of_layers(target: CausalLM, shape: dict[str, Any
 def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any]) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         dflash_config(flat(shape, **change), target.config)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("fc.weight", torch.zeros(32, 96), r"fc\.weight has shape \[32, 96\]"),
-        ("layers.1.self_attn.k_norm.weight", None, r"layers\.1\.self_attn\.k_norm\.weight is missing"),
-        ("lm_head.weight", torch.zeros(97, 32), r"lm_head\.weight is not part"),
-        ("norm.weight", torch.full((32,), torch.nan), r"norm\.weight holds NaN"),
-    ],
-    ids=["shape", "missing", "extra", "nan"],
-)
-def test_wrong_tensor_is_refused_by_name(
-    name: str, tensor: Tensor | None, message: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
-) -> None:
-    tensors = dflash_tensors()
-    tensors.pop(name, None)
-    folder = write(tmp_path, flat(shape), tensors | ({} if tensor is None else {name: tensor}))
-    with pytest.raises(WeightMismatch, match=message):
-        load(folder, target)
-
-
-def test_head_is_known_by_its_tensors(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    target_folder = write(tmp_path / "target", shape, target.state_dict())
-    folder = write(tmp_path / "head", flat(shape), dflash_tensors())
-    check_draft("dflash", folder, target_folder)
-    with pytest.raises(ConfigMismatch, match="this is a DFlash head, set method: dflash"):
-        load_draft("eagle3", folder, target, target_folder=target_folder, dtype=torch.float32, device=CPU)

@@ -10,9 +10,8 @@ import torch
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import peagle_config
-from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.eagle import PEagleHead
-from specdecode_worker.models.errors import ConfigMismatch, ModelError, WeightMismatch
+from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.weights import load_peagle
 from support.worker.checkpoints import (
@@ -20,7 +19,6 @@ from support.worker.checkpoints import (
     SLOTS,
     TOKENS,
     Tensors,
-    check_draft,
     eagle3_tensors,
     first_layer,
     noise,
@@ -147,14 +145,3 @@ def test_wrong_tensor_is_refused_by_name(
     folder = write(tmp_path, flat(shape), tensors | ({} if tensor is None else {name: tensor}))
     with pytest.raises(WeightMismatch, match=message):
         load(folder, target)
-
-
-def test_head_without_mask_state_is_refused(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    target_folder = write(tmp_path / "target", shape, target.state_dict())
-    tensors = {name: tensor for name, tensor in peagle_tensors().items() if name != "mask_hidden"}
-    folder = write(tmp_path / "head", flat(shape), tensors)
-    wanted = "mask_hidden is missing, this is an EAGLE-3 head, set method: eagle3"
-    with pytest.raises(ModelError, match=wanted):
-        load_draft("peagle", folder, target, target_folder=target_folder, dtype=torch.float32, device=CPU)
-    with pytest.raises(ModelError, match=wanted):
-        check_draft("peagle", folder, target_folder)

@@ -47,16 +47,6 @@ def test_only_a_possible_stop_prefix_is_held_back(text: str, stops: list[str]) -
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
-def test_without_stop_strings_nothing_is_held() -> None:
-    assert StopFinder(()).push("anything") == "anything"
-
-
-def test_no_text_is_returned_after_a_stop() -> None:
-    finder = StopFinder(("END",))
-    assert finder.push("oneENDtwo") == "one"
-    assert (finder.push("three"), finder.flush(), finder.matched) == ("", "", "END")
-
-
 def test_an_empty_stop_string_raises() -> None:
     with pytest.raises(AssertionError):
         StopFinder(("",))

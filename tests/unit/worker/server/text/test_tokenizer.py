@@ -29,14 +29,6 @@ def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer,
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-@given(ids=st.lists(st.integers(0, 255), max_size=40))
-@fixture_is_constant
-def test_invalid_bytes_decode_in_pieces_as_in_one_call(tokenizer: Tokenizer, ids: list[int]) -> None:
-    detokenizer = tokenizer.detokenizer(tokenizer.encode("p"))
-    shown = "".join(detokenizer.push(token) for token in ids) + detokenizer.flush()
-    assert shown.replace("\ufffd", "") == tokenizer.decode(ids).replace("\ufffd", "")
-
-
 def test_incomplete_character_is_held_until_flush(tokenizer: Tokenizer) -> None:
     first, second, third = tokenizer.encode("你")
     detokenizer = tokenizer.detokenizer([])
@@ -62,12 +54,6 @@ def test_spaces_that_depend_on_the_previous_token_are_preserved() -> None:
         assert [detokenizer.push(token) for token in (1, 0, 1)] == expected
 
 
-def test_special_tokens_are_not_shown(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode_rendered("a<|end|>b")
-    detokenizer = tokenizer.detokenizer([])
-    assert [detokenizer.push(token) for token in ids] == ["a", "", "b"]
-
-
 def test_a_chat_is_rendered_by_the_models_template(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.render(messages) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
@@ -79,28 +65,6 @@ def _folder(tmp_path: Path, template: object) -> Path:
         json.dumps({"chat_template": template, "bos_token": {"content": "<s>"}})
     )
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        ("{{ bos_token }}{{ messages[0].content }}", "<s>hi"),
-        ([{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}], "yes"),
-        ("{{ messages | tojson }}", '[{"role": "user", "content": "hi"}]'),
-        ("{{ strftime_now('%d') | length }}", "2"),
-        ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
-        ("a\n  {%- if true %}\n  b\n  {%- endif %}", "a  b"),
-    ],
-)
-def test_features_of_published_templates_are_supported(tmp_path: Path, template: object, expected: str) -> None:
-    chat_template = find_template(_folder(tmp_path, template))
-    assert chat_template.render([{"role": "user", "content": "hi"}]) == expected
-
-
-def test_template_file_takes_precedence_over_the_config(tmp_path: Path) -> None:
-    (_folder(tmp_path, "old") / "chat_template.jinja").write_text("new")
-    chat_template = find_template(tmp_path)
-    assert chat_template.render([]) == "new"
 
 
 @pytest.mark.parametrize(
