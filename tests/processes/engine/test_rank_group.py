@@ -236,7 +236,7 @@ class TestLoss:
         assert not Path(f"/proc/{second}").exists()
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_of_llama4_emit_the_same_tokens_as_one(split: Engine, ranks: int, tmp_path: Path) -> None:
     """Experts are split, and there are fewer key-value heads than ranks. Texts cross chunks of attention."""
     split.close()  # a process can have only one open
