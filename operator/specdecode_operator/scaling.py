@@ -251,7 +251,7 @@ def take_over(
 def _without_state(
     state: ScalingState, spec_replicas: int, running: int | None, *, is_owner: bool, is_spec_observed: bool
 ) -> int:
-    """Return the replicas of a new deployment, or of one whose state was lost or written by an older version.
+    """Return the replicas of a new deployment, or of one whose state was lost.
 
     A changed spec may be a scaling by its owner, so spec.replicas is followed then.
     """
