@@ -44,7 +44,7 @@ def single_shapes() -> Iterator[Any]:
                 yield pytest.param(method, 1, shape, sampled, id=f"{name}-1")
 
 
-@pytest.mark.parametrize(("method", "batch", "shape", "sampled"), single_shapes())
+@pytest.mark.parametrize(("method", "batch", "shape", "sampled"), list(single_shapes()))
 def test_single_shape_equals_plain_decoding(
     make_engine: Any, lossless: Any, plain: Any, method: str, batch: int, shape: str, sampled: bool
 ) -> None:
