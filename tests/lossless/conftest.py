@@ -19,7 +19,7 @@ from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, Tre
 from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BlockPool
-from specdecode_worker.core.messages import Submit, Tokens
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.drafts.base import Drafter, LoadedDraft
 from specdecode_worker.drafts.draft_model import ModelDrafter
@@ -323,21 +323,21 @@ def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit
 
 
 def texts(engine: Engine, requests: Sequence[Submit], *, together: bool = True) -> dict[str, list[int]]:
-    """Return the tokens of all requests, and check that the engine's accounting balances once it is idle."""
+    """Return the tokens of all requests, and check that the engine's accounting balances once it is idle.
+
+    Only requests with stop tokens may end before their length.
+    """
     tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    stoppable = {request.request_id for request in requests if request.sampling.stop_token_ids}
     for group in [list(requests)] if together else [[request] for request in requests]:
         for request in group:
             engine.add(request)
         while not engine.idle:
             for new in engine.step():
-                _take(tokens_by_request, new)
+                tokens_by_request[new.request_id] += new.tokens
+                assert new.finish in (None, "length") or (new.finish == "stop" and new.request_id in stoppable)
     engine.check()
     return tokens_by_request
-
-
-def _take(tokens_by_request: dict[str, list[int]], new: Tokens) -> None:
-    tokens_by_request[new.request_id] += new.tokens
-    assert new.finish in (None, "length", "stop")
 
 
 @pytest.fixture

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from specdecode_kernels.cpu.native import cpu_flags
 
-
-def _multiplies_bf16() -> bool:
-    """Return whether the processor has instructions for bfloat16. Where none can be asked, it does."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return True
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    return "avx512_bf16" in flags.split()
-
-
-MULTIPLIES_BF16 = _multiplies_bf16()
+MULTIPLIES_BF16 = not cpu_flags() or "avx512_bf16" in cpu_flags()
+"""Whether the processor has instructions for bfloat16. Where none can be asked, it does."""
 FASTEST_DTYPE = "bfloat16" if MULTIPLIES_BF16 else "float32"
 """The dtype with the fastest steps. In it, a row's numbers do not depend on the batch."""

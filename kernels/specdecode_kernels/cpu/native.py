@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL | None:
 
 def _check_processor() -> None:
     """Raise NativeUnavailable if the processor lacks a needed feature."""
-    if missing := [name for name in _NEEDED if name not in _cpu_flags()]:
+    if missing := [name for name in _NEEDED if name not in cpu_flags()]:
         raise NativeUnavailable(f"this processor has no {missing[0]}")
 
 
@@ -157,7 +157,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 @functools.cache
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
     """Return the features of the processor, or an empty set if they cannot be read."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

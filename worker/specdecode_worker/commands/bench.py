@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from specdecode_kernels.cpu.native import cpu_flags
 from specdecode_worker.commands.comparison import compare, comparison_table
 from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import TreeShape, adapted_uri
@@ -92,11 +93,7 @@ def machine() -> str:
 
 def _instruction_set() -> str:
     """Return the best instruction set of this CPU for bf16 matrix products."""
-    flags = set()
-    cpu = Path("/proc/cpuinfo")
-    if cpu.exists():
-        line = next((line for line in cpu.read_text().splitlines() if line.startswith("flags")), "")
-        flags = set(line.split())
+    flags = cpu_flags()
     for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2"):
         if name in flags:
             return name

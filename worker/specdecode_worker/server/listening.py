@@ -494,7 +494,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.state = ConnectionState(time.monotonic())
         self._table = table
-        self._unanswered: list[RequestResponseCycle] = []
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests of the connection, the oldest first; those answered leave when another one comes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuse the connection with 503 if the table has no place for it."""
@@ -508,10 +509,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Tell every request of the connection that its client is gone."""
         self._table.remove(self)
         # uvicorn tells the newest request only, which is not the running one while a client pipelines requests.
-        for cycle in self._unanswered:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+        for cycle in self._unanswered():
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -530,7 +530,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Record the end of the headers."""
         self.state.has_headers = True
         super().on_headers_complete()
-        self._unanswered = [one for one in (*self._unanswered, self.cycle) if not one.response_complete]
+        self._cycles.append(self.cycle)
+        self._cycles = self._unanswered()
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of the body."""
@@ -564,8 +565,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def cut(self, reason: Cut) -> None:
         """Close the connection. A client that is late with its request gets 408 first, if it waits for no answer."""
-        unanswered = (one for one in self._unanswered if not one.response_complete)
-        owes_answer = any(one.response_started or not one.more_body for one in unanswered)
+        owes_answer = any(one.response_started or not one.more_body for one in self._unanswered())
         answers = reason in _LATE and self.state.begun and not owes_answer
         if self.transport.is_closing() or self.unsent_bytes():
             self.transport.abort()
@@ -573,6 +573,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._send_error(408, reason.value, "request_timeout")
         else:
             self.transport.close()
+
+    def _unanswered(self) -> list[RequestResponseCycle]:
+        return [one for one in self._cycles if not one.response_complete]
 
     def _send_error(self, status: int, message: str, code: str) -> None:
         """Send an error object and close the connection."""
