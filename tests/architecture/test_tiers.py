@@ -69,6 +69,7 @@ def test_a_misspelled_proof_is_an_error(suite: pytest.Pytester) -> None:
 
 
 def test_only_tests_without_a_marker_have_a_budget(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "BUDGET_SECONDS", 0.01)
     monkeypatch.setattr(tiers, "budget_seconds", lambda: 0.01)
     suite.makepyfile(SUITE.replace("pass", "time.sleep(0.02)").replace('return "up"', "time.sleep(0.02)"))
     result = suite.runpytest_inprocess()
@@ -79,6 +80,7 @@ def test_only_tests_without_a_marker_have_a_budget(suite: pytest.Pytester, monke
 
 def test_budget_grows_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr(tiers, "slowness", lambda: 1.0)
     monkeypatch.setattr(tiers.os, "sched_getaffinity", lambda _: {0, 1})
     for load, seconds in ((0.3, 2.0), (2.0, 2.0), (5.0, 5.0)):
         monkeypatch.setattr(tiers.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))

@@ -133,6 +133,7 @@ def test_replay_pool_excludes_the_test_split_of_the_parent(tmp_path: Path) -> No
         read_pool([tmp_path], most_tokens=1)
 
 
+@pytest.mark.slow
 def test_engine_records_pass_the_static_checks(records: Sequence[Record]) -> None:
     summary, _ = select_records(records, CaptureSelection((), records[0].target, 256), 258)
     assert set(summary.dropped) <= {"overlaps"}
