@@ -67,8 +67,13 @@ def _pod_config() -> WorkerConfig:
 
 
 def _pull_for_pod(config: WorkerConfig, cache: Path) -> int:
-    """Fetch target and draft of a pod. A draft that is not required may fail."""
+    """Fetch target and draft of a pod. A draft that is not required may fail.
+
+    The last line is the cause of a failure: the kubelet makes it the termination message.
+    """
     code = max([_pull(uri, cache) for uri in (config.model.uri, config.model.adapter) if uri is not None])
+    if code != 0:
+        return code
     _pull_assigned(config, cache)
     if config.draft.uri is not None and _pull(config.draft.uri, cache) != 0:
         if config.draft.required:
