@@ -17,6 +17,7 @@ from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine.captured_step import CapturedStep
 from specdecode_worker.engine.cuda_graphs import OutsideReason, StepPlanner
 from specdecode_worker.engine.engine import Engine
+from support.tiers import covering
 from support.worker.watched_steps import WatchingBackend
 
 BUCKETS = (1, 2, 4, 8)
@@ -57,24 +58,13 @@ def acceptance(report: Report) -> Any:
     return report.drafts, report.accepted_tokens, cells
 
 
-@SAMPLED
 @pytest.mark.parametrize(
-    ("draft", "shape"),
+    ("draft", "shape", "sampled"),
     [
-        ("copy", NONE),
-        ("copy", CHAIN),
-        ("copy", TREE),
-        ("eagle3", CHAIN),
-        ("draft-model", CHAIN),
-        ("medusa", CHAIN),
-        ("medusa", TREE),
-        ("medusa", TreeShape.chain(6)),
-        ("peagle", NONE),
-        ("peagle", CHAIN),
-        ("peagle", TREE),
-        ("dflash", NONE),
-        ("dflash", CHAIN),
-        ("dflash", TREE),
+        *covering(["copy", "medusa", "peagle", "dflash"], [NONE, CHAIN, TREE], [False, True]),
+        ("eagle3", CHAIN, True),
+        ("draft-model", CHAIN, False),
+        ("medusa", TreeShape.chain(6), True),
     ],
     ids=str,
 )

@@ -16,6 +16,7 @@ from specdecode_worker.sampling import params as tables
 from specdecode_worker.sampling import sampler
 from specdecode_worker.sampling.params import Sampling
 from support.lossless.plain_decoding import PlainDecoding
+from support.tiers import covering
 
 NEAR = 1e-4
 SHAPES = [TreeShape.parse(text) for text in ("tree:4,2,1", "chain:5", "none", "tree:2,2,2")]
@@ -200,8 +201,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 PROCESSORS["all"] = {name: value for fields in PROCESSORS.values() for name, value in fields.items()}
 PROCESSORS["all"] |= {"top_k": 30, "top_p": 0.95, "repetition_penalty": 1.2, "presence_penalty": 0.4}
-ONLY_SAMPLED = ("min_p",)
-CASES = [(name, sampled) for name in PROCESSORS for sampled in (False, True) if sampled or name not in ONLY_SAMPLED]
 PROCESSORS_SHAPES = [
     TreeShape.parse(text) for text in ("chain:4", "tree:4,2,1", "tree:2,2,2", "0,0,1,1,2", "none", "chain:1")
 ]
@@ -228,8 +227,14 @@ def run_of_processors(engine: Any, requests: Sequence[Submit]) -> dict[str, list
     return tokens_by_request
 
 
-@pytest.mark.parametrize("shape", PROCESSORS_SHAPES[:2], ids=str)
-@pytest.mark.parametrize(("name", "sampled"), CASES, ids=lambda v: v if isinstance(v, str) else ("greedy", "seeded")[v])
+@pytest.mark.parametrize(
+    ("name", "shape", "sampled"),
+    [
+        *covering([name for name in PROCESSORS if name != "min_p"], PROCESSORS_SHAPES[:2], [False, True]),
+        *(("min_p", shape, True) for shape in PROCESSORS_SHAPES[:2]),
+    ],
+    ids=str,
+)
 def test_single_sequences_equal_plain_decoding(
     make_engine: Any, lossless: Any, plain: PlainDecoding, shape: TreeShape, name: str, sampled: bool
 ) -> None:
@@ -245,7 +250,7 @@ def test_single_sequences_equal_plain_decoding(
     assert 1 + report.accepted_tokens / report.drafts >= 1.2, "paths must be walked to test anything"
 
 
-MIXED = [(i, name, bool(i % 2) or name in ONLY_SAMPLED) for i, name in enumerate([*PROCESSORS, None, "all", "all"])]
+MIXED = [(i, name, bool(i % 2) or name == "min_p") for i, name in enumerate([*PROCESSORS, None, "all", "all"])]
 
 
 def mixed_batch() -> list[Submit]:

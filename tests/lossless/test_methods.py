@@ -16,6 +16,7 @@ from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.models.target_states import TargetStates
 from support.lossless.draft_names import DRAFTS
 from support.lossless.plain_decoding import dense
+from support.tiers import by_effort
 
 METHODS = (*DRAFTS, "suffix-blind")
 PIPELINED = [(method, True) for method in METHODS if method not in ("ngram", "suffix")]
@@ -32,15 +33,15 @@ Text = dict[str, list[int]]
 
 
 def single_shapes() -> Iterator[Any]:
-    """Yield (method, batch, shape, sampled): all shapes for requests together, and two of them for one at a time."""
+    """Yield (method, batch, shape, sampled): all shapes for requests together, and one of two for one at a time."""
     every = [(shape, sampled) for shape in SHAPES for sampled in (False, True)]
-    for method in METHODS:
+    for number, method in enumerate(METHODS):
         # A draft on a device of its own is a process, which is too slow for the core.
         marks = () if method.startswith("own") else pytest.mark.core
         for shape, sampled in every:
             name = f"{method}-{shape}-{'sampled' if sampled else 'greedy'}"
             yield pytest.param(method, 8, shape, sampled, marks=marks, id=f"{name}-8")
-            if (shape == "tree") == sampled:
+            if by_effort(quick=False, full=sampled == number % 2, nightly=True) and (shape == "tree") == sampled:
                 yield pytest.param(method, 1, shape, sampled, id=f"{name}-1")
 
 

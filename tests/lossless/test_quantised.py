@@ -19,6 +19,7 @@ from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.linear import Linear, QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_draft, quantise_target
+from support.tiers import covering
 
 SHAPES = ("chain:4", "tree:3,2,1,1")
 TOKENS = 40
@@ -49,10 +50,10 @@ def store_as_checkpoints_do(target: CausalLM) -> None:
         linear._store(QuantizedWeight(weight, linear.bias))
 
 
-@pytest.fixture(
-    params=[None, "int8", "fp8", "checkpoint"],
-    ids=["plain target", "int8 target", "fp8 target", "quantized checkpoint"],
-)
+TARGETS = {"plain target": None, "int8 target": "int8", "fp8 target": "fp8", "quantized checkpoint": "checkpoint"}
+
+
+@pytest.fixture(params=TARGETS.values(), ids=TARGETS)
 def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
     """Return a pair with an optionally quantised target and int4 drafts.
 
@@ -81,9 +82,11 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
     return quantised
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash"])
+@pytest.mark.parametrize(
+    ("pair", "draft", "shape", "sampled"),
+    covering([*TARGETS.values()], ["copy", "eagle3", "peagle", "dflash"], SHAPES, [False, True]),
+    indirect=["pair"],
+)
 def test_text_equals_plain_decoding(
     make_engine: Any, lossless: Any, plain: Any, draft: str, shape: str, sampled: bool
 ) -> None:
@@ -108,9 +111,11 @@ def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, lossless:
 SCALES = tuple(Scales(0.004 * 2**layer, 0.01) for layer in range(8))
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"blocks": 12}, {"budget": 40}, {"graphs": (1, 2, 4)}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "shape", "sampled"),
+    covering([{}, {"blocks": 12}, {"budget": 40}, {"graphs": (1, 2, 4)}], SHAPES, [False, True]),
+    ids=str,
+)
 @pytest.mark.parametrize("pair", [None], ids=["plain target"], indirect=True)
 def test_text_on_a_cache_in_fp8(
     make_engine: Any, lossless: Any, plain: Any, pair: Any, options: dict[str, Any], shape: str, sampled: bool

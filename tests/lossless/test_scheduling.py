@@ -17,6 +17,7 @@ from specdecode_worker.contract import Report, TreeShape
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.sampling.params import Sampling
+from support.tiers import covering
 
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:3,2,1"), TreeShape(())
 TOPICS = 4
@@ -112,9 +113,7 @@ def test_reused_prefixes(
     assert report.accepted_tokens > report.drafts / 3, "the draft must be good enough to test anything"
 
 
-@SAMPLED
-@SHAPES
-@BATCH
+@pytest.mark.parametrize(("batch", "shape", "sampled"), covering([1, 8], [CHAIN, TREE], [False, True]), ids=str)
 def test_prompts_in_chunks(
     make_engine: Any, lossless: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool
 ) -> None:
@@ -178,9 +177,11 @@ def ranks(report: Report) -> Counter[Any]:
     return counts
 
 
-@SAMPLED
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash", "draft-model"])
+@pytest.mark.parametrize(
+    ("draft", "shape", "sampled"),
+    covering(["copy", "eagle3", "peagle", "dflash", "draft-model"], [CHAIN, TREE], [False, True]),
+    ids=str,
+)
 def test_prefix_hit_does_not_change_draft_ranks(
     make_engine: Any, lossless: Any, draft: str, shape: Any, sampled: bool
 ) -> None:
