@@ -115,7 +115,6 @@ def test_text_is_that_of_transformers(made: Any, shape: str, options: dict[str, 
     ("copied", "shape", "options"),
     covering([*COPIES], SHAPES, [{}, {"budget": 23}, {"backend": EagerBackend()}]),
     indirect=["copied"],
-    ids=str,
 )
 def test_quantized_copies(copied: Any, shape: str, options: dict[str, Any]) -> None:
     pair, wanted, requests = copied

@@ -16,7 +16,7 @@ from specdecode_worker.sampling import params as tables
 from specdecode_worker.sampling import sampler
 from specdecode_worker.sampling.params import Sampling
 from support.lossless.plain_decoding import PlainDecoding
-from support.lossless.small_requests import plan_of
+from support.lossless.small_requests import plan_of, texts
 from support.tiers import covering
 
 NEAR = 1e-4
@@ -198,17 +198,6 @@ def request_of_processors(index: int, name: str | None, *, sampled: bool, task: 
     return Submit(request_id=f"{index}", prompt=tuple(prompt), sampling=sampling, task=f"t{task}")
 
 
-def run_of_processors(engine: Any, requests: Sequence[Submit]) -> dict[str, list[int]]:
-    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    for submit in requests:
-        engine.add(submit)
-    while not engine.idle:
-        for new in engine.step():
-            tokens_by_request[new.request_id] += new.tokens
-    engine.check()
-    return tokens_by_request
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "sampled"),
     [
@@ -223,7 +212,7 @@ def test_single_sequences_equal_plain_decoding(
     engine = make_engine("copy", max_num_seqs=1, plan=plan_of([shape]))
     requests = [request_of_processors(i, name, sampled=sampled) for i in range(3)]
     wanted = {r.request_id: plain.text(r) for r in requests}
-    assert run_of_processors(engine, requests) == wanted
+    assert texts(engine, requests) == wanted
     without = [plain.text(request_of_processors(i, None, sampled=sampled)) for i in range(3)]
     assert list(wanted.values()) != without, "the processor must change something"
     report = engine.report()
@@ -243,7 +232,7 @@ def mixed_batch() -> list[Submit]:
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash", "medusa", "draft-model", "ngram", "suffix"])
 def test_mixed_batch_equals_plain_decoding(make_engine: Any, plain: PlainDecoding, draft: str) -> None:
     engine = make_engine(draft, max_num_seqs=10, plan=plan_of(PROCESSORS_SHAPES))
-    assert run_of_processors(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+    assert texts(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
 
 
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "medusa", "peagle"])
@@ -252,7 +241,7 @@ def test_mixed_batch_in_graphs_equals_plain_decoding(make_engine: Any, plain: Pl
     reports = []
     for graphs in ((4, 10), ()):
         engine = make_engine(draft, max_num_seqs=10, graphs=graphs, plan=plan_of(PROCESSORS_SHAPES))
-        assert run_of_processors(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+        assert texts(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
         report = engine.report()
         reports.append((report.drafts, report.accepted_tokens))
         if graphs:
@@ -278,7 +267,7 @@ def test_planted_bugs_are_detected(
         monkeypatch.setattr(sampler, "count_tokens", lambda texts, prompt, _, size: right(texts, prompt, 8, size))
     else:
         _plant_in_tables(bug, monkeypatch)
-    assert run_of_processors(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}
+    assert texts(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}
 
 
 def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,5 +288,5 @@ def test_chunks_and_preemptions(make_engine: Any, plain: PlainDecoding, pipeline
     engine = make_engine(
         "copy", max_num_seqs=5, blocks=10, budget=24, pipelined=pipelined, plan=plan_of(PROCESSORS_SHAPES)
     )
-    assert run_of_processors(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+    assert texts(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
     assert engine.preemptions > 0, "the test must make the blocks run out"

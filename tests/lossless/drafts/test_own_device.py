@@ -55,18 +55,18 @@ def run(engine: Any, requests: Sequence[Submit], after: Callable[[int], None] = 
     return tokens
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"pipelined": True},
-        {"max_num_seqs": 5, "blocks": 11, "budget": 40},
-        {"max_num_seqs": 5, "blocks": 11, "budget": 40, "pipelined": True},
-        {"prefix_caching": False, "budget": 16},
-    ],
-    ids=["in-turn", "pipelined", "few-blocks", "few-blocks-pipelined", "small-chunks"],
-)
-@pytest.mark.parametrize("method", LOCAL)
+FEW_BLOCKS = {"max_num_seqs": 5, "blocks": 11, "budget": 40}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("own-eagle3", {}),
+    ("own-model", {"pipelined": True}),
+    ("own-model", FEW_BLOCKS),
+    ("own-eagle3", {**FEW_BLOCKS, "pipelined": True}),
+    ("own-eagle3", {"prefix_caching": False, "budget": 16}),
+    ("own-model", {"prefix_caching": False, "budget": 16}),
+]
+
+
+@pytest.mark.parametrize(("method", "fields"), CASES, ids=str)
 def test_proposals_equal_those_of_the_shared_draft(make_engine: Any, method: str, fields: dict[str, Any]) -> None:
     """Every request has as many drafts and accepted tokens as with the draft in the process of the target."""
     results = []
