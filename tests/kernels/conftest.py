@@ -19,7 +19,7 @@ torch.utils._device._device_constructors()
 
 @pytest.fixture
 def plant(tmp_path: Path) -> Plant:
-    """Return a function that makes a copy of a kernel module with a piece of its source replaced."""
+    """Return a function that makes a copy of a kernel module with a piece of its source replaced: the proof planted."""
     return lambda module, old, new: mutant(module, old, new, tmp_path)
 
 
@@ -60,6 +60,8 @@ SLOW_INTERPRETED = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if "plant" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.proof("planted"))
         if Path(__file__).parent / "triton" in item.path.parents and any(
             part in item.name for part in SLOW_INTERPRETED
         ):

@@ -69,7 +69,6 @@ def test_fp8_from_bits(rows: int, dtype: torch.dtype, monkeypatch: pytest.Monkey
     assert fp8_from_bits_is_exact(kernel, rows, dtype)
 
 
-@pytest.mark.proof("planted")
 def test_a_bug_planted_in_fp8_from_bits_is_detected(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "has_fp8", lambda _: False)
     assert not fp8_from_bits_is_exact(plant(kernel, "(bits & 0x80) << 24", "(bits & 0x80) << 23"), 32, torch.float32)
@@ -95,7 +94,6 @@ BUGS = [
 ]
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize(("kind", "rows", "old", "new"), BUGS)
 def test_planted_bugs_are_detected(kind: Kind, rows: int, old: str, new: str, plant: Plant) -> None:
     assert not agrees(plant(kernel, old, new), kind, rows, 33, 100 + 128, bias=True, dtype=torch.float32)
@@ -121,7 +119,6 @@ BUGS_OF_GROUPS = [
 ]
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize(("kind", "rows", "old", "new"), BUGS_OF_GROUPS)
 def test_bugs_planted_in_groups_are_detected(kind: Kind, rows: int, old: str, new: str, plant: Plant) -> None:
     assert not agrees_in_groups(plant(kernel, old, new), kind, rows)

@@ -113,7 +113,6 @@ BUGS = [
 ]
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize(("old", "new"), BUGS)
 def test_bugs_planted_in_fp8_products_are_detected(old: str, new: str, plant: Plant) -> None:
     planted = plant(scaled_kernel, old, new)
@@ -164,7 +163,6 @@ def test_fp8_is_dequantised_from_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(dequantise_kernel.dequantise(weight, torch.float32), dequantise(weight))
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
     ("kind", "old", "new"),

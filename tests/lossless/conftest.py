@@ -8,19 +8,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from specdecode_kernels.rope_cache.reference import Scales
-from specdecode_worker.contract import DraftState, Plan, PlanRow, TaskMatch, TreeShape
-from specdecode_worker.control.plan import Dispatcher
+from specdecode_worker.contract import DraftState, Plan
 from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BlockPool
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.drafts.base import Drafter, LoadedDraft
 from specdecode_worker.drafts.draft_model import ModelDrafter
 from specdecode_worker.drafts.eagle import EagleDrafter
@@ -28,14 +26,12 @@ from specdecode_worker.drafts.lookup import NgramDrafter, SuffixDrafter, SuffixS
 from specdecode_worker.drafts.medusa import MedusaDrafter
 from specdecode_worker.drafts.parallel import DFlashDrafter, PEagleDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
-from specdecode_worker.engine.cuda_graphs import EagerBackend, StepGraphs
-from specdecode_worker.engine.engine import Engine, EngineParts
-from specdecode_worker.engine.scheduler import Limits, Scheduler
-from specdecode_worker.engine.stats import WorkerIdentity
+from specdecode_worker.engine.cuda_graphs import EagerBackend
+from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.scheduler import Limits
 from specdecode_worker.engine.target import Target
-from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import Attend, CausalLM
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
     CausalLMConfig,
     dflash_config,
@@ -47,41 +43,14 @@ from specdecode_worker.models.config import (
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.params import Sampling
+from support.lossless.small_requests import texts
+from support.small_llama import VOCABULARY, NoisedCopy, assembled
 
 if TYPE_CHECKING:  # of the folder that is added to the path below
     from support.lossless.own_drafts import OwnDrafts
 
 
 CPU = torch.device("cpu")
-VOCABULARY = 61
-
-
-class NoisedCopy(nn.Module):
-    """Draft head that is the target with noise on its weights.
-
-    It reads tokens and ignores hidden states.
-    """
-
-    def __init__(self, target: CausalLM, noise: float) -> None:
-        super().__init__()
-        self.llama = copy.deepcopy(target)
-        generator = torch.Generator().manual_seed(7)
-        for parameter in self.llama.parameters():
-            spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
-            parameter.data += noise * spread * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-
-    reads = TargetStates((0, 1, 2))
-
-    def fuse(self, aux_TA: Tensor) -> Tensor:
-        return aux_TA[:, : self.llama.config.hidden_size]
-
-    def forward(self, hidden_TE: Tensor, tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
-        return self.llama(tokens_T, positions_T, attend).hidden_TE
-
-    def logits(self, hidden_TE: Tensor) -> Tensor:
-        return self.llama.logits(hidden_TE)
 
 
 @dataclass(frozen=True)
@@ -194,12 +163,11 @@ EngineMaker = Callable[..., Engine]
 
 @pytest.fixture
 def make_engine(pair: Pair) -> EngineMaker:
-    """Return a function that builds an engine.
+    """Return a function that builds an engine, with further options of ``assembled``.
 
-    It is called as make_engine(draft=..., max_num_seqs=..., blocks=..., budget=...). ``draft`` is a name of DRAFTERS, a
-    list of names (the second and later ones are drafts "d1", "d2", ...) or None. ``scales`` are those of a cache of the
-    target in fp8. ``graphs`` are the row buckets of the
-    steps that run through the graph capture backend.
+    ``draft`` is a name of ``drafter_of``, a list of names (the second and later ones are drafts "d1", "d2", ...) or
+    None. ``scales`` are those of a cache of the target in fp8. ``graphs`` are the row buckets of the steps that run
+    through the graph capture backend.
     """
 
     def make(
@@ -209,16 +177,13 @@ def make_engine(pair: Pair) -> EngineMaker:
         blocks: int = 200,
         budget: int = 512,
         pipelined: bool = False,
-        coupled: bool = True,
-        prefix_caching: bool = True,
         chunked: bool = True,
         graphs: Sequence[int] = (),
-        grammars: GrammarCompiler | None = None,
-        eos_token_ids: tuple[int, ...] = (),
         scales: Sequence[Scales] = (),
+        plan: Plan | None = None,
+        **options: Any,
     ) -> Engine:
         state = DeviceState(max_num_seqs, 256, torch.float64, CPU)
-        layers = pair.config.num_hidden_layers
         names = [draft] if isinstance(draft, str) else draft or []
         drafts = {
             f"d{i}" if i else "": LoadedDraft(
@@ -227,38 +192,21 @@ def make_engine(pair: Pair) -> EngineMaker:
             for i, name in enumerate(names)
         }
         registry = DraftRegistry(drafts, state, pair.config.hidden_size)
-        target_cache = paged_cache(pair.config, layers, blocks, torch.float64, CPU, scales)
-        target = Target(pair.target, target_cache, state)
-        made = (
-            StepGraphs(
-                target,
-                registry,
-                state,
-                EagerBackend(),
-                rows=graphs,
-                max_tokens=budget,
-                capture_after_steps=1,
-                coupled=coupled,
-            )
-            if graphs
-            else None
+        cache = paged_cache(pair.config, pair.config.num_hidden_layers, blocks, torch.float64, CPU, scales)
+        engine = assembled(
+            Target(pair.target, cache, state),
+            registry,
+            state,
+            limits=Limits(max_num_seqs, budget, chunked),
+            blocks=BlockPool(blocks, contiguous=not pipelined),
+            backend=EagerBackend() if graphs else None,
+            rows=graphs,
+            pipelined=pipelined,
+            **options,
         )
-        parts = EngineParts(
-            scheduler=Scheduler(
-                Limits(max_num_seqs, budget, chunked),
-                BlockPool(blocks, contiguous=not pipelined),
-                prefix_caching=prefix_caching,
-            ),
-            target=target,
-            drafts=registry,
-            state=state,
-            shape_selector=ShapeSelector(Dispatcher("", "d" if draft else ""), registry),
-            coupled=coupled,
-            graphs=made,
-            grammars=grammars,
-        )
-        identity = WorkerIdentity(boot_id="b", worker="w", model="m", target="t", max_num_seqs=max_num_seqs)
-        return Engine(parts, identity, max_model_len=256, eos_token_ids=eos_token_ids, pipelined=pipelined)
+        if plan is not None:
+            engine.set_plan(plan)
+        return engine
 
     return make
 
@@ -286,61 +234,3 @@ def plain(make_engine: EngineMaker, pair: Pair) -> Callable[[Sequence[Submit]], 
 def drafter(pair: Pair) -> Callable[[Engine, str], Drafter]:
     """Return a function that builds a further drafter, by name, for an engine of make_engine."""
     return lambda engine, name: drafter_of(pair, name, engine._state, 200)
-
-
-def plan_of(shapes: Sequence[TreeShape], **fields: object) -> Plan:
-    """Return a plan in which task ``t<i>`` runs the i-th shape at any load."""
-    rows = tuple(
-        PlanRow(concurrency=bucket, context=0, task=f"t{i}", shape=shape)
-        for bucket in range(6)
-        for i, shape in enumerate(shapes)
-    )
-    tasks = tuple(TaskMatch(name=f"t{i}") for i in range(len(shapes)))
-    defaults: dict[str, object] = {
-        "draft": "d",
-        "version": 1,
-        "rows": rows,
-        "tasks": tasks,
-        "explore": 0,
-        "guard": False,
-    }
-    return Plan.model_validate(defaults | fields)
-
-
-def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit:
-    """Return request ``index``: a prompt, a seed and, if sampled, its own sampling parameters."""
-    generator = torch.Generator().manual_seed(index)
-    prompt = torch.randint(0, VOCABULARY, (1 + 7 * index % 40,), generator=generator).tolist()
-    params = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4]
-    sampling = Sampling(
-        max_tokens=tokens,
-        seed=1000 + index,
-        temperature=params[0] if sampled else 0.0,
-        top_p=params[1] if sampled else 1.0,
-        top_k=params[2] if sampled else 0,
-    )
-    return Submit(request_id=str(index), prompt=tuple(prompt), sampling=sampling, task=f"t{index % shapes}")
-
-
-def texts(engine: Engine, requests: Sequence[Submit], *, together: bool = True) -> dict[str, list[int]]:
-    """Return the tokens of all requests, and check that the engine's accounting balances once it is idle.
-
-    Only requests with stop tokens may end before their length.
-    """
-    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    stoppable = {request.request_id for request in requests if request.sampling.stop_token_ids}
-    for group in [list(requests)] if together else [[request] for request in requests]:
-        for request in group:
-            engine.add(request)
-        while not engine.idle:
-            for new in engine.step():
-                tokens_by_request[new.request_id] += new.tokens
-                assert new.finish in (None, "length") or (new.finish == "stop" and new.request_id in stoppable)
-    engine.check()
-    return tokens_by_request
-
-
-@pytest.fixture
-def lossless() -> tuple[Callable[..., Plan], Callable[..., Submit], Callable[..., dict[str, list[int]]]]:
-    """Return the functions (plan_of, submit, texts)."""
-    return plan_of, submit, texts

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, T
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.sampling.params import Sampling
+from support.lossless.small_requests import plan_of
 from support.tiers import skip_reason
 
 pytestmark = [
@@ -65,8 +65,7 @@ def texts(local: LocalEngine, submits: Sequence[Submit], *, at_once: int) -> tup
     return list(tokens_by_request.values()), accepted
 
 
-def test_bf16_texts_do_not_diverge(local: LocalEngine, lossless: Any) -> None:
-    plan_of, *_ = lossless
+def test_bf16_texts_do_not_diverge(local: LocalEngine) -> None:
     submits = requests(local)
     local.run_shape(TreeShape(()))
     alone, none = texts(local, submits, at_once=1)

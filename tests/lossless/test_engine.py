@@ -16,6 +16,7 @@ from specdecode_kernels.sample.reference import processed
 from specdecode_worker.contract import MAX_RANKS, Plan, SyntheticKnobs, TreeShape
 from specdecode_worker.core.messages import Submit
 from support.lossless.plain_decoding import PlainDecoding, dense
+from support.lossless.small_requests import plan_of, submit, texts
 
 pytestmark = pytest.mark.core
 
@@ -42,11 +43,9 @@ def plain(pair: Any) -> PlainDecoding:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [TreeShape(()), *CHAINS, *TREES], ids=str)
 def test_single_sequences_equal_plain_decoding(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool
+    make_engine: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool
 ) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine("copy", max_num_seqs=1)
-    engine.set_plan(plan_of([shape]))
+    engine = make_engine("copy", max_num_seqs=1, plan=plan_of([shape]))
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(4)]
     tokens_by_request = texts(engine, requests, together=False)
     assert tokens_by_request == {r.request_id: plain.text(r) for r in requests}
@@ -65,11 +64,9 @@ MIXES = {
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mix", MIXES)
 def test_batch_of_mixed_shapes_equals_plain_decoding(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, mix: str, sampled: bool, draft: str
+    make_engine: Any, plain: PlainDecoding, mix: str, sampled: bool, draft: str
 ) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine(draft)
-    engine.set_plan(plan_of(MIXES[mix]))
+    engine = make_engine(draft, plan=plan_of(MIXES[mix]))
     requests = [submit(i, sampled=sampled or i % 2 == 1, tokens=TOKENS, shapes=8) for i in range(8)]
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
     report = engine.report()
@@ -77,12 +74,10 @@ def test_batch_of_mixed_shapes_equals_plain_decoding(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_trees_accept_sibling_nodes(make_engine: Any, lossless: Any, plain: PlainDecoding, sampled: bool) -> None:
+def test_trees_accept_sibling_nodes(make_engine: Any, plain: PlainDecoding, sampled: bool) -> None:
     """At least a tenth of the tree steps accept a node that is not its parent's first child."""
-    plan_of, submit, texts = lossless
     widths = (4, 2, 1)
-    engine = make_engine("copy")
-    engine.set_plan(plan_of([TreeShape.levels(*widths)]))
+    engine = make_engine("copy", plan=plan_of([TreeShape.levels(*widths)]))
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
     report = engine.report()
@@ -121,18 +116,16 @@ def _steps(shape: TreeShape, ranks: list[int], tokens: int) -> tuple[int, int]:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("shape", [CHAINS[0], CHAINS[5], *TREES], ids=str)
 def test_drafts_match_one_dense_pass(
-    make_engine: Any, lossless: Any, pair: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool
+    make_engine: Any, pair: Any, plain: PlainDecoding, shape: TreeShape, sampled: bool
 ) -> None:
     """Accepted tokens match, to the token, the ranks that the draft gives in one dense pass.
 
     A draft that runs at a wrong position or over wrong keys does not change the text; it only lowers the acceptance
     rate.
     """
-    plan_of, submit, texts = lossless
     # Top-p and top-k leave draft and target with tokens of probability zero, in arbitrary order.
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(1, 17) if i % 4 == 0 or not sampled]
-    engine = make_engine("copy")
-    engine.set_plan(plan_of([shape]))
+    engine = make_engine("copy", plan=plan_of([shape]))
     texts(engine, requests)
     wanted = [0, 0]
     for request in requests:
@@ -143,45 +136,38 @@ def test_drafts_match_one_dense_pass(
     assert [report.drafts, report.accepted_tokens] == wanted
 
 
-def test_chunked_prefill_and_few_blocks(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+def test_chunked_prefill_and_few_blocks(make_engine: Any, plain: PlainDecoding) -> None:
     """The text is the same with small prompt chunks, requests that wait for slots, and too few blocks."""
-    plan_of, submit, texts = lossless
-    engine = make_engine("copy", max_num_seqs=4, blocks=15, budget=24)
-    engine.set_plan(plan_of([CHAINS[2], TREES[0]]))
+    engine = make_engine("copy", max_num_seqs=4, blocks=15, budget=24, plan=plan_of([CHAINS[2], TREES[0]]))
     requests = [submit(i, sampled=i % 2 == 0, tokens=60, shapes=2) for i in range(8)]
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
     assert engine.preemptions > 0, "the test must make the blocks run out"
 
 
-def test_pipelined(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+def test_pipelined(make_engine: Any, plain: PlainDecoding) -> None:
     """The text is the same with launch(n + 1) before collect(n), as on an accelerator.
 
     The lengths that the host knows then lag behind those on the device.
     """
-    plan_of, submit, texts = lossless
-    engine = make_engine("copy", max_num_seqs=3, blocks=40, pipelined=True)
-    engine.set_plan(plan_of([CHAINS[3], TREES[1], TreeShape(())]))
+    engine = make_engine(
+        "copy", max_num_seqs=3, blocks=40, pipelined=True, plan=plan_of([CHAINS[3], TREES[1], TreeShape(())])
+    )
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=3) for i in range(6)]
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
 
 
-def test_knobs_guard_and_exploration_do_not_change_the_text(
-    make_engine: Any, lossless: Any, plain: PlainDecoding
-) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine("copy")
-    engine.set_plan(plan_of([CHAINS[3]], guard=True, explore=0.5, max_depth=6))
+def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, plain: PlainDecoding) -> None:
+    engine = make_engine("copy", plan=plan_of([CHAINS[3]], guard=True, explore=0.5, max_depth=6))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.8, 0.5)))
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
 
 
-def test_plan_switched_midway(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
+def test_plan_switched_midway(make_engine: Any, plain: PlainDecoding) -> None:
     """The text is the same when speculation is switched off and on again.
 
     It stays off long enough for the ring of hidden states to be overwritten.
     """
-    plan_of, submit, _ = lossless
     engine = make_engine("copy")
     requests = [submit(i, sampled=i % 2 == 0, tokens=200) for i in range(3)]
     tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in requests}

@@ -17,6 +17,8 @@ from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine.captured_step import CapturedStep
 from specdecode_worker.engine.cuda_graphs import OutsideReason, StepPlanner
 from specdecode_worker.engine.engine import Engine
+from support.lossless.small_requests import plan_of, submit, texts
+from support.tiers import covering
 from support.worker.watched_steps import WatchingBackend
 
 BUCKETS = (1, 2, 4, 8)
@@ -57,36 +59,23 @@ def acceptance(report: Report) -> Any:
     return report.drafts, report.accepted_tokens, cells
 
 
-@SAMPLED
 @pytest.mark.parametrize(
-    ("draft", "shape"),
+    ("draft", "shape", "sampled"),
     [
-        ("copy", NONE),
-        ("copy", CHAIN),
-        ("copy", TREE),
-        ("eagle3", CHAIN),
-        ("draft-model", CHAIN),
-        ("medusa", CHAIN),
-        ("medusa", TREE),
-        ("medusa", TreeShape.chain(6)),
-        ("peagle", NONE),
-        ("peagle", CHAIN),
-        ("peagle", TREE),
-        ("dflash", NONE),
-        ("dflash", CHAIN),
-        ("dflash", TREE),
+        *covering(["copy", "medusa", "peagle", "dflash"], [NONE, CHAIN, TREE], [False, True]),
+        ("eagle3", CHAIN, True),
+        ("draft-model", CHAIN, False),
+        ("medusa", TreeShape.chain(6), True),
     ],
     ids=str,
 )
 def test_growing_and_shrinking_batches(
-    make_engine: Any, lossless: Any, plain: Any, draft: str, shape: TreeShape, sampled: bool
+    make_engine: Any, plain: Any, draft: str, shape: TreeShape, sampled: bool
 ) -> None:
-    plan_of, submit, _ = lossless
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(7)]
     reports = []
     for graphs in (BUCKETS, ()):
-        engine = make_engine(draft, graphs=graphs)
-        engine.set_plan(plan_of([shape]))
+        engine = make_engine(draft, graphs=graphs, plan=plan_of([shape]))
         assert serve(engine, requests, every=3) == plain(requests)
         reports.append(acceptance(engine.report()))
         if graphs:
@@ -106,16 +95,14 @@ def test_growing_and_shrinking_batches(
 )
 @pytest.mark.parametrize("kinds", [("copy", "eagle3"), ("eagle3", "draft-model"), ("dflash", "peagle")], ids=str)
 def test_several_loaded_drafts_keep_graphs(
-    make_engine: Any, lossless: Any, plain: Any, kinds: tuple[str, str], shapes: Sequence[TreeShape]
+    make_engine: Any, plain: Any, kinds: tuple[str, str], shapes: Sequence[TreeShape]
 ) -> None:
     """Steps are replayed with the passes of all drafts that run in them."""
-    plan_of, submit, _ = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(7)]
     tasks = tuple(TaskMatch(name=f"t{i}", draft="d1" if i else None) for i in range(2))
     acceptances = []
     for graphs in (BUCKETS, ()):
-        engine = make_engine(list(kinds), graphs=graphs)
-        engine.set_plan(plan_of(shapes, tasks=tasks))
+        engine = make_engine(list(kinds), graphs=graphs, plan=plan_of(shapes, tasks=tasks))
         assert serve(engine, requests, every=3) == plain(requests)
         acceptances.append(acceptance(engine.report()))
         if graphs:
@@ -132,18 +119,18 @@ def test_several_loaded_drafts_keep_graphs(
 
 @pytest.mark.core
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "medusa", "peagle", "dflash"])
-def test_all_features_together(make_engine: Any, lossless: Any, plain: Any, draft: str) -> None:
+def test_all_features_together(make_engine: Any, plain: Any, draft: str) -> None:
     """The text is the same with all features combined.
 
     Chains, trees and plain rows in one batch, greedy and seeded, pipelined steps, prompt chunks, preemptions and prefix
     cache hits.
     """
-    plan_of, submit, _ = lossless
     shapes = [CHAIN, TREE, NONE, TreeShape.chain(1)]
     requests = [submit(i, sampled=i % 2 == 0, tokens=20, shapes=4) for i in range(6)]
     wanted = plain(requests)
-    engine = make_engine(draft, max_num_seqs=6, blocks=60, budget=48, pipelined=True, graphs=(2, 4, 6))
-    engine.set_plan(plan_of(shapes))
+    engine = make_engine(
+        draft, max_num_seqs=6, blocks=60, budget=48, pipelined=True, graphs=(2, 4, 6), plan=plan_of(shapes)
+    )
     for _ in range(2):
         assert serve(engine, requests, every=2, between=preempt_every_six_steps) == wanted
     report, made = engine.report(), engine._graphs
@@ -163,16 +150,12 @@ def preempt_every_six_steps(engine: Engine, step: int) -> None:
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
 @pytest.mark.parametrize("draft", ["ngram-blind", "suffix-blind"])
-def test_other_methods_draft_before_the_graph(
-    make_engine: Any, lossless: Any, plain: Any, draft: str, pipelined: bool
-) -> None:
+def test_other_methods_draft_before_the_graph(make_engine: Any, plain: Any, draft: str, pipelined: bool) -> None:
     """Methods whose passes are not captured draft before the graph; text and acceptance equal those of eager steps."""
-    plan_of, submit, _ = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=3) for i in range(7)]
     acceptances = []
     for graphs in (BUCKETS, ()):
-        engine = make_engine(draft, graphs=graphs, pipelined=pipelined)
-        engine.set_plan(plan_of([CHAIN, TREE, NONE]))
+        engine = make_engine(draft, graphs=graphs, pipelined=pipelined, plan=plan_of([CHAIN, TREE, NONE]))
         assert serve(engine, requests, every=3) == plain(requests)
         acceptances.append(acceptance(engine.report()))
         if graphs:
@@ -182,10 +165,8 @@ def test_other_methods_draft_before_the_graph(
     assert acceptances[0][1] > 0, "drafts must be accepted to test anything"
 
 
-def test_shadow_passes_of_a_block_are_scored(make_engine: Any, lossless: Any) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine("dflash", graphs=BUCKETS)
-    engine.set_plan(plan_of([TreeShape.chain(1)], explore=0.5, max_depth=2))
+def test_shadow_passes_of_a_block_are_scored(make_engine: Any) -> None:
+    engine = make_engine("dflash", graphs=BUCKETS, plan=plan_of([TreeShape.chain(1)], explore=0.5, max_depth=2))
     texts(engine, [submit(i, sampled=False, tokens=90) for i in range(8)])
     assert {cell.depth for cell in engine.report().acceptance if sum(cell.ranks)} == {1, 2}
     assert set(engine._graphs.eager) == {"prefill"}
@@ -193,9 +174,8 @@ def test_shadow_passes_of_a_block_are_scored(make_engine: Any, lossless: Any) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", ["peagle", "dflash", ["eagle3", "copy"], ["dflash", "peagle"]], ids=str)
-def test_drafts_in_the_step_can_be_captured(make_engine: Any, lossless: Any, drafts: Any) -> None:
+def test_drafts_in_the_step_can_be_captured(make_engine: Any, drafts: Any) -> None:
     """Their passes wait for nothing, and two steps of one key make the same calls over the same tensors."""
-    plan_of, submit, texts = lossless
     engine, backend = make_engine(drafts, graphs=(2, 4)), WatchingBackend()
     engine._graphs._backend = backend
     tasks = () if isinstance(drafts, str) else (TaskMatch(name="t0", merge=(MergedDraft(draft="d1"),)),)
@@ -206,11 +186,8 @@ def test_drafts_in_the_step_can_be_captured(make_engine: Any, lossless: Any, dra
     backend.check()
 
 
-def test_ranks_of_drafts_before_the_graph_are_needed(
-    make_engine: Any, lossless: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_drafts_before_the_graph_are_needed(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the copy of the ranks to the graph, tokens are accepted and no acceptance is counted."""
-    plan_of, submit, texts = lossless
     monkeypatch.setattr(CapturedStep, "store_ranks", lambda step, ranked_BNK: None)
     engine = make_engine("copy", graphs=BUCKETS)
     monkeypatch.setattr(StepPlanner, "_outside", lambda *_: OutsideReason.METHOD)
@@ -220,10 +197,8 @@ def test_ranks_of_drafts_before_the_graph_are_needed(
     assert not engine.report().acceptance
 
 
-def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, lossless: Any, plain: Any) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine("copy", graphs=BUCKETS)
-    engine.set_plan(plan_of([CHAIN], guard=True, explore=0.5, max_depth=6))
+def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, plain: Any) -> None:
+    engine = make_engine("copy", graphs=BUCKETS, plan=plan_of([CHAIN], guard=True, explore=0.5, max_depth=6))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.8, 0.5)))
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == plain(requests)
@@ -232,15 +207,11 @@ def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, lo
 
 @pytest.mark.parametrize("draft", ["peagle", "dflash"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
-def test_parallel_draft_with_captured_plain_steps(
-    make_engine: Any, lossless: Any, plain: Any, pipelined: bool, draft: str
-) -> None:
+def test_parallel_draft_with_captured_plain_steps(make_engine: Any, plain: Any, pipelined: bool, draft: str) -> None:
     """A parallel draft catches up before the graph of a plain step."""
-    plan_of, submit, texts = lossless
     drafting = [submit(i, sampled=i % 2 == 0, tokens=30, shapes=2) for i in (0, 2, 4)]
     alone = submit(1, sampled=True, tokens=150, shapes=2)
-    engine = make_engine(draft, graphs=BUCKETS, pipelined=pipelined)
-    engine.set_plan(plan_of([CHAIN, NONE]))
+    engine = make_engine(draft, graphs=BUCKETS, pipelined=pipelined, plan=plan_of([CHAIN, NONE]))
     made, lags = engine._graphs, []
     assert texts(engine, drafting) == plain(drafting)
     assert engine.report().accepted_tokens > 0
@@ -256,8 +227,7 @@ def test_parallel_draft_with_captured_plain_steps(
     assert max(lags) <= STATE_RING_POSITIONS, "a draft that lags further loses its keys"
 
 
-def test_a_draft_swap_replaces_the_graphs_it_touches(make_engine: Any, lossless: Any, plain: Any, drafter: Any) -> None:
-    plan_of, submit, _ = lossless
+def test_a_draft_swap_replaces_the_graphs_it_touches(make_engine: Any, plain: Any, drafter: Any) -> None:
     engine = make_engine("eagle3", graphs=BUCKETS, pipelined=True)
     requests = [submit(i, sampled=i % 2 == 0, tokens=60) for i in range(4)]
     tokens_by_request: Text = {request.request_id: [] for request in requests}

@@ -28,6 +28,7 @@ from specdecode_worker.sampling.sampler import TokenMasks
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.draft_names import DRAFTS
 from support.lossless.guided_decoding import GuidedDecoding
+from support.lossless.small_requests import plan_of
 
 TOKENS, VOCABULARY = 40, 61
 SCHEMA = {
@@ -88,13 +89,13 @@ def plain(pair: Any) -> GuidedDecoding:
 
 
 @pytest.fixture
-def guided_engine(make_engine: Any, lossless: Any, compiler: GrammarCompiler) -> Any:
+def guided_engine(make_engine: Any, compiler: GrammarCompiler) -> Any:
     """Return a function that builds an engine with grammars and a plan of mixed shapes."""
-    plan_of, *_ = lossless
 
     def make(draft: Any = "copy", **fields: Any) -> Any:
-        engine = make_engine(draft, grammars=compiler, eos_token_ids=(END,), **{"max_num_seqs": 8, **fields})
-        engine.set_plan(plan_of(SHAPES))
+        engine = make_engine(
+            draft, grammars=compiler, eos_token_ids=(END,), **{"max_num_seqs": 8, **fields}, plan=plan_of(SHAPES)
+        )
         return engine
 
     return make
@@ -159,16 +160,20 @@ def test_mixed_batches_equal_plain_decoding(guided_engine: Any, plain: GuidedDec
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
 @pytest.mark.parametrize("shape", ["chain:3", "tree:3,2,1"])
 def test_guided_rows_leave_the_drafts_of_others_in_graphs(
-    make_engine: Any, lossless: Any, compiler: GrammarCompiler, plain: GuidedDecoding, monkeypatch: pytest.MonkeyPatch,
+    make_engine: Any, compiler: GrammarCompiler, plain: GuidedDecoding, monkeypatch: pytest.MonkeyPatch,
     shape: str, pipelined: bool,
 ) -> None:  # fmt: skip
     """Only rows with a grammar are ever drafted call by call, and only where no other row drafts in the same step."""
-    plan_of, *_ = lossless
     submits = [request(i, name, sampled=i % 2 == 0) for i, name in enumerate(("none", "schema", "regex", "none") * 3)]
     engine = make_engine(
-        "eagle3", grammars=compiler, eos_token_ids=(END,), max_num_seqs=8, graphs=(1, 2, 4, 8), pipelined=pipelined
+        "eagle3",
+        grammars=compiler,
+        eos_token_ids=(END,),
+        max_num_seqs=8,
+        graphs=(1, 2, 4, 8),
+        pipelined=pipelined,
+        plan=plan_of([TreeShape.parse(shape)] * len(SHAPES)),
     )
-    engine.set_plan(plan_of([TreeShape.parse(shape)] * len(SHAPES)))
     one_by_one: list[bool] = []
     forced: list[int] = []
     propose, record_row = step_launcher.StepLauncher._propose, StepRecorder.record_row
@@ -196,11 +201,8 @@ def test_guided_rows_leave_the_drafts_of_others_in_graphs(
     assert engine.report().accepted_tokens > 0
 
 
-def test_drafts_beside_others_are_masked_at_their_roots(
-    guided_engine: Any, lossless: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_beside_others_are_masked_at_their_roots(guided_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the masks of the roots the texts are the same and fewer drafted tokens are accepted."""
-    plan_of, *_ = lossless
     submits = [request(i, "none" if i % 4 == 0 else "regex", sampled=False) for i in range(8)]
     accepted = []
     of_roots = TokenMasks.of_roots
@@ -220,12 +222,12 @@ def test_drafts_beside_others_are_masked_at_their_roots(
     assert accepted[0][1] > accepted[1][1]
 
 
-def test_a_biased_row_leaves_the_others_in_the_graph(make_engine: Any, lossless: Any, plain: GuidedDecoding) -> None:
-    plan_of, *_ = lossless
+def test_a_biased_row_leaves_the_others_in_the_graph(make_engine: Any, plain: GuidedDecoding) -> None:
     submits = [request(index, "none", sampled=False) for index in (4, 0, 7, 14)]
     assert submits[0].sampling.logit_bias
-    engine = make_engine("eagle3", graphs=(1, 2, 4), eos_token_ids=(END,))
-    engine.set_plan(plan_of([TreeShape.chain(3)] * len(SHAPES)))
+    engine = make_engine(
+        "eagle3", graphs=(1, 2, 4), eos_token_ids=(END,), plan=plan_of([TreeShape.chain(3)] * len(SHAPES))
+    )
     assert run(engine, submits) == texts(plain, submits)
     assert set(engine._graphs.eager) == {"prefill"}
     assert not engine._graphs.outside
@@ -273,8 +275,7 @@ def test_planted_bugs_in_graphs_are_detected(
     assert different
 
 
-def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding, lossless: Any) -> None:
-    plan_of, *_ = lossless
+def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding) -> None:
     engine = guided_engine(["copy", "ngram"])
     tasks = tuple(TaskMatch(name=f"t{i}", draft="d1" if i % 2 else None) for i in range(len(SHAPES)))
     engine.set_plan(plan_of(SHAPES, version=2, tasks=tasks))

@@ -24,6 +24,7 @@ from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.sampling.params import Sampling
 from support.small_llama import Networks, NoisedCopy, engine_of, plan_of, texts
 from support.small_llama4 import dense_chunks, save_llama4, write_quantized_llama4
+from support.tiers import covering
 from support.worker.quantized_folders import Rounding, int4, pack_quantized, scaled
 
 TOKENS = 30
@@ -110,9 +111,10 @@ def test_text_is_that_of_transformers(made: Any, shape: str, options: dict[str, 
         assert engine.preemptions > 0
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "options", [{}, {"budget": 23}, {"backend": EagerBackend()}], ids=["", "odd chunks", "captured"]
+    ("copied", "shape", "options"),
+    covering([*COPIES], SHAPES, [{}, {"budget": 23}, {"backend": EagerBackend()}]),
+    indirect=["copied"],
 )
 def test_quantized_copies(copied: Any, shape: str, options: dict[str, Any]) -> None:
     pair, wanted, requests = copied

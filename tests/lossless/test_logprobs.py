@@ -16,6 +16,8 @@ from specdecode_worker.sampling import params as tables
 from specdecode_worker.sampling import sampler
 from specdecode_worker.sampling.params import Sampling
 from support.lossless.plain_decoding import PlainDecoding
+from support.lossless.small_requests import plan_of, texts
+from support.tiers import covering
 
 NEAR = 1e-4
 SHAPES = [TreeShape.parse(text) for text in ("tree:4,2,1", "chain:5", "none", "tree:2,2,2")]
@@ -75,12 +77,11 @@ ODD: dict[str, Any] = {"presence_penalty": 1.0, "logit_bias": ((3, 2.0),), "top_
 
 
 @pytest.mark.parametrize("draft", ["copy", None])
-def test_logprobs_of_emitted_tokens(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str | None) -> None:
+def test_logprobs_of_emitted_tokens(make_engine: Any, plain: PlainDecoding, draft: str | None) -> None:
     """Logprobs of emitted tokens are those of the raw logits, before processors and temperature.
 
     Trees, chains and plain rows share a batch.
     """
-    plan_of, *_ = lossless
     engine = make_engine(draft)
     if draft:
         engine.set_plan(plan_of(SHAPES))
@@ -93,11 +94,9 @@ def test_logprobs_of_emitted_tokens(make_engine: Any, lossless: Any, plain: Plai
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])
-def test_logprobs_of_graphs(make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool) -> None:
+def test_logprobs_of_graphs(make_engine: Any, plain: PlainDecoding, pipelined: bool) -> None:
     """Logprobs of a captured step are those of the raw logits; a request that wants too many has no graph."""
-    plan_of, *_ = lossless
-    engine = make_engine("copy", graphs=(2, 8), pipelined=pipelined)
-    engine.set_plan(plan_of(SHAPES))
+    engine = make_engine("copy", graphs=(2, 8), pipelined=pipelined, plan=plan_of(SHAPES))
     requests = [request(i, logprobs=i % 4, **(ODD if i % 3 == 0 else {})) for i in range(8)]
     messages_by_request = run(engine, requests)
     assert all(all_correct(plain, submit, messages_by_request[submit.request_id]) for submit in requests)
@@ -109,33 +108,25 @@ def test_logprobs_of_graphs(make_engine: Any, lossless: Any, plain: PlainDecodin
 
 
 def test_logprobs_of_another_node_are_detected(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_of, *_ = lossless
     right = LogprobOutputs.write
     monkeypatch.setattr(LogprobOutputs, "write", lambda self, x, at, out: right(self, x.roll(1, dims=0), at, out))
-    engine = make_engine("copy", graphs=(1,))
-    engine.set_plan(plan_of(SHAPES))
+    engine = make_engine("copy", graphs=(1,), plan=plan_of(SHAPES))
     assert not all_correct(plain, request(0), run(engine, [request(0)])["0"])
 
 
 @pytest.mark.parametrize("graphs", [(), (2,)], ids=["eager", "graphs"])
-def test_request_without_logprobs_gets_none(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, graphs: tuple[int, ...]
-) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine("copy", graphs=graphs)
-    engine.set_plan(plan_of(SHAPES))
+def test_request_without_logprobs_gets_none(make_engine: Any, plain: PlainDecoding, graphs: tuple[int, ...]) -> None:
+    engine = make_engine("copy", graphs=graphs, plan=plan_of(SHAPES))
     requests = [request(0), request(1, logprobs=None)]
     messages_by_request = run(engine, requests)
     assert all_correct(plain, requests[0], messages_by_request["0"])
     assert not any(new.logprobs or new.prompt_logprobs for new in messages_by_request["1"])
 
 
-def test_logprobs_after_a_stop_are_cut_like_tokens(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine("copy")
-    engine.set_plan(plan_of([SHAPES[0]] * 4))
+def test_logprobs_after_a_stop_are_cut_like_tokens(make_engine: Any, plain: PlainDecoding) -> None:
+    engine = make_engine("copy", plan=plan_of([SHAPES[0]] * 4))
     requests = [request(i, stop_token_ids=tuple(range(0, 61, 4))) for i in range(8)]
     messages_by_request = run(engine, requests)
     assert {messages[-1].finish for messages in messages_by_request.values()} == {"stop"}
@@ -144,13 +135,9 @@ def test_logprobs_after_a_stop_are_cut_like_tokens(make_engine: Any, lossless: A
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])
-def test_prompt_logprobs_across_chunks_and_preemptions(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool
-) -> None:
+def test_prompt_logprobs_across_chunks_and_preemptions(make_engine: Any, plain: PlainDecoding, pipelined: bool) -> None:
     """The first emitted token carries the logprobs of every prompt token but the first, each exactly once."""
-    plan_of, *_ = lossless
-    engine = make_engine("copy", max_num_seqs=4, blocks=9, budget=20, pipelined=pipelined)
-    engine.set_plan(plan_of(SHAPES))
+    engine = make_engine("copy", max_num_seqs=4, blocks=9, budget=20, pipelined=pipelined, plan=plan_of(SHAPES))
     requests = [request(i, prompt_logprobs=2 if i % 3 else None, max_tokens=30) for i in range(8)]
     messages_by_request = run(engine, requests)
     assert engine.preemptions > 0
@@ -164,10 +151,8 @@ def test_prompt_logprobs_across_chunks_and_preemptions(
         assert all(is_correct(*one, 2) for one in zip(messages[0].prompt_logprobs, wanted, logits, strict=False))
 
 
-def test_synthetic_acceptance_does_not_change_logprobs(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine("copy")
-    engine.set_plan(plan_of(SHAPES))
+def test_synthetic_acceptance_does_not_change_logprobs(make_engine: Any, plain: PlainDecoding) -> None:
+    engine = make_engine("copy", plan=plan_of(SHAPES))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.7, 0.4)))
     requests = [request(i) for i in range(4)]
     messages_by_request = run(engine, requests)
@@ -175,11 +160,9 @@ def test_synthetic_acceptance_does_not_change_logprobs(make_engine: Any, lossles
 
 
 def test_logprobs_of_a_wrong_node_are_detected(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine("copy")
-    engine.set_plan(plan_of([SHAPES[0]] * 4))
+    engine = make_engine("copy", plan=plan_of([SHAPES[0]] * 4))
     monkeypatch.setattr(launched_step, "nodes_of", lambda out, depth: torch.arange(depth + 1).expand(len(out), -1))
     requests = [request(i) for i in range(4)]
     messages_by_request = run(engine, requests)
@@ -200,8 +183,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 PROCESSORS["all"] = {name: value for fields in PROCESSORS.values() for name, value in fields.items()}
 PROCESSORS["all"] |= {"top_k": 30, "top_p": 0.95, "repetition_penalty": 1.2, "presence_penalty": 0.4}
-ONLY_SAMPLED = ("min_p",)
-CASES = [(name, sampled) for name in PROCESSORS for sampled in (False, True) if sampled or name not in ONLY_SAMPLED]
 PROCESSORS_SHAPES = [
     TreeShape.parse(text) for text in ("chain:4", "tree:4,2,1", "tree:2,2,2", "0,0,1,1,2", "none", "chain:1")
 ]
@@ -217,35 +198,28 @@ def request_of_processors(index: int, name: str | None, *, sampled: bool, task: 
     return Submit(request_id=f"{index}", prompt=tuple(prompt), sampling=sampling, task=f"t{task}")
 
 
-def run_of_processors(engine: Any, requests: Sequence[Submit]) -> dict[str, list[int]]:
-    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    for submit in requests:
-        engine.add(submit)
-    while not engine.idle:
-        for new in engine.step():
-            tokens_by_request[new.request_id] += new.tokens
-    engine.check()
-    return tokens_by_request
-
-
-@pytest.mark.parametrize("shape", PROCESSORS_SHAPES[:2], ids=str)
-@pytest.mark.parametrize(("name", "sampled"), CASES, ids=lambda v: v if isinstance(v, str) else ("greedy", "seeded")[v])
+@pytest.mark.parametrize(
+    ("name", "shape", "sampled"),
+    [
+        *covering([name for name in PROCESSORS if name != "min_p"], PROCESSORS_SHAPES[:2], [False, True]),
+        *(("min_p", shape, True) for shape in PROCESSORS_SHAPES[:2]),
+    ],
+    ids=str,
+)
 def test_single_sequences_equal_plain_decoding(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, shape: TreeShape, name: str, sampled: bool
+    make_engine: Any, plain: PlainDecoding, shape: TreeShape, name: str, sampled: bool
 ) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine("copy", max_num_seqs=1)
-    engine.set_plan(plan_of([shape]))
+    engine = make_engine("copy", max_num_seqs=1, plan=plan_of([shape]))
     requests = [request_of_processors(i, name, sampled=sampled) for i in range(3)]
     wanted = {r.request_id: plain.text(r) for r in requests}
-    assert run_of_processors(engine, requests) == wanted
+    assert texts(engine, requests) == wanted
     without = [plain.text(request_of_processors(i, None, sampled=sampled)) for i in range(3)]
     assert list(wanted.values()) != without, "the processor must change something"
     report = engine.report()
     assert 1 + report.accepted_tokens / report.drafts >= 1.2, "paths must be walked to test anything"
 
 
-MIXED = [(i, name, bool(i % 2) or name in ONLY_SAMPLED) for i, name in enumerate([*PROCESSORS, None, "all", "all"])]
+MIXED = [(i, name, bool(i % 2) or name == "min_p") for i, name in enumerate([*PROCESSORS, None, "all", "all"])]
 
 
 def mixed_batch() -> list[Submit]:
@@ -256,24 +230,18 @@ def mixed_batch() -> list[Submit]:
 
 
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash", "medusa", "draft-model", "ngram", "suffix"])
-def test_mixed_batch_equals_plain_decoding(make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine(draft, max_num_seqs=10)
-    engine.set_plan(plan_of(PROCESSORS_SHAPES))
-    assert run_of_processors(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+def test_mixed_batch_equals_plain_decoding(make_engine: Any, plain: PlainDecoding, draft: str) -> None:
+    engine = make_engine(draft, max_num_seqs=10, plan=plan_of(PROCESSORS_SHAPES))
+    assert texts(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
 
 
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "medusa", "peagle"])
-def test_mixed_batch_in_graphs_equals_plain_decoding(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str
-) -> None:
+def test_mixed_batch_in_graphs_equals_plain_decoding(make_engine: Any, plain: PlainDecoding, draft: str) -> None:
     """The draft proposes as in eager steps, under the same processors."""
-    plan_of, *_ = lossless
     reports = []
     for graphs in ((4, 10), ()):
-        engine = make_engine(draft, max_num_seqs=10, graphs=graphs)
-        engine.set_plan(plan_of(PROCESSORS_SHAPES))
-        assert run_of_processors(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+        engine = make_engine(draft, max_num_seqs=10, graphs=graphs, plan=plan_of(PROCESSORS_SHAPES))
+        assert texts(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
         report = engine.report()
         reports.append((report.drafts, report.accepted_tokens))
         if graphs:
@@ -286,15 +254,12 @@ def test_mixed_batch_in_graphs_equals_plain_decoding(
 @pytest.mark.parametrize("bug", ["blind-to-the-tree", "prompt-is-answer", "stops-late", "short-history"])
 def test_planted_bugs_are_detected(
     make_engine: Any,
-    lossless: Any,
     plain: PlainDecoding,
     bug: str,
     graphs: tuple[int, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine("copy", max_num_seqs=10, graphs=graphs)
-    engine.set_plan(plan_of(PROCESSORS_SHAPES))
+    engine = make_engine("copy", max_num_seqs=10, graphs=graphs, plan=plan_of(PROCESSORS_SHAPES))
     if bug == "blind-to-the-tree":
         monkeypatch.setattr(sampler.StepSampler, "_counted", lambda _, counts, rows: counts.answer_BV[rows.sequence_R])
     elif bug == "short-history":
@@ -302,7 +267,7 @@ def test_planted_bugs_are_detected(
         monkeypatch.setattr(sampler, "count_tokens", lambda texts, prompt, _, size: right(texts, prompt, 8, size))
     else:
         _plant_in_tables(bug, monkeypatch)
-    assert run_of_processors(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}
+    assert texts(engine, mixed_batch()) != {r.request_id: plain.text(r) for r in mixed_batch()}
 
 
 def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,10 +283,10 @@ def _plant_in_tables(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["in-turn", "pipelined"])
-def test_chunks_and_preemptions(make_engine: Any, lossless: Any, plain: PlainDecoding, pipelined: bool) -> None:
+def test_chunks_and_preemptions(make_engine: Any, plain: PlainDecoding, pipelined: bool) -> None:
     """Tokens emitted before a preemption still count as the answer, although they are recomputed like a prompt."""
-    plan_of, *_ = lossless
-    engine = make_engine("copy", max_num_seqs=5, blocks=10, budget=24, pipelined=pipelined)
-    engine.set_plan(plan_of(PROCESSORS_SHAPES))
-    assert run_of_processors(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
+    engine = make_engine(
+        "copy", max_num_seqs=5, blocks=10, budget=24, pipelined=pipelined, plan=plan_of(PROCESSORS_SHAPES)
+    )
+    assert texts(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
     assert engine.preemptions > 0, "the test must make the blocks run out"

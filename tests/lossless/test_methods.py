@@ -16,6 +16,8 @@ from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.models.target_states import TargetStates
 from support.lossless.draft_names import DRAFTS
 from support.lossless.plain_decoding import dense
+from support.lossless.small_requests import plan_of, submit, texts
+from support.tiers import by_effort
 
 METHODS = (*DRAFTS, "suffix-blind")
 PIPELINED = [(method, True) for method in METHODS if method not in ("ngram", "suffix")]
@@ -32,25 +34,23 @@ Text = dict[str, list[int]]
 
 
 def single_shapes() -> Iterator[Any]:
-    """Yield (method, batch, shape, sampled): all shapes for requests together, and two of them for one at a time."""
+    """Yield (method, batch, shape, sampled): all shapes for requests together, and one of two for one at a time."""
     every = [(shape, sampled) for shape in SHAPES for sampled in (False, True)]
-    for method in METHODS:
+    for number, method in enumerate(METHODS):
         # A draft on a device of its own is a process, which is too slow for the core.
         marks = () if method.startswith("own") else pytest.mark.core
         for shape, sampled in every:
             name = f"{method}-{shape}-{'sampled' if sampled else 'greedy'}"
             yield pytest.param(method, 8, shape, sampled, marks=marks, id=f"{name}-8")
-            if (shape == "tree") == sampled:
+            if by_effort(quick=False, full=sampled == number % 2, nightly=True) and (shape == "tree") == sampled:
                 yield pytest.param(method, 1, shape, sampled, id=f"{name}-1")
 
 
 @pytest.mark.parametrize(("method", "batch", "shape", "sampled"), list(single_shapes()))
 def test_single_shape_equals_plain_decoding(
-    make_engine: Any, lossless: Any, plain: Any, method: str, batch: int, shape: str, sampled: bool
+    make_engine: Any, plain: Any, method: str, batch: int, shape: str, sampled: bool
 ) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine(method, max_num_seqs=batch)
-    engine.set_plan(plan_of([TreeShape.parse(SHAPES[shape])]))
+    engine = make_engine(method, max_num_seqs=batch, plan=plan_of([TreeShape.parse(SHAPES[shape])]))
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == plain(requests)
     report = engine.report()
@@ -59,13 +59,9 @@ def test_single_shape_equals_plain_decoding(
 
 
 @pytest.mark.parametrize(("method", "pipelined"), [(method, False) for method in METHODS] + PIPELINED)
-def test_mixed_shapes_equal_plain_decoding(
-    make_engine: Any, lossless: Any, plain: Any, method: str, pipelined: bool
-) -> None:
+def test_mixed_shapes_equal_plain_decoding(make_engine: Any, plain: Any, method: str, pipelined: bool) -> None:
     """The text is the same with few slots and blocks, prompt chunks and a different shape for every request."""
-    plan_of, submit, texts = lossless
-    engine = make_engine(method, max_num_seqs=5, blocks=24, budget=40, pipelined=pipelined)
-    engine.set_plan(plan_of(MIX))
+    engine = make_engine(method, max_num_seqs=5, blocks=24, budget=40, pipelined=pipelined, plan=plan_of(MIX))
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=len(MIX)) for i in range(14)]
     assert texts(engine, requests) == plain(requests)
     assert engine.report().accepted_tokens > 0
@@ -73,11 +69,8 @@ def test_mixed_shapes_equal_plain_decoding(
 
 @pytest.mark.parametrize("first", ["eagle3", "peagle", "dflash"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-def test_different_draft_for_each_task(
-    make_engine: Any, lossless: Any, plain: Any, pipelined: bool, first: str
-) -> None:
+def test_different_draft_for_each_task(make_engine: Any, plain: Any, pipelined: bool, first: str) -> None:
     """Three methods draft in one batch, each for its own tasks, and accepted tokens are counted for the right draft."""
-    plan_of, submit, texts = lossless
     engine = make_engine([first, "draft-model", "ngram-blind"], pipelined=pipelined)
     tasks = tuple(TaskMatch(name=f"t{i}", draft=draft) for i, draft in enumerate((None, "d1", "d2", "unknown")))
     engine.set_plan(plan_of([MIX[3], MIX[2], MIX[6], MIX[1]], tasks=tasks))
@@ -88,18 +81,18 @@ def test_different_draft_for_each_task(
 
 
 @pytest.mark.parametrize("graphs", [(), (2,)], ids=["eager", "graphs"])
-def test_a_draft_catches_up_its_own_rows_only(make_engine: Any, lossless: Any, graphs: tuple[int, ...]) -> None:
+def test_a_draft_catches_up_its_own_rows_only(make_engine: Any, graphs: tuple[int, ...]) -> None:
     """A row that paused its draft is not caught up by the draft of another row.
 
     Its own draft would lack the keys of the tokens in between, and propose worse once the row drafts again.
     """
-    plan_of, submit, _ = lossless
     tasks = (TaskMatch(name="t0"), TaskMatch(name="t1", draft="d1"))
     other, paused = submit(0, sampled=False, tokens=150, shapes=2), submit(1, sampled=False, tokens=150, shapes=2)
     accepted = []
     for others in ([other], []):
-        engine = make_engine(["copy", "copy"], graphs=graphs)
-        engine.set_plan(plan_of([TreeShape.chain(1), TreeShape(())], tasks=tasks))
+        engine = make_engine(
+            ["copy", "copy"], graphs=graphs, plan=plan_of([TreeShape.chain(1), TreeShape(())], tasks=tasks)
+        )
         for request in [*others, paused]:
             engine.add(request)
         tokens, last = 0, None
@@ -116,11 +109,8 @@ def test_a_draft_catches_up_its_own_rows_only(make_engine: Any, lossless: Any, g
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 @pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy", "peagle", "dflash"])
-def test_draft_swap_during_requests(
-    make_engine: Any, lossless: Any, plain: Any, drafter: Any, then: str, pipelined: bool
-) -> None:
+def test_draft_swap_during_requests(make_engine: Any, plain: Any, drafter: Any, then: str, pipelined: bool) -> None:
     """The text is the same when the draft head is swapped for another draft during all requests, and back."""
-    plan_of, submit, _ = lossless
     engine = make_engine("eagle3", pipelined=pipelined)
     shapes = [MIX[2], MIX[3], MIX[4]]
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=3) for i in range(6)]
@@ -147,10 +137,8 @@ def test_draft_swap_during_requests(
 
 
 @pytest.mark.parametrize(("method", "passes"), [("eagle3", 4), ("peagle", 1), ("dflash", 1)])
-def test_steps_report_the_passes_of_the_method(make_engine: Any, lossless: Any, method: Any, passes: int) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine(method)
-    engine.set_plan(plan_of([TreeShape.chain(4)]))
+def test_steps_report_the_passes_of_the_method(make_engine: Any, method: Any, passes: int) -> None:
+    engine = make_engine(method, plan=plan_of([TreeShape.chain(4)]))
     texts(engine, [submit(i, sampled=False, tokens=TOKENS) for i in range(4)])
     drafted = {cell.draft_passes: cell for cell in engine.report().steps if cell.draft_passes and not cell.prefill}
     assert set(drafted) == {passes}
@@ -158,10 +146,8 @@ def test_steps_report_the_passes_of_the_method(make_engine: Any, lossless: Any, 
     assert drafted[passes].x[FEATURES.index("draft_passes")] == passes * drafted[passes].count
 
 
-def test_shadow_nodes_of_a_parallel_draft_need_no_further_pass(make_engine: Any, lossless: Any) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine("peagle")
-    engine.set_plan(plan_of([TreeShape.chain(1)], explore=0.5, max_depth=2))
+def test_shadow_nodes_of_a_parallel_draft_need_no_further_pass(make_engine: Any) -> None:
+    engine = make_engine("peagle", plan=plan_of([TreeShape.chain(1)], explore=0.5, max_depth=2))
     texts(engine, [submit(i, sampled=False, tokens=90) for i in range(8)])
     report = engine.report()
     assert {cell.depth for cell in report.acceptance if sum(cell.ranks)} == {1, 2}
@@ -197,17 +183,15 @@ def proposals(pair: Any, method: str, tokens: torch.Tensor) -> list[list[int]]:
 
 @pytest.mark.parametrize(("method", "depth"), [("medusa", 4), ("eagle", 1), ("eagle3", 1), ("draft-model", 1)])
 def test_accepted_tokens_match_the_methods_definition(
-    make_engine: Any, lossless: Any, pair: Any, plain: Any, method: str, depth: int
+    make_engine: Any, pair: Any, plain: Any, method: str, depth: int
 ) -> None:
     """Accepted tokens match the proposals that the method makes in one dense pass.
 
     A draft that reads the state of a wrong position does not change the text; it only lowers the acceptance rate.
     """
-    plan_of, submit, texts = lossless
     requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(1, 13)]
     longer = plain([submit(i, sampled=False, tokens=TOKENS + depth) for i in range(1, 13)])
-    engine = make_engine(method)
-    engine.set_plan(plan_of([TreeShape.chain(depth)]))
+    engine = make_engine(method, plan=plan_of([TreeShape.chain(depth)]))
     texts(engine, requests)
     drafts = accepted = 0
     for request in requests:

@@ -16,6 +16,7 @@ from specdecode_worker.sampling import sampler as multi_round
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.sampling.sampler import StepSampler
 from support.lossless.plain_decoding import PlainDecoding
+from support.lossless.small_requests import plan_of
 from support.tiers import by_effort
 
 SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none")]
@@ -68,8 +69,7 @@ def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> 
 def sampled_answers(
     make_engine: Any, plan_of: Any, *, draft: str = "copy", cuts: bool = False, **sampling: Any
 ) -> list[list[int]]:
-    engine = make_engine(draft, max_num_seqs=48, blocks=200, coupled=False)
-    engine.set_plan(plan_of(SHAPES))
+    engine = make_engine(draft, max_num_seqs=48, blocks=200, coupled=False, plan=plan_of(SHAPES))
     if cuts:
         engine.set_synthetic(SyntheticKnobs(acceptance=(0.7, 0.5)))
     return run(engine, [submit(i, **sampling) for i in range(REQUESTS)])
@@ -81,25 +81,22 @@ def sampled_answers(
     ids=["whole", "cut-short", "parallel"],
 )
 def test_sampled_text_follows_the_target_distribution(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str, cuts: bool
+    make_engine: Any, plain: PlainDecoding, draft: str, cuts: bool
 ) -> None:
-    plan_of, *_ = lossless
     answers = sampled_answers(make_engine, plan_of, draft=draft, cuts=cuts)
     assert p_value(plain, answers, submit(0)) > 1e-3
 
 
-def test_penalised_text_follows_the_target_distribution(make_engine: Any, lossless: Any, plain: PlainDecoding) -> None:
-    plan_of, *_ = lossless
+def test_penalised_text_follows_the_target_distribution(make_engine: Any, plain: PlainDecoding) -> None:
     fields: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
     answers = sampled_answers(make_engine, plan_of, **fields)
     assert p_value(plain, answers, submit(0, **fields)) > 1e-3
 
 
 def test_wrong_distribution_is_detected(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test detects a planted bug: proposals verified as if they had been drawn from a sharper distribution."""
-    plan_of, *_ = lossless
     right = multi_round.multi_round
 
     def planted(parents: Any, tokens: Any, logp: Any, logq: Any, *rest: Any, **flags: Any) -> Any:
@@ -111,12 +108,8 @@ def test_wrong_distribution_is_detected(
 
 
 @pytest.mark.parametrize("draft", ["copy", "peagle", "dflash"])
-def test_greedy_text_in_a_mixed_batch_equals_plain_text(
-    make_engine: Any, lossless: Any, plain: PlainDecoding, draft: str
-) -> None:
-    plan_of, *_ = lossless
-    engine = make_engine(draft, coupled=False)
-    engine.set_plan(plan_of(SHAPES))
+def test_greedy_text_in_a_mixed_batch_equals_plain_text(make_engine: Any, plain: PlainDecoding, draft: str) -> None:
+    engine = make_engine(draft, coupled=False, plan=plan_of(SHAPES))
     fields: dict[str, Any] = {"max_tokens": 30, "top_k": 0, "frequency_penalty": 0.5}
     requests = [submit(i, temperature=0.0 if i % 2 else 0.9, **fields) for i in range(8)]
     answers = run(engine, requests)
@@ -134,8 +127,7 @@ GRAPH_SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none"
 
 def counted(make_engine: Any, plan_of: Any, draft: str, graphs: tuple[int, ...], **sampling: Any) -> Any:
     """Return the texts and the acceptance of a mixed batch, with shadow passes and cut paths."""
-    engine = make_engine(draft, coupled=False, graphs=graphs, pipelined=True)
-    engine.set_plan(plan_of(GRAPH_SHAPES, explore=0))
+    engine = make_engine(draft, coupled=False, graphs=graphs, pipelined=True, plan=plan_of(GRAPH_SHAPES, explore=0))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.9, 0.7)))
     fields: dict[str, Any] = {"max_tokens": 24, "top_p": 0.95, **sampling}
     requests = [
@@ -154,19 +146,15 @@ def counted(make_engine: Any, plan_of: Any, draft: str, graphs: tuple[int, ...],
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "peagle"])
 @pytest.mark.parametrize("feature", ["none", "penalties"])
 def test_graphs_have_the_text_of_eager_steps(
-    make_engine: Any, lossless: Any, draft: str, feature: str, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, draft: str, feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan_of, *_ = lossless
     monkeypatch.setattr(ShapeSelector, "_shadow_depth", lambda _: 5)
     fields: dict[str, Any] = {"presence_penalty": 0.5, "logit_bias": ((5, 1.0),)} if feature == "penalties" else {}
     assert counted(make_engine, plan_of, draft, GRAPHS, **fields) == counted(make_engine, plan_of, draft, (), **fields)
 
 
-def test_other_probabilities_in_graphs_are_detected(
-    make_engine: Any, lossless: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_probabilities_in_graphs_are_detected(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that verify all children as deterministic accept others than eager steps do."""
-    plan_of, *_ = lossless
     wanted = counted(make_engine, plan_of, "copy", ())
     monkeypatch.setattr(StepSampler, "_store", lambda *_: None)
     assert counted(make_engine, plan_of, "copy", GRAPHS)[1:] != wanted[1:]

@@ -22,6 +22,7 @@ from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.trees import Forest
 from support.lossless.plain_decoding import dense
+from support.lossless.small_requests import plan_of, submit, texts
 
 SHAPES = [TreeShape.parse(text) for text in ("chain:5", "none", "chain:1", "tree:3,2,1", "chain:3")]
 
@@ -86,10 +87,9 @@ class CheckedProposals:
 
 @pytest.mark.parametrize(("method", "passes"), [("eagle3", 5), ("peagle", 1)])
 def test_a_chain_of_five_runs_the_head_once(
-    make_engine: Any, lossless: Any, pair: Any, method: str, passes: int, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, pair: Any, method: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step reads the weights of the head and of its output matrix once, and those of an EAGLE-3 head five times."""
-    plan_of, submit, texts = lossless
     head = pair.eagle if method == "eagle3" else pair.peagle
     calls = {"forward": 0, "logits": 0}
 
@@ -104,8 +104,7 @@ def test_a_chain_of_five_runs_the_head_once(
 
     for name in calls:
         monkeypatch.setattr(head, name, counted(name))
-    engine = make_engine(method, max_num_seqs=1)
-    engine.set_plan(plan_of([TreeShape.chain(5)]))
+    engine = make_engine(method, max_num_seqs=1, plan=plan_of([TreeShape.chain(5)]))
     texts(engine, [submit(4, sampled=False, tokens=30)])
     steps = sum(cell.count for cell in engine.report().steps if cell.draft_passes)
     assert steps > 10
@@ -124,12 +123,8 @@ def test_a_chain_of_five_runs_the_head_once(
     ids=["in-turn", "pipelined", "few-blocks", "few-blocks-pipelined", "small-chunks"],
 )
 @pytest.mark.parametrize("method", ["peagle", "dflash"])
-def test_proposals_equal_a_dense_pass(
-    make_engine: Any, lossless: Any, pair: Any, method: str, fields: dict[str, Any]
-) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine(method, **fields)
-    engine.set_plan(plan_of(SHAPES))
+def test_proposals_equal_a_dense_pass(make_engine: Any, pair: Any, method: str, fields: dict[str, Any]) -> None:
+    engine = make_engine(method, **fields, plan=plan_of(SHAPES))
     checked = CheckedProposals(engine, pair)
     requests = [submit(i, sampled=i % 4 == 3, tokens=24, shapes=len(SHAPES)) for i in range(10)]
     texts(engine, requests)
@@ -155,10 +150,8 @@ class TestOwnVocabulary:
         return replace(pair, dflash=head)
 
     @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-    def test_text_and_proposals(self, make_engine: Any, lossless: Any, plain: Any, pair: Any, sampled: bool) -> None:
-        plan_of, submit, texts = lossless
-        engine = make_engine("dflash")
-        engine.set_plan(plan_of(SHAPES))
+    def test_text_and_proposals(self, make_engine: Any, plain: Any, pair: Any, sampled: bool) -> None:
+        engine = make_engine("dflash", plan=plan_of(SHAPES))
         checked = CheckedProposals(engine, pair)
         requests = [submit(i, sampled=sampled and i % 2 == 1, tokens=24, shapes=len(SHAPES)) for i in range(10)]
         assert texts(engine, requests) == plain(requests)

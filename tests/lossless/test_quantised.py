@@ -19,6 +19,8 @@ from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.linear import Linear, QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_draft, quantise_target
+from support.lossless.small_requests import plan_of, submit, texts
+from support.tiers import covering
 
 SHAPES = ("chain:4", "tree:3,2,1,1")
 TOKENS = 40
@@ -49,10 +51,10 @@ def store_as_checkpoints_do(target: CausalLM) -> None:
         linear._store(QuantizedWeight(weight, linear.bias))
 
 
-@pytest.fixture(
-    params=[None, "int8", "fp8", "checkpoint"],
-    ids=["plain target", "int8 target", "fp8 target", "quantized checkpoint"],
-)
+TARGETS = {"plain target": None, "int8 target": "int8", "fp8 target": "fp8", "quantized checkpoint": "checkpoint"}
+
+
+@pytest.fixture(params=TARGETS.values(), ids=TARGETS)
 def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
     """Return a pair with an optionally quantised target and int4 drafts.
 
@@ -81,22 +83,19 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
     return quantised
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash"])
-def test_text_equals_plain_decoding(
-    make_engine: Any, lossless: Any, plain: Any, draft: str, shape: str, sampled: bool
-) -> None:
-    plan_of, submit, texts = lossless
-    engine = make_engine(draft, max_num_seqs=5)
-    engine.set_plan(plan_of([TreeShape.parse(shape)]))
+@pytest.mark.parametrize(
+    ("pair", "draft", "shape", "sampled"),
+    covering([*TARGETS.values()], ["copy", "eagle3", "peagle", "dflash"], SHAPES, [False, True]),
+    indirect=["pair"],
+)
+def test_text_equals_plain_decoding(make_engine: Any, plain: Any, draft: str, shape: str, sampled: bool) -> None:
+    engine = make_engine(draft, max_num_seqs=5, plan=plan_of([TreeShape.parse(shape)]))
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == plain(requests)
     assert engine.report().accepted_tokens > 0
 
 
-def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, lossless: Any, plain: Any) -> None:
-    plan_of, submit, texts = lossless
+def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, plain: Any) -> None:
     engine = make_engine(["copy", "eagle3", "ngram"], max_num_seqs=5)
     merge = (MergedDraft(draft="d1"), MergedDraft(draft="d2", depth=6))
     engine.set_plan(plan_of([TreeShape.parse("tree:3,2")], tasks=(TaskMatch(name="t0", merge=merge),)))
@@ -108,18 +107,18 @@ def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, lossless:
 SCALES = tuple(Scales(0.004 * 2**layer, 0.01) for layer in range(8))
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("options", [{}, {"blocks": 12}, {"budget": 40}, {"graphs": (1, 2, 4)}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "shape", "sampled"),
+    covering([{}, {"blocks": 12}, {"budget": 40}, {"graphs": (1, 2, 4)}], SHAPES, [False, True]),
+    ids=str,
+)
 @pytest.mark.parametrize("pair", [None], ids=["plain target"], indirect=True)
 def test_text_on_a_cache_in_fp8(
-    make_engine: Any, lossless: Any, plain: Any, pair: Any, options: dict[str, Any], shape: str, sampled: bool
+    make_engine: Any, plain: Any, pair: Any, options: dict[str, Any], shape: str, sampled: bool
 ) -> None:
     """Keys and values of the own pass are read as rounded as all others, in chunks, after preemption, and in graphs."""
-    plan_of, submit, texts = lossless
     scales = SCALES[: pair.config.num_hidden_layers]
-    engine = make_engine("copy", max_num_seqs=5, scales=scales, **options)
-    engine.set_plan(plan_of([TreeShape.parse(shape)]))
+    engine = make_engine("copy", max_num_seqs=5, scales=scales, **options, plan=plan_of([TreeShape.parse(shape)]))
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(6)]
     wanted = texts(make_engine(None, scales=scales), requests)
     assert texts(engine, requests) == wanted
@@ -128,9 +127,8 @@ def test_text_on_a_cache_in_fp8(
 
 
 def test_quantised_target_text_does_not_depend_on_batch_size(
-    make_engine: Any, lossless: Any, plain: Any, pair: Any, request: Any
+    make_engine: Any, plain: Any, pair: Any, request: Any
 ) -> None:
-    _, submit, texts = lossless
     requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(8)]
     is_quantised = any(isinstance(module, QuantizedWeight) for module in pair.target.modules())
     assert is_quantised == ("plain target" not in request.node.name)

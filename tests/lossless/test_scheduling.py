@@ -17,6 +17,8 @@ from specdecode_worker.contract import Report, TreeShape
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.sampling.params import Sampling
+from support.lossless.small_requests import plan_of
+from support.tiers import covering
 
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:3,2,1"), TreeShape(())
 TOPICS = 4
@@ -96,11 +98,8 @@ BATCH = pytest.mark.parametrize("batch", [1, 8])
 @SAMPLED
 @SHAPES
 @BATCH
-def test_reused_prefixes(
-    make_engine: Any, lossless: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool
-) -> None:
-    engine = make_engine("copy", max_num_seqs=batch, blocks=60)
-    engine.set_plan(lossless[0]([shape]))
+def test_reused_prefixes(make_engine: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool) -> None:
+    engine = make_engine("copy", max_num_seqs=batch, blocks=60, plan=plan_of([shape]))
     requests = [make_request(i, sampled=sampled, new=5) for i in range(AT_LEAST + TOPICS + 4)]
     tokens_by_request, cached = serve(engine, requests)
     assert tokens_by_request == plain_texts(requests)
@@ -112,14 +111,9 @@ def test_reused_prefixes(
     assert report.accepted_tokens > report.drafts / 3, "the draft must be good enough to test anything"
 
 
-@SAMPLED
-@SHAPES
-@BATCH
-def test_prompts_in_chunks(
-    make_engine: Any, lossless: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool
-) -> None:
-    engine = make_engine("copy", max_num_seqs=batch, budget=20, prefix_caching=False)
-    engine.set_plan(lossless[0]([shape]))
+@pytest.mark.parametrize(("batch", "shape", "sampled"), covering([1, 8], [CHAIN, TREE], [False, True]), ids=str)
+def test_prompts_in_chunks(make_engine: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool) -> None:
+    engine = make_engine("copy", max_num_seqs=batch, budget=20, prefix_caching=False, plan=plan_of([shape]))
     requests = [make_request(i, sampled=sampled) for i in range(36)]
     tokens_by_request, _ = serve(engine, requests)
     assert tokens_by_request == plain_texts(requests)
@@ -135,7 +129,7 @@ def preempt_running(engine: Engine) -> None:
 
 @SAMPLED
 @BATCH
-def test_preemptions(make_engine: Any, lossless: Any, plain_texts: Any, batch: int, sampled: bool) -> None:
+def test_preemptions(make_engine: Any, plain_texts: Any, batch: int, sampled: bool) -> None:
     """The text is the same under preemption.
 
     In one case all computed blocks are lost; in the other the requests find some of them in the prefix cache.
@@ -143,8 +137,7 @@ def test_preemptions(make_engine: Any, lossless: Any, plain_texts: Any, batch: i
     requests = [make_request(i, sampled=sampled, prompt=46, new=12, shapes=2) for i in range(20)]
     preemptions = 0
     for caching in (False, True):
-        engine = make_engine("copy", max_num_seqs=batch, budget=64, prefix_caching=caching)
-        engine.set_plan(lossless[0]([CHAIN, TREE]))
+        engine = make_engine("copy", max_num_seqs=batch, budget=64, prefix_caching=caching, plan=plan_of([CHAIN, TREE]))
         tokens_by_request, _ = serve(engine, requests, between=preempt_running)
         assert tokens_by_request == plain_texts(requests)
         preemptions += engine.preemptions
@@ -152,16 +145,15 @@ def test_preemptions(make_engine: Any, lossless: Any, plain_texts: Any, batch: i
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
-def test_all_features_together_when_blocks_run_out(
-    make_engine: Any, lossless: Any, plain_texts: Any, pipelined: bool
-) -> None:
+def test_all_features_together_when_blocks_run_out(make_engine: Any, plain_texts: Any, pipelined: bool) -> None:
     """The text is the same with cache hits, chunks and preemptions in one run.
 
     Sixteen blocks serve eight requests that need three or four each, with chains, trees and plain steps, greedy and
     seeded.
     """
-    engine = make_engine("copy", max_num_seqs=8, blocks=1 + 16, budget=24, pipelined=pipelined)
-    engine.set_plan(lossless[0]([CHAIN, TREE, NONE]))
+    engine = make_engine(
+        "copy", max_num_seqs=8, blocks=1 + 16, budget=24, pipelined=pipelined, plan=plan_of([CHAIN, TREE, NONE])
+    )
     requests = [make_request(i, sampled=i % 2 == 1, prompt=44 + i % 3, new=12, shapes=3) for i in range(120)]
     tokens_by_request, cached = serve(engine, requests, between=preempt_running)
     assert tokens_by_request == plain_texts(requests)
@@ -178,20 +170,19 @@ def ranks(report: Report) -> Counter[Any]:
     return counts
 
 
-@SAMPLED
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("draft", ["copy", "eagle3", "peagle", "dflash", "draft-model"])
-def test_prefix_hit_does_not_change_draft_ranks(
-    make_engine: Any, lossless: Any, draft: str, shape: Any, sampled: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("draft", "shape", "sampled"),
+    covering(["copy", "eagle3", "peagle", "dflash", "draft-model"], [CHAIN, TREE], [False, True]),
+    ids=str,
+)
+def test_prefix_hit_does_not_change_draft_ranks(make_engine: Any, draft: str, shape: Any, sampled: bool) -> None:
     """The draft ranks tokens the same after a prefix hit as without one.
 
     Its first slot reads the stored state of the preceding block; all other slots are in the blocks that were found.
     """
     rank_counts = []
     for caching in (False, True):
-        engine = make_engine(draft, prefix_caching=caching)
-        engine.set_plan(lossless[0]([shape]))
+        engine = make_engine(draft, prefix_caching=caching, plan=plan_of([shape]))
         serve(engine, [make_request(0, sampled=sampled)])
         before = ranks(engine.report())
         first = make_request(4, sampled=sampled, new=40)

@@ -8,53 +8,50 @@ import pytest
 from msgspec import structs
 
 from specdecode_worker.contract import TreeShape
+from support.lossless.small_requests import plan_of, submit, texts
 
 TOKENS = 40
 
 
 @pytest.fixture
-def engine_of(make_engine: Any, lossless: Any) -> Any:
-    plan_of, *_ = lossless
+def engine_of(make_engine: Any) -> Any:
 
     def make(**fields: Any) -> Any:
-        engine = make_engine("suffix", **fields)
-        engine.set_plan(plan_of([TreeShape.chain(6)]))
+        engine = make_engine("suffix", **fields, plan=plan_of([TreeShape.chain(6)]))
         return engine
 
     return make
 
 
-def requests(lossless: Any, prefix: str, *, salt: str = "", sampled: bool = False) -> Any:
-    _, submit, _ = lossless
+def requests(prefix: str, *, salt: str = "", sampled: bool = False) -> Any:
     one = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(4)]
     return [structs.replace(r, request_id=f"{prefix}{r.request_id}", cache_salt=salt) for r in one]
 
 
-def answers(lossless: Any, engine: Any, submits: Any) -> tuple[list[list[int]], int]:
+def answers(engine: Any, submits: Any) -> tuple[list[list[int]], int]:
     """Return the answers, and the number of tokens that were accepted for them."""
-    *_, texts = lossless
     before = engine.report().accepted_tokens
     return list(texts(engine, submits).values()), engine.report().accepted_tokens - before
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_answers_of_a_tenant_are_drafted_again(make_engine: Any, lossless: Any, engine_of: Any, sampled: bool) -> None:
+def test_answers_of_a_tenant_are_drafted_again(make_engine: Any, engine_of: Any, sampled: bool) -> None:
     engine = engine_of()
-    wanted, _ = answers(lossless, make_engine(None), requests(lossless, "", sampled=sampled))
-    first, accepted = answers(lossless, engine, requests(lossless, "a", sampled=sampled))
-    again, accepted_again = answers(lossless, engine, requests(lossless, "b", sampled=sampled))
+    wanted, _ = answers(make_engine(None), requests("", sampled=sampled))
+    first, accepted = answers(engine, requests("a", sampled=sampled))
+    again, accepted_again = answers(engine, requests("b", sampled=sampled))
     assert first == again == wanted
     # Every token but the first ones of an answer, and one a step that needs no draft, is accepted.
     assert accepted_again > accepted + 2 * TOKENS
-    other, accepted_other = answers(lossless, engine, requests(lossless, "c", salt="other", sampled=sampled))
+    other, accepted_other = answers(engine, requests("c", salt="other", sampled=sampled))
     assert (other, accepted_other) == (wanted, accepted), "another tenant's answers are not drafted"
 
 
-def test_texts_of_ended_and_cancelled_requests_are_dropped(lossless: Any, engine_of: Any) -> None:
+def test_texts_of_ended_and_cancelled_requests_are_dropped(engine_of: Any) -> None:
     engine = engine_of()
-    submits = requests(lossless, "a")
-    for submit in submits:
-        engine.add(submit)
+    submits = requests("a")
+    for one in submits:
+        engine.add(one)
     for _ in range(6):
         engine.step()
     drafter = engine._drafts._drafts[""].drafter
@@ -65,9 +62,9 @@ def test_texts_of_ended_and_cancelled_requests_are_dropped(lossless: Any, engine
     assert drafter._texts == {}
 
 
-def test_preempted_requests_continue(make_engine: Any, lossless: Any, engine_of: Any) -> None:
-    wanted, _ = answers(lossless, make_engine(None), requests(lossless, ""))
+def test_preempted_requests_continue(make_engine: Any, engine_of: Any) -> None:
+    wanted, _ = answers(make_engine(None), requests(""))
     engine = engine_of(blocks=9, max_num_seqs=4)
-    assert answers(lossless, engine, requests(lossless, "a"))[0] == wanted
-    assert answers(lossless, engine, requests(lossless, "b"))[0] == wanted
+    assert answers(engine, requests("a"))[0] == wanted
+    assert answers(engine, requests("b"))[0] == wanted
     assert engine.preemptions > 0, "the test must make the blocks run out"

@@ -21,12 +21,13 @@ from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.models.fetch import default_cache_dir, resolve
 from specdecode_worker.sampling.params import Sampling
+from support.tiers import by_effort
 from support.worker.quantized_folders import Rounding, awq, gptq, int4, nvfp4, pack_quantized, scaled, write_quantized
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
-COUNT, TOKENS = 8, 24
+COUNT, TOKENS = by_effort(quick=4, full=4, nightly=8), 24
 NEAR = 1e-4
 METHODS = ("eagle3", "peagle", "eagle", "medusa", "draft-model", "ngram", "none")
 ACCEPTS = {"eagle3", "peagle", "draft-model", "ngram"}
@@ -188,8 +189,8 @@ def test_text_of_a_quantized_copy_is_that_of_its_dequantized_twin(
     assert name.partition(" ")[0].lower() in engine.target_format.lower()
     engine.run_shape(TreeShape(()))
     lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
-    prompts = [engine.prompt(lines[29 * i % len(lines)]) for i in range(3)]
-    answers, _ = engine.answer(prompts, [Sampling(max_tokens=TOKENS, temperature=0.0, seed=0)] * 3)
+    prompts = [engine.prompt(lines[29 * i % len(lines)]) for i in range(COUNT // 2)]
+    answers, _ = engine.answer(prompts, [Sampling(max_tokens=TOKENS, temperature=0.0, seed=0)] * len(prompts))
     for prompt, answer in zip(prompts, answers, strict=True):
         wanted = generated(twin, prompt.tokens)
         assert answer.tokens == wanted or diverges_at_near_tie(twin, prompt.tokens, wanted, answer.tokens)

@@ -1,9 +1,8 @@
 """Black-box tests of the operator under faults, on a real cluster, with a release of its own and stand-in workers.
 
-The tests look only at the Kubernetes API, at stand-in workers and at clients, so that the same tests run against other
-revisions of the operator (support/operator_faults/revision.py). The tests in quick/ always run; the others are the
-proofs `operator-faults` and `upgrade`. Those that take the API server away (`disruptive`) run on the local cluster
-only.
+The tests look only at the Kubernetes API, at stand-in workers and at clients. The tests in quick/ always run; the
+others are the proofs `operator-faults` and `upgrade`. Those that take the API server away (`disruptive`) run on the
+local cluster only.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import pytest
 from support.kube import Cluster
 from support.operator_faults.api_client import Api
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import Installation, install_crd
-from support.operator_faults.revision import Revision
+from support.operator_faults.installation import Installation
 from support.operator_faults.tenant import Tenant
+from support.operators.operator_process import install_crd
 from support.tiers import skip_reason
 
 HERE = Path(__file__).parent
@@ -55,26 +54,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 @pytest.fixture(scope="session")
-def revision(cluster: Cluster) -> Revision:
-    return Revision.from_environment(cluster)
-
-
-@pytest.fixture(scope="session")
 def api(cluster: Cluster) -> Api:
     return Api(cluster.kubeconfig)
 
 
 @pytest.fixture(scope="session")
-def figures(revision: Revision) -> Figures:
-    return Figures(revision.label)
+def figures(cluster: Cluster) -> Figures:
+    return Figures(cluster.operator_image.rpartition(":")[2])
 
 
 @pytest.fixture(scope="session")
-def tenants(cluster: Cluster, api: Api, revision: Revision) -> Iterator[tuple[Tenant, Tenant]]:
+def tenants(cluster: Cluster, api: Api) -> Iterator[tuple[Tenant, Tenant]]:
     """Yield two tenants, each with a namespace of its own; both are watched by the installed operator."""
-    install_crd(cluster, revision)
+    install_crd(cluster)
     with cluster.namespace("faults-a") as first, cluster.namespace("faults-b") as second:
-        both = Tenant(api, revision, first), Tenant(api, revision, second)
+        both = Tenant(api, cluster.operator_image, first), Tenant(api, cluster.operator_image, second)
         for tenant in both:
             tenant.prepare()
         yield both
@@ -91,12 +85,10 @@ def other_tenant(tenants: tuple[Tenant, Tenant]) -> Tenant:
 
 
 @pytest.fixture(scope="session")
-def installation(
-    cluster: Cluster, api: Api, revision: Revision, tenants: tuple[Tenant, Tenant]
-) -> Iterator[Installation]:
-    """Yield the operator under test, installed by helm."""
+def installation(cluster: Cluster, api: Api, tenants: tuple[Tenant, Tenant]) -> Iterator[Installation]:
+    """Yield the operator, installed by helm."""
     with cluster.namespace("faults-operator") as home:
-        installed = Installation(cluster, api, revision, home, tuple(tenant.namespace for tenant in tenants))
+        installed = Installation(cluster, api, home, tuple(tenant.namespace for tenant in tenants))
         installed.install()
         yield installed
         installed.uninstall()

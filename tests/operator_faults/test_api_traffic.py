@@ -15,12 +15,11 @@ import pytest
 
 from support.kube import Cluster, wait_for
 from support.operator_faults.api_client import Api
-from support.operator_faults.counting_proxy import SentRequest, counting_proxy
+from support.operator_faults.counting_proxy import CountingProxy, SentRequest, counting_proxy
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import install_crd
-from support.operator_faults.local_operator import LocalOperator, local_operator_process
-from support.operator_faults.revision import Revision
+from support.operator_faults.local_operator import operator_behind
 from support.operator_faults.tenant import Tenant
+from support.operators.operator_process import install_crd
 
 pytestmark = pytest.mark.own_operator
 
@@ -29,22 +28,20 @@ PAUSED = {"spec": {"paused": True}}
 
 
 @pytest.fixture(scope="module")
-def own_tenant(cluster: Cluster, api: Api, revision: Revision) -> Iterator[Tenant]:
+def own_tenant(cluster: Cluster, api: Api) -> Iterator[Tenant]:
     """Yield a tenant that only the local operator watches."""
-    install_crd(cluster, revision)
+    install_crd(cluster)
     with cluster.namespace("faults-local") as name:
-        tenant = Tenant(api, revision, name)
+        tenant = Tenant(api, cluster.operator_image, name)
         tenant.prepare()
         yield tenant
 
 
 @pytest.fixture
-def local_operator(own_tenant: Tenant, tmp_path: Path) -> Iterator[LocalOperator]:
-    with (
-        counting_proxy(own_tenant.api) as proxy,
-        local_operator_process(proxy, own_tenant.revision, own_tenant.namespace, tmp_path) as operator,
-    ):
-        yield operator
+def proxy(own_tenant: Tenant, cluster: Cluster, tmp_path: Path) -> Iterator[CountingProxy]:
+    """Yield the proxy of an operator that runs."""
+    with counting_proxy(own_tenant.api) as proxy, operator_behind(proxy, cluster, own_tenant.namespace, tmp_path):
+        yield proxy
 
 
 def summary(requests: list[SentRequest]) -> dict[str, int]:
@@ -55,14 +52,14 @@ def summary(requests: list[SentRequest]) -> dict[str, int]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("event", ["created resource", "changed spec", "deleted Service"])
 def test_event_past_a_half_open_watch_is_noticed(
-    own_tenant: Tenant, local_operator: LocalOperator, figures: Figures, event: str
+    own_tenant: Tenant, proxy: CountingProxy, figures: Figures, event: str
 ) -> None:
     """Freeze every connection of the operator, which sees neither data nor a close, and wait for its reaction."""
     with own_tenant.deployment("half-open", ready=False, replicas=0) as served, ExitStack() as stack:
         wait_for("children exist", lambda: served.child("pdb", "-worker"), timeout_s=30)
         uid = served.child("service")["metadata"]["uid"]
         time.sleep(5)
-        assert local_operator.proxy.freeze() > 0
+        assert proxy.freeze() > 0
         if event == "created resource":
             created = stack.enter_context(own_tenant.deployment("created", ready=False, replicas=0))
         elif event == "changed spec":
@@ -83,9 +80,7 @@ def test_event_past_a_half_open_watch_is_noticed(
 
 
 @pytest.mark.timeout(300)
-def test_refused_child_is_sent_with_back_off(
-    own_tenant: Tenant, local_operator: LocalOperator, figures: Figures
-) -> None:
+def test_refused_child_is_sent_with_back_off(own_tenant: Tenant, proxy: CountingProxy, figures: Figures) -> None:
     api, namespace = own_tenant.api, own_tenant.namespace
     quota = {"metadata": {"name": "no-budgets"}, "spec": {"hard": {"count/poddisruptionbudgets.policy": "0"}}}
     api.create("quota", namespace, quota)
@@ -95,7 +90,7 @@ def test_refused_child_is_sent_with_back_off(
             served.wait_named("PodDisruptionBudget", "exceeded quota")
             started = time.monotonic()
             time.sleep(REST_SECONDS)
-            sent = [r for r in local_operator.proxy.since(started) if "poddisruptionbudgets" in r.path]
+            sent = [r for r in proxy.since(started) if "poddisruptionbudgets" in r.path]
             figures.record(16, f"requests for a refused child in {REST_SECONDS} s", len(sent))
             assert len(sent) <= 8, summary(sent)
     finally:
@@ -103,9 +98,7 @@ def test_refused_child_is_sent_with_back_off(
 
 
 @pytest.mark.timeout(400)
-def test_deployments_at_rest_cost_no_writes(
-    own_tenant: Tenant, local_operator: LocalOperator, figures: Figures
-) -> None:
+def test_deployments_at_rest_cost_no_writes(own_tenant: Tenant, proxy: CountingProxy, figures: Figures) -> None:
     """An idle deployment is not written; a paused one with a pending change and traffic at most once a minute."""
     with (
         own_tenant.deployment("idle", behaviour={"drafts_per_second": 0}),
@@ -119,7 +112,7 @@ def test_deployments_at_rest_cost_no_writes(
         for number in range((20 + REST_SECONDS) // 4):
             paused.behave(worker, acceptance=(0.9, 0.2)[number % 2])
             time.sleep(4)
-        writes = local_operator.proxy.since(started)
+        writes = proxy.since(started)
         counts = {
             name: len([request for request in writes if f"/{name}" in request.path]) for name in ("idle", "paused")
         }

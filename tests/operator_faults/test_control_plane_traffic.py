@@ -1,7 +1,4 @@
-"""Constant traffic of eight clients while the API server is gone for a minute or etcd is slow: no request may fail.
-
-The tests take the API server of the whole local cluster away; OPERATOR_FAULTS_DISRUPTIVE=0 skips them.
-"""
+"""Constant traffic of eight clients while the API server is gone for a minute or etcd is slow: no request may fail."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from support.cluster_faults.extra_node import bring_back, drain, extra_node, nod
 from support.kube import Cluster, wait_for
 from support.operator_faults.client_traffic import DRAIN, assert_status_true, constant_clients, unnoticed
 from support.operator_faults.figures import Figures
-from support.operator_faults.revision import Revision
 from support.operator_faults.tenant import ServedDeployment, Tenant
 from support.tiers import skip_reason
 
@@ -23,10 +22,10 @@ QUIET_SECONDS = 20
 
 
 @pytest.fixture(scope="module")
-def node(cluster: Cluster, revision: Revision) -> Iterator[str]:
+def node(cluster: Cluster) -> Iterator[str]:
     if not cluster.local:
         pytest.skip(skip_reason("local cluster", "it gets a second node"))
-    with extra_node([revision.image]) as name:
+    with extra_node([cluster.operator_image]) as name:
         yield name
 
 

@@ -2,35 +2,29 @@
 
 Helm applies the CRD of a chart before the operator's Deployment, so for a while, or for good, the old operator leads
 under the new CRD, whose defaults are in every resource that it reads. The new CRD is this tree's with more fields.
-
-The revision before is this tree too, unless OPERATOR_FAULTS_FROM_SOURCE and OPERATOR_FAULTS_FROM_IMAGE name another one
-(support/operator_faults/revision.py).
 """
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from specdecode_operator.api import crd
 from support.kube import Cluster, Manifest, wait_for
 from support.operator_faults.api_client import Api
 from support.operator_faults.client_traffic import clients_of
 from support.operator_faults.counting_proxy import counting_proxy
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import Installation, install_crd
-from support.operator_faults.local_operator import local_operator_process
-from support.operator_faults.revision import Revision
+from support.operator_faults.installation import Installation
+from support.operator_faults.local_operator import operator_behind
 from support.operator_faults.tenant import ServedDeployment, Tenant
+from support.operators.operator_process import install_crd
 
-FROM = "OPERATOR_FAULTS_FROM_"
 SKEW_SECONDS = 30
 pytestmark = [pytest.mark.own_operator, pytest.mark.proof("upgrade")]
 
@@ -41,63 +35,51 @@ SETTINGS = {"type": "object", "default": {}, "properties": {"share": {"type": "i
 
 
 @pytest.fixture
-def before(cluster: Cluster) -> Revision:
-    given = [name for name in ("IMAGE", "SOURCE") if os.environ.get(FROM + name)]
-    assert len(given) != 1, f"{FROM}{given[0]} is set: {FROM}IMAGE and {FROM}SOURCE belong together"
-    return Revision.from_environment(cluster, FROM)
-
-
-@pytest.fixture
-def tenant(cluster: Cluster, api: Api, revision: Revision) -> Iterator[Tenant]:
-    """Yield a tenant that no other release watches. Its stand-ins run the new image, so that they need no rollout."""
+def tenant(cluster: Cluster, api: Api) -> Iterator[Tenant]:
+    """Yield a tenant that no other release watches."""
     with cluster.namespace("faults-upgrade") as name:
-        own = Tenant(api, revision, name)
+        own = Tenant(api, cluster.operator_image, name)
         own.prepare()
         yield own
-    install_crd(cluster, revision)
+    install_crd(cluster)
 
 
 @pytest.fixture
-def installation(cluster: Cluster, api: Api, before: Revision, tenant: Tenant) -> Iterator[Installation]:
-    """Yield the release of the revision before, under its own CRD."""
-    install_crd(cluster, before)
+def installation(cluster: Cluster, api: Api, tenant: Tenant) -> Iterator[Installation]:
+    """Yield the release under its own CRD."""
+    install_crd(cluster)
     with cluster.namespace("faults-upgrade-operator") as home:
-        installed = Installation(cluster, api, before, home, (tenant.namespace,))
+        installed = Installation(cluster, api, home, (tenant.namespace,))
         installed.install()
         yield installed
         installed.uninstall()
 
 
-def schema_of(crd: Manifest) -> Manifest:
+def schema_of(definition: Manifest) -> Manifest:
     """Return the schemas of a CRD's ``spec`` and ``status``."""
-    schemas: Manifest = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    schemas: Manifest = definition["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
     return schemas
 
 
-def with_later_fields(revision: Revision, folder: Path) -> Revision:
-    """Return the revision with a CRD that has more fields: in ``spec``, in ``spec.workers``, in the items of a list."""
-    crd = yaml.safe_load(revision.crd.read_text())
-    spec = schema_of(crd)["spec"]["properties"]
+def with_later_fields() -> Manifest:
+    """Return a CRD that has more fields: in ``spec``, in ``spec.workers``, in the items of a list."""
+    definition = crd.crd()
+    spec = schema_of(definition)["spec"]["properties"]
     items = spec["speculation"]["properties"]["tasks"]["items"]["properties"]
     spec[LATER] = {"type": "string", "default": "Slow"}
     spec["workers"]["properties"][LATER] = SETTINGS
     items[LATER] = {"type": "boolean", "default": True}
-    return _with_crd(revision, crd, folder / "later-crd.yaml")
+    return definition
 
 
-def without_fields(revision: Revision, folder: Path) -> Revision:
-    """Return the revision with a CRD that lacks a field that the operator reads, and two that it writes."""
-    crd = yaml.safe_load(revision.crd.read_text())
-    schemas = schema_of(crd)
+def without_fields() -> Manifest:
+    """Return a CRD that lacks a field that the operator reads, and two that it writes."""
+    definition = crd.crd()
+    schemas = schema_of(definition)
     del schemas["spec"]["properties"]["workers"]["properties"]["updatePolicy"]
     del schemas["status"]["properties"]["url"]
     del schemas["status"]["properties"]["speculation"]["properties"]["depth"]
-    return _with_crd(revision, crd, folder / "earlier-crd.yaml")
-
-
-def _with_crd(revision: Revision, crd: Manifest, file: Path) -> Revision:
-    file.write_text(yaml.safe_dump(crd))
-    return replace(revision, crd=file)
+    return definition
 
 
 def later_defaults(served: ServedDeployment) -> list[object]:
@@ -124,21 +106,14 @@ def ready_since(served: ServedDeployment) -> str:
 
 
 @pytest.mark.timeout(280)
-def test_upgrade_under_traffic(
-    cluster: Cluster,
-    revision: Revision,
-    tenant: Tenant,
-    installation: Installation,
-    figures: Figures,
-    tmp_path: Path,
-) -> None:
+def test_upgrade_under_traffic(cluster: Cluster, tenant: Tenant, installation: Installation, figures: Figures) -> None:
     """The old operator works under the new CRD, and the upgrade to the new operator fails no request."""
     fields: dict[str, Any] = {"speculation": SPECULATION, "drain": {"endpointDelay": "2s", "gracePeriod": "5s"}}
     with tenant.deployment("upgraded", replicas=2, behaviour={"check_tokens": True}, **fields) as served:
         served.settled_plan_version()
         workers, since = served.restarts(), ready_since(served)
         with clients_of(served) as clients:
-            install_crd(cluster, with_later_fields(revision, tmp_path))
+            install_crd(cluster, with_later_fields())
             skewed = time.monotonic()
             defaults = ["Slow", {"share": 5}, True]
             wait_for("new fields have defaults", lambda: later_defaults(served) == defaults, timeout_s=20)
@@ -153,7 +128,7 @@ def test_upgrade_under_traffic(
             assert served.restarts() == workers
 
             leader, started = installation.leader()["metadata"]["name"], time.monotonic()
-            installation.upgrade(revision)
+            installation.upgrade()
             figures.record("upgrade", "seconds until only new operators run", time.monotonic() - started)
             wait_for("a new pod leads", lambda: installation.leader()["metadata"]["name"] != leader, timeout_s=30)
             figures.record("upgrade", "seconds until a new operator leads", time.monotonic() - started)
@@ -170,14 +145,12 @@ def test_upgrade_under_traffic(
 
 
 @pytest.mark.timeout(200)
-def test_operator_with_an_older_crd(
-    cluster: Cluster, revision: Revision, tenant: Tenant, figures: Figures, tmp_path: Path
-) -> None:
+def test_operator_with_an_older_crd(cluster: Cluster, tenant: Tenant, figures: Figures, tmp_path: Path) -> None:
     """The operator works without the fields that the CRD lacks, names those of the status, and does not ask again."""
-    install_crd(cluster, without_fields(revision, tmp_path))
+    install_crd(cluster, without_fields())
     with (
         counting_proxy(tenant.api) as proxy,
-        local_operator_process(proxy, revision, tenant.namespace, tmp_path) as operator,
+        operator_behind(proxy, cluster, tenant.namespace, tmp_path) as operator,
         tenant.deployment("earlier", behaviour={"drafts_per_second": 0}) as served,
     ):
         served.settled_plan_version()

@@ -176,15 +176,6 @@ def test_invalid_knobs_prevent_the_start(model_folder: Path) -> None:
     assert f"cannot start: ${Env.synthetic}: invalid step_time[0].seconds" in ended.stderr, ended.stderr
 
 
-def test_admin_port_requires_a_configured_token(model_folder: Path, tmp_path: Path) -> None:
-    with fake(config_json(model_folder), tmp_path / "log", {Env.admin_token: "secret"}) as worker:
-        worker.wait_ready()
-        assert httpx.get(worker.admin + "/v1/report").status_code == 401
-        authorized = httpx.get(worker.admin + "/v1/report", headers={"Authorization": "Bearer secret"})
-        assert authorized.status_code == 200
-        assert httpx.get(worker.public + "/v1/report").status_code == 404, "the public port has no admin routes"
-
-
 def test_public_port_requires_a_configured_api_key(model_folder: Path, tmp_path: Path) -> None:
     with fake(config_json(model_folder), tmp_path / "log", {Env.api_keys: "first  second\n"}) as worker:
         worker.wait_ready()

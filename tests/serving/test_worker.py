@@ -167,23 +167,6 @@ def test_disconnect_with_several_choices_costs_one_step(
         worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
 
 
-def test_metrics_and_report_agree(worker: WorkerProcess, client: openai.OpenAI) -> None:
-    client.completions.create(model="small", prompt="measure", **GREEDY)
-    worker_report = report(worker)
-    lines = worker.get("/metrics").text.splitlines()
-    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
-    label = '{model_name="small",task="other"}'
-    assert values["specdecode_spec_decode_num_drafts_total" + label] == worker_report.drafts
-    assert values["specdecode_spec_decode_num_accepted_tokens_total" + label] == worker_report.accepted_tokens
-    assert values["specdecode_generation_tokens_total" + label] == sum(
-        cell.output_tokens for cell in worker_report.traffic
-    )
-    theirs = '{engine="0",model_name="small"}'
-    assert values["vllm:spec_decode_num_drafts_total" + theirs] == worker_report.drafts
-    assert values["vllm:generation_tokens_total" + theirs] == sum(cell.output_tokens for cell in worker_report.traffic)
-    assert len(worker_report.model_dump_json()) < 64 * 1024
-
-
 def test_requests_that_end_by_a_stop_string_are_finished(worker: WorkerProcess, client: openai.OpenAI) -> None:
     asked: Any = {"model": "small", "prompt": "measure", "temperature": 0, "max_tokens": 60}
     text = client.completions.create(**asked).choices[0].text
@@ -225,17 +208,6 @@ def test_sigterm_under_load_loses_no_request(folders: tuple[Path, Path], tmp_pat
             thread.join()
     assert {answer.status_code for answer in answers} <= {200, 503}
     assert all(a.json()["usage"]["completion_tokens"] == 60 for a in answers if a.status_code == 200)
-
-
-def test_worker_with_unusable_draft_serves_plainly(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    target, _ = folders
-    with real(flags(target, tmp_path / "nowhere"), tmp_path / "log") as worker:
-        worker.wait_ready()
-        body = {"model": "small", "prompt": "plain", "max_tokens": 5}
-        assert httpx.post(worker.public + "/v1/completions", json=body, timeout=30).status_code == 200
-        worker_report = report(worker)
-        assert worker_report.draft.method == "none"
-        assert "config.json" in (worker_report.draft.problem or "")
 
 
 @pytest.mark.embedded

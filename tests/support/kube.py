@@ -69,7 +69,7 @@ class Cluster:
 
     def apply(self, *manifests: Manifest, namespace: str | None = None, server_side: bool = False) -> None:
         """Apply manifests."""
-        flags = ["--server-side", "--force-conflicts"] if server_side else []
+        flags = ["--server-side", "--force-conflicts", "--field-manager=specdecode-tests"] if server_side else []
         document = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(manifests)})
         self.kubectl("apply", *flags, "-f", "-", namespace=namespace, stdin=document)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,9 +110,14 @@ class Harness:
 
     async def settled(self) -> None:
         """Wait until no stream runs at any worker."""
-        async with asyncio.timeout(5):
-            while any(worker.running for worker in self.workers):
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: not any(worker.running for worker in self.workers))
+
+
+async def wait_until(condition: Callable[[], object], seconds: float = 5) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 def chat(**fields: Any) -> bytes:

@@ -61,7 +61,9 @@ class NoisedCopy(nn.Module):
             spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
             parameter.data += noise * spread * torch.randn(parameter.shape, generator=generator).to(parameter)
 
-    reads = TargetStates((0, 1))
+    @property
+    def reads(self) -> TargetStates:
+        return TargetStates(tuple(range(min(3, self.llama.config.num_hidden_layers))))
 
     def fuse(self, aux_TA: Tensor) -> Tensor:
         return aux_TA[:, : self.llama.config.hidden_size]
@@ -107,6 +109,39 @@ def engine_of(
     max_model_len: int = 256,
     draft: bool = True,
     pipelined: bool = False,
+    **options: Any,
+) -> Engine:
+    """Return an engine over the pair, with further options of ``assembled``."""
+    config, weight = pair.target.config, pair.target.model.embed_tokens.weight
+    state = DeviceState(max_num_seqs, max_model_len, weight.dtype, weight.device)
+    shapes = config, getattr(pair.head, "config", config)
+    cache, own = (paged_cache(one, one.num_hidden_layers, blocks, weight.dtype, weight.device) for one in shapes)
+    drafter = EagleDrafter(pair.head, None, own, state, config.max_position_embeddings)
+    drafts = {"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))} if draft else {}
+    registry = DraftRegistry(drafts, state, config.hidden_size)
+    scheduler_limits = Limits(max_num_seqs, budget, chunked, config.attention_chunk_size)
+    return assembled(
+        Target(pair.target, cache, state),
+        registry,
+        state,
+        limits=scheduler_limits,
+        blocks=BlockPool(blocks, contiguous=not pipelined),
+        max_model_len=max_model_len,
+        pipelined=pipelined,
+        **options,
+    )
+
+
+def assembled(
+    target: Target,
+    registry: DraftRegistry,
+    state: DeviceState,
+    *,
+    limits: Limits,
+    blocks: BlockPool,
+    prefix_caching: bool = True,
+    max_model_len: int = 256,
+    pipelined: bool = False,
     backend: CaptureBackend | None = None,
     rows: Sequence[int] = (1, 2, 4),
     grammars: GrammarCompiler | None = None,
@@ -115,33 +150,13 @@ def engine_of(
     exchange: str = "",
     access: TransferAccess = ACCESS,
 ) -> Engine:
-    """Return an engine over the pair.
+    """Return an engine of these parts.
 
     ``backend`` captures graphs of steps, for buckets of ``rows``. ``grammars`` compiles the grammars of requests, whose
     answers end with one of ``eos_token_ids``. ``exchange`` is the role of an engine that exchanges blocks with others.
     """
-    config, weight = pair.target.config, pair.target.model.embed_tokens.weight
-    state = DeviceState(max_num_seqs, max_model_len, weight.dtype, weight.device)
-    shapes = config, getattr(pair.head, "config", config)
-    cache, own = (paged_cache(one, one.num_hidden_layers, blocks, weight.dtype, weight.device) for one in shapes)
-    drafter = EagleDrafter(pair.head, None, own, state, config.max_position_embeddings)
-    drafts = {"": LoadedDraft(drafter, DraftState(method="eagle3", hash="d"))} if draft else {}
-    registry = DraftRegistry(drafts, state, config.hidden_size)
-    target = Target(pair.target, cache, state)
-    graphs = None
-    if backend is not None:
-        graphs = StepGraphs(
-            target,
-            registry,
-            state,
-            backend,
-            rows=rows,
-            max_tokens=budget,
-            capture_after_steps=1,
-            coupled=coupled,
-        )
-    limits = Limits(max_num_seqs, budget, chunked, config.attention_chunk_size)
-    scheduler = Scheduler(limits, BlockPool(blocks, contiguous=not pipelined))
+    sizes = {"rows": rows, "max_tokens": limits.max_num_batched_tokens, "capture_after_steps": 1}
+    scheduler = Scheduler(limits, blocks, prefix_caching=prefix_caching)
     moved = BlockParts(target, registry, state)
     parts = EngineParts(
         exchange=BlockExchange(moved, scheduler, access, computes=exchange == "prefill") if exchange else None,
@@ -149,14 +164,13 @@ def engine_of(
         target=target,
         drafts=registry,
         state=state,
-        shape_selector=ShapeSelector(Dispatcher("", "d" if draft else ""), registry),
+        shape_selector=ShapeSelector(Dispatcher("", "d" if "" in registry.names else ""), registry),
         coupled=coupled,
-        graphs=graphs,
+        graphs=None if backend is None else StepGraphs(target, registry, state, backend, coupled=coupled, **sizes),
         grammars=grammars,
     )
-    return Engine(
-        parts, identity(max_num_seqs), max_model_len=max_model_len, eos_token_ids=eos_token_ids, pipelined=pipelined
-    )
+    worker = identity(limits.max_num_seqs)
+    return Engine(parts, worker, max_model_len=max_model_len, eos_token_ids=eos_token_ids, pipelined=pipelined)
 
 
 def identity(max_num_seqs: int = 4) -> WorkerIdentity:

@@ -6,6 +6,7 @@ tests/README.md has the tiers. This module needs pytest alone: tests/gpu runs on
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import statistics
 import time
@@ -47,6 +48,19 @@ _effort: Effort = "full"
 def by_effort(*, quick: T, full: T, nightly: T) -> T:
     """Return the size of a test for the effort of this run."""
     return {"quick": quick, "full": full, "nightly": nightly}[_effort]
+
+
+def covering(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return cases of one value of each choice: in nightly runs all, else so many that every pair of values occurs."""
+    product = list(itertools.product(*(range(len(values)) for values in choices)))
+    if _effort != "nightly":
+        pairs = {case: set(itertools.combinations(enumerate(case), 2)) for case in product}
+        missing, product = set[Any]().union(*pairs.values()), []
+        while missing:
+            best = max(pairs, key=lambda case: len(pairs[case] & missing))
+            product.append(best)
+            missing -= pairs.pop(best)
+    return [tuple(values[at] for values, at in zip(choices, case, strict=True)) for case in sorted(product)]
 
 
 def skip_reason(thing: str, why: str) -> str:

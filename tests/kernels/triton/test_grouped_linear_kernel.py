@@ -137,7 +137,6 @@ def test_no_rows() -> None:
     assert kernel.grouped_linear(torch.zeros(0, 8), torch.zeros(24, 8), groups).shape == (0, 6)
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -154,7 +153,6 @@ def test_planted_bug_is_detected(old: str, new: str, plant: Plant) -> None:
     assert not all(matches(faulty, rows, 5, "any", torch.float32) for rows in (40, 100))
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -92,7 +92,6 @@ BUGS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     moves = [[(34, 33), (37, 34)], [(70, 65), (71, 66)]]
@@ -100,7 +99,6 @@ def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, s
     assert differs_from_reference(plant(kernel, *BUGS[bug]), moves, 2, 3, 5)
 
 
-@pytest.mark.proof("planted")
 def test_moving_pairs_one_by_one_is_detected(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     """Groups of one pair, processed one after the other, give wrong results where pairs overlap."""
     module = plant(kernel, "block_s = triton", "group = 1; block_s = triton")

@@ -194,7 +194,6 @@ BOUNDS: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", BOUNDS)
 def test_bugs_in_the_search_for_candidates_are_detected(
     bug: str, plant: Callable[[ModuleType, str, str], ModuleType]
@@ -227,7 +226,6 @@ def finds_no_difference(module: ModuleType) -> bool:
     return matches_reference(by_kernel(module, logits, rows, 160), logits, rows)
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
     assert not finds_no_difference(plant(kernel, *BUGS[bug]))

@@ -66,7 +66,6 @@ def rows_are_independent(module: ModuleType) -> bool:
     return True
 
 
-@pytest.mark.proof("planted")
 def test_the_result_of_a_row_does_not_depend_on_other_rows(plant: Plant) -> None:
     assert rows_are_independent(kernel)
     assert not rows_are_independent(plant(kernel, "* up_TN\n", "* up_TN + tl.sum(up_TN, 0)[None, :]\n"))
@@ -76,7 +75,6 @@ def test_no_rows() -> None:
     assert kernel.small_linear(random(0, 8, seed=0), random(6, 8, seed=1), None, None, gated=True).shape == (0, 3)
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.usefixtures("on_kernels")
 def test_products_that_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "LEAST_OUTPUTS", 4)
@@ -101,7 +99,6 @@ BUGS = {
 }
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
     sizes = (5, 70, 33)

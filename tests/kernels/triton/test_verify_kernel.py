@@ -202,7 +202,6 @@ ROUND_BUGS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", CHOICE_BUGS)
 def test_bugs_planted_in_the_choice_are_detected(bug: str, plant: Plant) -> None:
     mutant = plant(kernel, *CHOICE_BUGS[bug])
@@ -215,7 +214,6 @@ def test_bugs_planted_in_the_choice_are_detected(bug: str, plant: Plant) -> None
     assert any(seen)
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", WALK_BUGS)
 def test_bugs_planted_in_the_walk_are_detected(bug: str, plant: Plant) -> None:
     mutant, parents, seen = plant(kernel, *WALK_BUGS[bug]), padded(FOREST), []
@@ -227,7 +225,6 @@ def test_bugs_planted_in_the_walk_are_detected(bug: str, plant: Plant) -> None:
     assert any(seen)
 
 
-@pytest.mark.proof("planted")
 @pytest.mark.parametrize("bug", ROUND_BUGS)
 def test_bugs_planted_in_the_rounds_are_detected(bug: str, plant: Plant) -> None:
     mutant = plant(rounds, *ROUND_BUGS[bug])

@@ -36,6 +36,7 @@ from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.server.service import PlanStore, parse_plan
 from support.char_tokenizer import END, tokenizer_json
+from support.lossless.small_requests import plan_of, submit, texts
 
 MIX = [TreeShape.parse(text) for text in ("chain:3", "tree:3,2,1", "none", "tree:4", "chain:1")]
 TOKENS = 40
@@ -60,15 +61,18 @@ def tasks_of(drafts: Sequence[str], count: int = 1, depth: int = 8) -> tuple[Tas
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-def test_mixed_shapes_equal_plain_decoding(
-    make_engine: Any, lossless: Any, plain: Any, drafts: list[str], pipelined: bool
-) -> None:
+def test_mixed_shapes_equal_plain_decoding(make_engine: Any, plain: Any, drafts: list[str], pipelined: bool) -> None:
     """The text is the same with few slots and blocks, prompt chunks and a different shape for every request."""
-    plan_of, submit, texts = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=len(MIX)) for i in range(10)]
     names = [f"{name}-blind" if pipelined and name in ("ngram", "suffix") else name for name in drafts]
-    engine = make_engine(names, max_num_seqs=5, blocks=14, budget=40, pipelined=pipelined)
-    engine.set_plan(plan_of(MIX, tasks=tasks_of(drafts, len(MIX))))
+    engine = make_engine(
+        names,
+        max_num_seqs=5,
+        blocks=14,
+        budget=40,
+        pipelined=pipelined,
+        plan=plan_of(MIX, tasks=tasks_of(drafts, len(MIX))),
+    )
     assert texts(engine, requests) == plain(requests)
     report = engine.report()
     assert engine.preemptions > 0
@@ -85,15 +89,13 @@ LOOKUPS = {"lookup": ["copy", "ngram-blind"], "suffix": ["eagle3", "suffix-blind
 
 
 @pytest.mark.parametrize("drafts", [*HEADS, *LOOKUPS])
-def test_graphs_run_merged_trees(make_engine: Any, lossless: Any, plain: Any, drafts: str) -> None:
+def test_graphs_run_merged_trees(make_engine: Any, plain: Any, drafts: str) -> None:
     """Several heads draft in the captured step; what looks tokens up proposes before it."""
-    plan_of, submit, texts = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(6)]
     reports, emitted = [], [plain(requests)]
     for graphs in ((), (1, 2, 4, 8)):
         names = (HEADS | LOOKUPS)[drafts]
-        engine = make_engine(names, graphs=graphs)
-        engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(names, 2)))
+        engine = make_engine(names, graphs=graphs, plan=plan_of(MIX[:2], tasks=tasks_of(names, 2)))
         emitted.append(texts(engine, requests))
         reports.append(engine.report())
         if graphs:
@@ -114,9 +116,8 @@ def recorded(rank: Any, depths: set[int]) -> Any:
     return ranked
 
 
-def test_merged_drafts_accept_more_than_each_alone(make_engine: Any, lossless: Any) -> None:
+def test_merged_drafts_accept_more_than_each_alone(make_engine: Any) -> None:
     """Half of the requests come again, so that suffix decoding knows their answers, and the head drafts the others."""
-    plan_of, submit, texts = lossless
     requests = [submit(i, sampled=False, tokens=TOKENS) for i in range(6)]
     again = [structs.replace(request, request_id=f"again-{request.request_id}") for request in requests[:3]]
     rates, depths = [], set[int]()
@@ -140,16 +141,22 @@ def test_merged_drafts_accept_more_than_each_alone(make_engine: Any, lossless: A
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
 @pytest.mark.parametrize("draft", ["suffix", "copy", "draft-model", "dflash", "medusa"])
 def test_equal_drafts_get_equal_credit(
-    make_engine: Any, lossless: Any, draft: str, graphs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, draft: str, graphs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have the acceptance of the draft alone: a merged head follows the text, also after preemptions."""
     monkeypatch.setattr(prompt_shares, "STEP_SECONDS", 1e9)  # steps are the same on a slow machine
-    plan_of, submit, texts = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(6)]
     cells = []
     for drafts in ([draft], [draft, draft]):
-        engine = make_engine(drafts, max_num_seqs=4, blocks=12, budget=30, prefix_caching=False, graphs=graphs)
-        engine.set_plan(plan_of([TreeShape.parse("tree:3,2"), MIX[0]], tasks=tasks_of(drafts, 2, depth=0)))
+        engine = make_engine(
+            drafts,
+            max_num_seqs=4,
+            blocks=12,
+            budget=30,
+            prefix_caching=False,
+            graphs=graphs,
+            plan=plan_of([TreeShape.parse("tree:3,2"), MIX[0]], tasks=tasks_of(drafts, 2, depth=0)),
+        )
         texts(engine, requests)
         report = engine.report()
         cells.append(sorted((c.task, c.sampled, c.depth, c.parent, c.ranks) for c in report.acceptance))
@@ -160,11 +167,9 @@ def test_equal_drafts_get_equal_credit(
     assert sum(sum(ranks[:-1]) for *_, ranks in cells[0]) > 0
 
 
-def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: Any, plain: Any, drafter: Any) -> None:
-    plan_of, submit, _ = lossless
+def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, plain: Any, drafter: Any) -> None:
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
-    engine = make_engine(["eagle3", "ngram"])
-    engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(["", ""], 2)))
+    engine = make_engine(["eagle3", "ngram"], plan=plan_of(MIX[:2], tasks=tasks_of(["", ""], 2)))
     tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -184,12 +189,10 @@ def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, lossless: An
 
 @pytest.mark.parametrize("drafts", [["eagle3", "ngram"], ["eagle3", "copy"]], ids=["lookup", "two-heads"])
 def test_plans_drop_drafts_and_take_them_back_while_requests_run(
-    make_engine: Any, lossless: Any, plain: Any, drafts: list[str]
+    make_engine: Any, plain: Any, drafts: list[str]
 ) -> None:
-    plan_of, submit, _ = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
-    engine = make_engine(drafts)
-    engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(drafts, 2)))
+    engine = make_engine(drafts, plan=plan_of(MIX[:2], tasks=tasks_of(drafts, 2)))
     tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add(request)
@@ -208,8 +211,7 @@ def test_plans_drop_drafts_and_take_them_back_while_requests_run(
 
 
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
-def test_answers_that_follow_a_grammar(make_engine: Any, lossless: Any, graphs: tuple[int, ...]) -> None:
-    plan_of, submit, _ = lossless
+def test_answers_that_follow_a_grammar(make_engine: Any, graphs: tuple[int, ...]) -> None:
     compiler = GrammarCompiler(tokenizer_json, 61, (END,))
     grammars = [regex_grammar(r"[a-f]{3,9}(-[0-9]{2})+"), choice_grammar(["abcabc", "abcd", "true", "name"]), ""]
     requests = [submit(i, sampled=i % 2 == 0, tokens=24, shapes=2) for i in range(6)]
@@ -219,8 +221,13 @@ def test_answers_that_follow_a_grammar(make_engine: Any, lossless: Any, graphs: 
     ]
     texts: list[dict[str, list[int]]] = []
     for drafts in ([], ["copy", "ngram", "eagle3"]):
-        engine = make_engine(drafts, grammars=compiler, eos_token_ids=(END,), graphs=graphs)
-        engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(drafts, 2, depth=6)))
+        engine = make_engine(
+            drafts,
+            grammars=compiler,
+            eos_token_ids=(END,),
+            graphs=graphs,
+            plan=plan_of(MIX[:2], tasks=tasks_of(drafts, 2, depth=6)),
+        )
         texts.append({request.request_id: [] for request in guided})
         for request in guided:
             engine.add(request)
@@ -232,20 +239,17 @@ def test_answers_that_follow_a_grammar(make_engine: Any, lossless: Any, graphs: 
     assert len(engine.report().credit) > 0
 
 
-def test_cached_prefixes_are_reused(make_engine: Any, lossless: Any, plain: Any) -> None:
+def test_cached_prefixes_are_reused(make_engine: Any, plain: Any) -> None:
     """A merged head does not see the keys of a prefix that another request computed, and follows the text behind it."""
-    plan_of, submit, texts = lossless
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(3, 6)]
     again = [structs.replace(request, request_id=f"again-{request.request_id}") for request in requests]
-    engine = make_engine(["copy", "eagle3", "ngram"])
-    engine.set_plan(plan_of(MIX[1:2], tasks=tasks_of(["", "", ""])))
+    engine = make_engine(["copy", "eagle3", "ngram"], plan=plan_of(MIX[1:2], tasks=tasks_of(["", "", ""])))
     first, second = texts(engine, requests), texts(engine, again)
     assert list(first.values()) == list(second.values()) == list(plain(requests).values())
     assert engine.report().prefix_hit_tokens > 0
 
 
-def test_an_own_draft_that_is_not_loaded_merges_nothing(make_engine: Any, lossless: Any, plain: Any) -> None:
-    plan_of, submit, texts = lossless
+def test_an_own_draft_that_is_not_loaded_merges_nothing(make_engine: Any, plain: Any) -> None:
     engine = make_engine(["copy", "ngram"])
     del engine._drafts._drafts[""]
     engine.set_plan(plan_of(MIX[:1], tasks=tasks_of(["", ""])))

@@ -15,6 +15,7 @@ from specdecode_worker.contract import DraftState, TreeShape
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine.cuda_graphs import OutsideReason
+from support.lossless.small_requests import plan_of, submit
 
 LOCAL = {"own-eagle3": "eagle3-steep", "own-model": "draft-model"}
 """Shared form of each draft that runs in a process of its own."""
@@ -54,27 +55,23 @@ def run(engine: Any, requests: Sequence[Submit], after: Callable[[int], None] = 
     return tokens
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"pipelined": True},
-        {"max_num_seqs": 5, "blocks": 11, "budget": 40},
-        {"max_num_seqs": 5, "blocks": 11, "budget": 40, "pipelined": True},
-        {"prefix_caching": False, "budget": 16},
-    ],
-    ids=["in-turn", "pipelined", "few-blocks", "few-blocks-pipelined", "small-chunks"],
-)
-@pytest.mark.parametrize("method", LOCAL)
-def test_proposals_equal_those_of_the_shared_draft(
-    make_engine: Any, lossless: Any, method: str, fields: dict[str, Any]
-) -> None:
+FEW_BLOCKS = {"max_num_seqs": 5, "blocks": 11, "budget": 40}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("own-eagle3", {}),
+    ("own-model", {"pipelined": True}),
+    ("own-model", FEW_BLOCKS),
+    ("own-eagle3", {**FEW_BLOCKS, "pipelined": True}),
+    ("own-eagle3", {"prefix_caching": False, "budget": 16}),
+    ("own-model", {"prefix_caching": False, "budget": 16}),
+]
+
+
+@pytest.mark.parametrize(("method", "fields"), CASES, ids=str)
+def test_proposals_equal_those_of_the_shared_draft(make_engine: Any, method: str, fields: dict[str, Any]) -> None:
     """Every request has as many drafts and accepted tokens as with the draft in the process of the target."""
-    plan_of, submit, _ = lossless
     results = []
     for draft in (method, LOCAL[method], None):
-        engine = make_engine(draft, **fields)
-        engine.set_plan(plan_of(SHAPES))
+        engine = make_engine(draft, **fields, plan=plan_of(SHAPES))
         texts = run(engine, requests_of(submit))
         report = engine.report()
         results.append((texts, report.drafts, report.accepted_tokens, report.acceptance))
@@ -86,11 +83,9 @@ def test_proposals_equal_those_of_the_shared_draft(
 
 
 @pytest.mark.parametrize("method", LOCAL)
-def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, lossless: Any, plain: Any, method: str) -> None:
-    plan_of, submit, _ = lossless
+def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, plain: Any, method: str) -> None:
     wanted = plain(requests_of(submit))
-    engine = make_engine(method, graphs=(2, 8))
-    engine.set_plan(plan_of(SHAPES[:2]))
+    engine = make_engine(method, graphs=(2, 8), plan=plan_of(SHAPES[:2]))
     assert run(engine, requests_of(submit)) == wanted
     assert engine._graphs.outside[OutsideReason.METHOD] > 10
 
@@ -98,15 +93,13 @@ def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, lossless:
 @pytest.mark.parametrize("method", LOCAL)
 @pytest.mark.parametrize("first", ["copy", "own"])
 def test_own_and_shared_drafts_replace_each_other(
-    make_engine: Any, lossless: Any, plain: Any, drafter: Any, method: str, first: str
+    make_engine: Any, plain: Any, drafter: Any, method: str, first: str
 ) -> None:
     """The text is the same when a shared draft is replaced by one in a process of its own, and back."""
-    plan_of, submit, _ = lossless
     requests = requests_of(submit)
     wanted = plain(requests)
     order = [method, "copy", method] if first == "own" else ["copy", method, "copy"]
-    engine = make_engine(order[0])
-    engine.set_plan(plan_of(SHAPES))
+    engine = make_engine(order[0], plan=plan_of(SHAPES))
 
     def swap(step: int) -> None:
         if step in (7, 30):
@@ -118,13 +111,11 @@ def test_own_and_shared_drafts_replace_each_other(
 
 
 @pytest.fixture
-def own_engine(make_engine: Any, lossless: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+def own_engine(make_engine: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return an engine whose draft process nothing else uses."""
-    plan_of, _, _ = lossless
     pair = request.getfixturevalue("pair")
     running, pair.own.running = pair.own.running, {}
-    engine = make_engine(request.param)
-    engine.set_plan(plan_of(SHAPES[:2]))
+    engine = make_engine(request.param, plan=plan_of(SHAPES[:2]))
     yield engine
     pair.own.close()
     pair.own.running = running
@@ -145,10 +136,9 @@ def wait_for_restart(engine: Any, seconds: float = 120) -> None:
 @pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
 def test_a_killed_process_fails_no_request_and_comes_back(
-    own_engine: Any, make_engine: Any, lossless: Any, plain: Any, pipelined: bool
+    own_engine: Any, make_engine: Any, plain: Any, pipelined: bool
 ) -> None:
     """Prefixes that were cached before the loss are no longer taken for known to the draft."""
-    _, submit, _ = lossless
     engine, requests = own_engine, requests_of(submit)
     wanted = plain(requests)
     engine._ahead = 1 if pipelined else 0
@@ -184,11 +174,8 @@ def marked_blocks(engine: Any) -> int:
 
 
 @pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
-def test_a_restarted_process_is_taken_over_while_requests_run(
-    own_engine: Any, make_engine: Any, lossless: Any, plain: Any
-) -> None:
+def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, make_engine: Any, plain: Any) -> None:
     """Requests that began with the old process draft with the new one, which has none of their keys yet."""
-    _, submit, _ = lossless
     requests = [replace_tokens(request, 100) for request in requests_of(submit, count=4, tokens=10)]
     wanted = plain(requests)
     engine, counts = own_engine, []
@@ -207,8 +194,7 @@ def test_a_restarted_process_is_taken_over_while_requests_run(
 
 
 @pytest.mark.parametrize("own_engine", ["own-model"], indirect=True)
-def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, lossless: Any, plain: Any) -> None:
-    _, submit, _ = lossless
+def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, plain: Any) -> None:
     engine, requests = own_engine, requests_of(submit)
     wanted = plain(requests)
     drafter_in(engine)._supervisor._process._reply_seconds = 0.5

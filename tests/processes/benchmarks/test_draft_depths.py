@@ -166,10 +166,3 @@ def test_another_schema_is_refused(guided_cases: Any, clone: Path, chosen: Path)
     (clone / "easy" / "a.json").unlink()
     with pytest.raises(SystemExit, match="has no easy/a"):
         guided_cases._texts(clone, chosen.read_text().splitlines())
-
-
-def test_the_list_names_three_hundred_schemas_of_nine_classes(guided_cases: Any) -> None:
-    lines = [line.split("\t") for line in guided_cases.CHOSEN.read_text().splitlines()]
-    assert len(lines) == len({(kind, name) for kind, name, _ in lines}) == 300
-    assert len({kind for kind, _, _ in lines}) == 9, "no schema of Github_ultra is short enough"
-    assert {len(digest) for _, _, digest in lines} == {16}

@@ -13,6 +13,7 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.commands import comparison as engine_evaluation
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
+from specdecode_worker.training import rollout
 from specdecode_worker.training.conversations import DataSet, answer_length
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
 from support.small_model import write_target
@@ -111,8 +112,9 @@ def test_lineage_and_model_card_are_written(model: Path, prompts: Path, tmp_path
 
 
 def test_train_fails_if_the_target_only_loops(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rollout, "MAX_CONSECUTIVE_DROPS", 16)
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"] *= 10
     save_file(weights, model / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A helm release of the operator revision under test, and its pods and processes."""
+"""A helm release of the operator, and its pods and processes."""
 
 from __future__ import annotations
 
@@ -13,50 +13,38 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
-from support.kube import Cluster, KubectlError, Manifest, wait_for
+from support.kube import ROOT, Cluster, KubectlError, Manifest, wait_for
 from support.operator_faults.api_client import Api
-from support.operator_faults.revision import CRD_NAME, Revision
 
 HELM = Path(sys.executable).parent / "helm"
 RELEASE = "faults"
+CHART = str(ROOT / "helm" / "specdecode")
 SELECTOR = "app.kubernetes.io/name=specdecode-operator"
-
-
-def install_crd(cluster: Cluster, revision: Revision) -> None:
-    """Apply the revision's CRDs and wait until the API server serves them."""
-    flags = ["--server-side", "--force-conflicts", "--field-manager", "specdecode-tests"]
-    for file in (revision.crd, *(one for one in (revision.source / "crds").glob("*.yaml") if one.stem != CRD_NAME)):
-        cluster.kubectl("apply", *flags, "--filename", str(file))
-        name = yaml.safe_load(file.read_text())["metadata"]["name"]
-        cluster.kubectl("wait", "--for", "condition=Established", f"crd/{name}", "--timeout", "30s")
 
 
 class Installation:
     """The operator, installed by helm in a namespace of its own, watching some other namespaces."""
 
-    def __init__(self, cluster: Cluster, api: Api, revision: Revision, home: str, watched: tuple[str, ...]) -> None:
+    def __init__(self, cluster: Cluster, api: Api, home: str, watched: tuple[str, ...]) -> None:
         self.api = api
         self.home = home
         self.watched = watched
         self._cluster = cluster
-        self._revision = revision
 
     def install(self) -> None:
         """Install the chart with its defaults, except for image, namespaces and a short poll interval."""
-        self._helm("install", RELEASE, str(self._revision.chart), *self._flags())
+        self._helm("install", RELEASE, CHART, *self._flags())
         try:
             wait_for("the operator runs", self.is_running, timeout_s=90)
         except AssertionError as error:
             error.add_note(self.logs())
             raise
 
-    def upgrade(self, revision: Revision) -> None:
-        """Upgrade the release to another revision, or to the same with new pods; the pods before are gone then."""
-        self._revision = revision
+    def upgrade(self) -> None:
+        """Upgrade the release, with new pods; the pods before are gone then."""
         before = {pod["metadata"]["name"] for pod in self.pods()}
-        self._helm("upgrade", RELEASE, str(revision.chart), *self._flags(), "--set=podAnnotations.upgraded=yes")
+        self._helm("upgrade", RELEASE, CHART, *self._flags(), "--set=podAnnotations.upgraded=yes")
 
         def is_new() -> bool:
             return self.is_running() and before.isdisjoint(pod["metadata"]["name"] for pod in self.pods())
@@ -65,11 +53,11 @@ class Installation:
 
     def _flags(self) -> list[str]:
         """Return the values for helm as flags."""
-        repository, _, tag = self._revision.image.rpartition(":")
+        repository, _, tag = self._cluster.operator_image.rpartition(":")
         values: dict[str, str] = {
             "image.repository": repository,
             "image.tag": tag,
-            "worker.image": self._revision.image,
+            "worker.image": self._cluster.operator_image,
             "crds.enabled": "false",
             "pollSeconds": "2",
             "rbac.aggregateRoles": "false",  # cluster-wide names, which another release may have
@@ -154,12 +142,6 @@ def operator_processes(pod: Manifest) -> list[int]:
         if uid in cgroup and b"specdecode-operator" in command:
             pids.append(int(folder.name))
     return pids
-
-
-def kill_operator(pod: Manifest) -> None:
-    """End the operator's process in a pod with SIGKILL."""
-    for pid in operator_processes(pod):
-        os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -1,35 +1,21 @@
-"""The operator of the revision under test as a process of this machine, behind a counting proxy."""
+"""The operator as a process of this machine, behind a counting proxy."""
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
+import contextlib
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import yaml
 
-from support.kube import wait_for
+from support.kube import Cluster, wait_for
 from support.operator_faults.counting_proxy import CountingProxy
-from support.operator_faults.revision import Revision
+from support.operators.operator_process import OperatorProcess
 
 
-@dataclass(frozen=True, slots=True)
-class LocalOperator:
-    """The running process and the proxy before its API server."""
-
-    proxy: CountingProxy
-    log: Path
-
-
-def write_kubeconfig(path: Path, port: int, namespace: str) -> None:
+def write_kubeconfig(path: Path, port: int, namespace: str) -> Path:
     """Write a kubeconfig whose server is the proxy, which adds the credentials."""
     context = {"cluster": "proxy", "user": "none", "namespace": namespace}
     document = {
@@ -41,53 +27,29 @@ def write_kubeconfig(path: Path, port: int, namespace: str) -> None:
         "users": [{"name": "none", "user": {}}],
     }
     path.write_text(yaml.safe_dump(document))
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return path
 
 
 @contextmanager
-def local_operator_process(
-    proxy: CountingProxy, revision: Revision, namespace: str, folder: Path
-) -> Iterator[LocalOperator]:
-    """Run ``python -m specdecode_operator run`` for one namespace while the block runs."""
-    kubeconfig, log, health = folder / "kubeconfig", folder / "operator.log", free_port()
-    write_kubeconfig(kubeconfig, proxy.port, namespace)
-    prefix = "SPECDECODE_OPERATOR_"
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("KUBE")},
-        "KUBECONFIG": str(kubeconfig),
-        "PYTHONPATH": os.pathsep.join(str(revision.source / part) for part in ("operator", "router", "worker")),
-        "PYTHONUNBUFFERED": "1",
-        f"{prefix}NAMESPACE": namespace,
-        f"{prefix}IDENTITY": "local-operator",
-        # As in the chart: renewals of the Lease show that connections are dead.
-        f"{prefix}LEADER_ELECTION": "true",
-        f"{prefix}WATCH_NAMESPACES": namespace,
-        f"{prefix}WORKER_IMAGE": revision.image,
-        f"{prefix}POLL_SECONDS": "2",
-        f"{prefix}LISTEN_ADDRESS": "127.0.0.1",
-        f"{prefix}PORT_HEALTH": str(health),
-        f"{prefix}PORT_METRICS": str(free_port()),
-    }
-    with log.open("w") as output:
-        command = [sys.executable, "-m", "specdecode_operator", "run"]
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, cwd=folder)
+def operator_behind(proxy: CountingProxy, cluster: Cluster, namespace: str, folder: Path) -> Iterator[OperatorProcess]:
+    """Run the operator for one namespace while the block runs. It need not end in time: its connections may be dead."""
+    operator = OperatorProcess(
+        cluster,
+        namespace,
+        folder,
+        kubeconfig=write_kubeconfig(folder / "kubeconfig", proxy.port, namespace),
+        identity="local-operator",
+        leader_election="true",  # as in the chart: renewals of the Lease show that connections are dead
+        worker_image=cluster.operator_image,
+        poll_seconds="2",
+    )
+    operator.start()
+    assert operator.process is not None
     try:
-
-        def is_alive() -> bool:
-            assert process.poll() is None, log.read_text()[-2000:]
-            return httpx.get(f"http://127.0.0.1:{health}/healthz", trust_env=False, timeout=5).status_code == 200
-
-        wait_for("the local operator runs", is_alive, timeout_s=60)
-        yield LocalOperator(proxy, log)
+        wait_for("the local operator runs", lambda: operator.probe("/healthz")[0] == 200, timeout_s=60)
+        yield operator
     finally:
-        process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 15
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        process.kill()
-        process.wait(10)
+        operator.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            operator.process.wait(15)
+        operator.kill()

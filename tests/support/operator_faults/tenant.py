@@ -15,7 +15,6 @@ from specdecode_operator.manifests.pods import merged
 from support.kube import Manifest, wait_for
 from support.operator_faults.api_client import Api
 from support.operator_faults.installation import is_ready
-from support.operator_faults.revision import Revision
 
 SCRIPT = "stand-in-worker"
 START_SECONDS = 90
@@ -26,9 +25,10 @@ LIVE_ANNOTATION = "test.specdecode.io/round"
 class Tenant:
     """A namespace of the operator's watch list."""
 
-    def __init__(self, api: Api, revision: Revision, namespace: str) -> None:
+    def __init__(self, api: Api, image: str, namespace: str) -> None:
+        """``image`` is what stand-in workers run: that of the operator, because it has Python."""
         self.api = api
-        self.revision = revision
+        self.image = image
         self.namespace = namespace
 
     def prepare(self) -> None:
@@ -69,7 +69,7 @@ class Tenant:
                 "replicas": replicas,
                 "drain": {"endpointDelay": "0s", "gracePeriod": "1s"},
                 "workers": {
-                    "image": self.revision.image,
+                    "image": self.image,
                     "resources": SMALL,
                     "accelerator": {"count": count, **({"resource": resource} if count else {})},
                     "template": merged(stand_in_template(behaviour or {}), {"spec": pod or {}}),

@@ -13,12 +13,15 @@ from types import TracebackType
 from typing import IO
 
 from specdecode_operator.api import crd
-from support.kube import Cluster, wait_for
+from support.kube import Cluster, Manifest, wait_for
 
 
-def install_crd(cluster: Cluster) -> None:
-    """Install the CRDs as the models have them, over other versions that the cluster may have."""
-    for definition in (crd.crd(), crd.draft_crd()):
+def install_crd(cluster: Cluster, own: Manifest | None = None) -> None:
+    """Install the CRDs as the models have them, over other versions that the cluster may have.
+
+    ``own`` is another CRD of SpecDecodeDeployments.
+    """
+    for definition in (own or crd.crd(), crd.draft_crd()):
         cluster.apply(definition, server_side=True)
         # The full name: copies of the kind in other groups may be served or cached by kubectl at the same time.
         words = ("get", definition["metadata"]["name"], "--all-namespaces")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +40,8 @@ def write(folder: Path, config: dict[str, Any], model: nn.Module) -> Path:
     return folder
 
 
-def write_random_target(folder: Path, config: dict[str, Any], randomise: Callable[[nn.Module, int], None]) -> Path:
-    """Write a target of this config.json with the weights that ``randomise`` makes."""
+def write_random_target(folder: Path, config: dict[str, Any]) -> Path:
+    """Write a target of this config.json."""
     model = CausalLM(causal_lm_config(config))
     randomise(model, 5)
     return write(folder, config, model)
@@ -57,7 +56,7 @@ def write_tokenizer(folder: Path) -> None:
 def write_target(folder: Path, **changed: Any) -> Path:
     config = SHAPE | changed
     model = CausalLM(causal_lm_config(config))
-    _randomise(model, 1)
+    randomise(model, 1, 0.3)
     return write(folder, config, model)
 
 
@@ -73,7 +72,7 @@ def write_head(
     shape = eagle3_config(config, of_target)
     embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
     head = Eagle3Head(shape, embedding, own_embedding=own_embedding)
-    _randomise(head, 2)
+    randomise(head, 2, 0.3)
     if shape.draft_vocab_size < shape.vocab_size:
         head.d2t += torch.arange(shape.draft_vocab_size)
     return write(folder, config, head)
@@ -102,8 +101,9 @@ def exact_config_of(target: Path, head: Path | None, ranks: int, **engine: Any) 
     return config.model_copy(update={"model": model})
 
 
-def _randomise(module: nn.Module, seed: int) -> None:
+def randomise(module: nn.Module, seed: int, spread: float = 0.2) -> None:
+    """Fill the parameters with values at which every part of the network matters; norms differ from one."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(0.3 * noise if parameter.dim() > 1 else 1 + 0.1 * noise)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+        parameter.data.copy_(spread * noise if parameter.dim() > 1 else 1 + 0.1 * noise)

@@ -9,17 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from support.relay_harness import wait_until
 from support.router_harness import RouterUnderTest, router_over
 from support.stand_in_worker import Script, error_frame, text_of
 
 CHAT = "/v1/chat/completions"
-
-
-async def wait_until(condition: object, seconds: float = 5) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def body(**fields: object) -> bytes:

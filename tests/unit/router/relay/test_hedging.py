@@ -8,7 +8,7 @@ import time
 import pytest
 
 from specdecode_router.relay.client_stream import RefusedByWorker
-from support.relay_harness import chat, harness
+from support.relay_harness import chat, harness, wait_until
 from support.stand_in_worker import Script, error_frame, text_of
 
 BODY = chat()
@@ -26,9 +26,7 @@ async def test_silent_worker_loses() -> None:
         assert over.metric("resumes_total", reason="silence", outcome="resumed") == 1
         assert over.metric("resume_gap_seconds_count") == 1
         over.workers[0].voice.set()
-        async with asyncio.timeout(2):
-            while over.workers[0].running:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: not over.workers[0].running)
         assert (over.workers[0].cancelled, over.workers[0].ended) == (1, 0), "the loser is cancelled"
 
 
@@ -36,9 +34,7 @@ async def test_loser_is_cancelled_while_the_winner_runs() -> None:
     async with harness(Script(silent_at=5), Script(tokens=10_000, interval_seconds=0.01)) as over:
         over.scripts[0].tokens = 10_000
         task = asyncio.create_task(over.run(BODY))
-        async with asyncio.timeout(5):
-            while not over.workers[0].cancelled:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: over.workers[0].cancelled)
         assert over.workers[1].running
         assert not task.done()
         task.cancel()
@@ -49,8 +45,7 @@ async def test_loser_is_cancelled_while_the_winner_runs() -> None:
 async def test_false_suspicion_changes_nothing() -> None:
     async with harness(Script(silent_at=5), Script(resumed_delay_seconds=30)) as over:
         task = asyncio.create_task(over.run(BODY))
-        while not over.workers[1].requests:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: over.workers[1].requests)
         over.workers[0].voice.set()
         client = await task
         assert client.text() == TEXT
@@ -65,8 +60,7 @@ async def test_false_suspicion_changes_nothing() -> None:
 async def test_both_deliver_at_the_same_time() -> None:
     async with harness(Script(silent_at=5), Script(resumed_delay_seconds=0.05)) as over:
         task = asyncio.create_task(over.run(BODY))
-        while not over.workers[1].requests:
-            await asyncio.sleep(0.001)
+        await wait_until(lambda: over.workers[1].requests)
         await asyncio.sleep(0.05)
         over.workers[0].voice.set()
         client = await task
@@ -109,8 +103,7 @@ async def test_second_worker_that_appears_later_is_used() -> None:
 async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:
     async with harness(Script(silent_at=5, close_at=5), Script(resumed_delay_seconds=0.3)) as over:
         task = asyncio.create_task(over.run(BODY))
-        while not over.workers[1].requests:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: over.workers[1].requests)
         over.workers[0].voice.set()
         assert (await task).text() == TEXT
         assert len(over.workers[1].requests) == 1
@@ -131,9 +124,7 @@ async def test_refusal_of_the_second_attempt_leaves_the_first_one_running(before
     first = Script(open_delay_seconds=0.9) if before_open else Script(silent_at=5)
     async with harness(first, Script(refuse=error_frame(500, "engine_error", retryable=False))) as over:
         task = asyncio.create_task(over.run(BODY))
-        async with asyncio.timeout(5):
-            while not over.workers[1].requests:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: over.workers[1].requests)
         await asyncio.sleep(0.1)
         over.workers[0].voice.set()
         client = await task
@@ -145,9 +136,7 @@ async def test_crashes_of_further_workers_leave_a_slow_stream_running() -> None:
     crash = Script(refuse=error_frame(500, "engine_error", retryable=True))
     async with harness(Script(silent_at=5), crash, crash, crash) as over:
         task = asyncio.create_task(over.run(BODY))
-        async with asyncio.timeout(5):
-            while not (over.workers[1].requests and over.workers[2].requests):
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: over.workers[1].requests and over.workers[2].requests)
         await asyncio.sleep(0.6)
         assert not over.workers[3].requests, "the request may be the cause, so it is not given to a third one"
         over.workers[0].voice.set()
@@ -165,9 +154,7 @@ async def test_a_winner_whose_client_reads_slowly_is_not_hedged() -> None:
     async with harness(Script(silent_at=5), Script()) as over:
         relay = over.relay(BODY)
         task = asyncio.create_task(relay.run())
-        async with asyncio.timeout(5):
-            while len(over.client.events) < 6:
-                await asyncio.sleep(0.001)
+        await wait_until(lambda: len(over.client.events) >= 6)
         over.client.write_seconds = 30
         await asyncio.sleep(0.9)
         assert [attempt.is_paused for attempt in relay._running.values()] == [True]

@@ -10,8 +10,8 @@ import pytest
 
 from specdecode_router.errors import ApiError
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
-from support.relay_harness import Harness, chat, harness
-from support.stand_in_worker import Script, StandInWorker, error_frame, text_of
+from support.relay_harness import Harness, chat, harness, wait_until
+from support.stand_in_worker import Script, error_frame, text_of
 
 BODY = chat()
 TEXT = text_of(BODY, 20)
@@ -29,9 +29,24 @@ async def check_text(over: Harness, attempts: list[int]) -> None:
     assert over.registry.counts()["suspect"] <= len(attempts)
 
 
-async def test_unbroken_stream() -> None:
-    async with harness(Script(), Script()) as over:
-        await check_text(over, [1, 0])
+GONE = error_frame(500, "engine_error", retryable=True)
+WHOLE: dict[str, tuple[list[Script], list[int]]] = {
+    "unbroken": ([Script(), Script()], [1, 0]),
+    "crash inside of a frame": ([Script(cut_frame_at=6), Script()], [1, 1]),
+    "steps of several tokens continue at any token": ([Script(close_at=7, per_step=1), Script(per_step=4)], [1, 1]),
+    "repeated steps reach the client once": ([Script(repeat_steps=True)], [1]),
+    "a missing step is a failure": ([Script(skip_at=5), Script()], [1, 1]),
+    "retryable refusal": ([Script(refuse=error_frame(503, "loading", retryable=True)), Script()], [1, 1]),
+    "engine that is gone in the middle": ([Script(refuse=GONE, refuse_at=5), Script()], [1, 1]),
+}
+"""Scripts of workers, and the numbers of requests that they get."""
+
+
+@pytest.mark.parametrize("case", WHOLE)
+async def test_the_text_is_whole(case: str) -> None:
+    scripts, attempts = WHOLE[case]
+    async with harness(*scripts) as over:
+        await check_text(over, attempts)
 
 
 async def test_crash_before_open_starts_again_elsewhere() -> None:
@@ -58,26 +73,6 @@ async def test_crash_after_open_continues_from_the_journal(at: int) -> None:
         assert over.metric("resumes_total", reason="connection", outcome="resumed") == 1
 
 
-async def test_crash_inside_of_a_frame() -> None:
-    async with harness(Script(cut_frame_at=6), Script()) as over:
-        await check_text(over, [1, 1])
-
-
-async def test_steps_of_several_tokens_continue_at_any_token() -> None:
-    async with harness(Script(close_at=7, per_step=1), Script(per_step=4)) as over:
-        await check_text(over, [1, 1])
-
-
-async def test_repeated_steps_reach_the_client_once() -> None:
-    async with harness(Script(repeat_steps=True)) as over:
-        await check_text(over, [1])
-
-
-async def test_a_missing_step_is_a_failure() -> None:
-    async with harness(Script(skip_at=5), Script()) as over:
-        await check_text(over, [1, 1])
-
-
 async def test_moved_continues_at_once_and_the_worker_gets_no_new_requests() -> None:
     async with harness(Script(move_at=9), Script()) as over:
         await check_text(over, [1, 1])
@@ -101,11 +96,6 @@ async def test_whole_body_is_tried_again() -> None:
         assert client.body is not None
         assert json.loads(client.body)["texts"] == [text_of(body, 20)]
         assert client.events == []
-
-
-async def test_retryable_refusal_goes_to_the_next_worker() -> None:
-    async with harness(Script(refuse=error_frame(503, "loading", retryable=True)), Script()) as over:
-        await check_text(over, [1, 1])
 
 
 async def test_refusals_are_bounded_and_the_last_one_is_the_answer() -> None:
@@ -134,15 +124,8 @@ async def test_error_in_the_middle_goes_to_the_client() -> None:
         assert not over.workers[1].requests
 
 
-async def test_engine_that_is_gone_in_the_middle_continues_elsewhere() -> None:
-    script = Script(refuse=error_frame(500, "engine_error", retryable=True), refuse_at=5)
-    async with harness(script, Script()) as over:
-        await check_text(over, [1, 1])
-
-
 async def test_two_crashes_end_the_request() -> None:
-    gone = Script(refuse=error_frame(500, "engine_error", retryable=True), refuse_at=9)
-    async with harness(Script(close_at=5), gone, Script()) as over:
+    async with harness(Script(close_at=5), Script(refuse=GONE, refuse_at=9), Script()) as over:
         with pytest.raises(ApiError) as failed:
             await over.run(BODY)
         assert failed.value.status == 500
@@ -176,14 +159,6 @@ async def test_deadline_passes_at_a_worker_that_says_nothing() -> None:
         assert 0 < (over.workers[0].requests[0].timeout_seconds or 0) <= 0.2
 
 
-async def cancelled_streams(worker: StandInWorker) -> int:
-    """Return how many streams of a worker were cancelled, once there is one."""
-    async with asyncio.timeout(2):
-        while not worker.cancelled:
-            await asyncio.sleep(0.01)
-    return worker.cancelled
-
-
 async def test_client_that_is_gone_at_a_write_cancels_at_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async with harness(Script(tokens=100_000)) as over:
 
@@ -193,7 +168,7 @@ async def test_client_that_is_gone_at_a_write_cancels_at_the_worker(monkeypatch:
         monkeypatch.setattr(over.client, "write", gone)
         with pytest.raises(ClientGone):
             await over.run(BODY)
-        assert await cancelled_streams(over.workers[0]) == 1
+        await wait_until(lambda: over.workers[0].cancelled == 1)
 
 
 async def test_trace_headers_and_identity_reach_every_attempt() -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from specdecode_router.errors import ApiError
-from support.relay_harness import LIMITS, chat, harness
+from support.relay_harness import LIMITS, chat, harness, wait_until
 from support.router_harness import router_over
 from support.stand_in_worker import Script, text_of
 
@@ -26,13 +26,6 @@ class RecordedDemand:
 
     async def run(self) -> None:
         await asyncio.Event().wait()
-
-
-async def wait_until(condition: object, seconds: float = 10) -> None:
-    assert callable(condition)
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_request_waits_as_long_as_a_held_one_while_there_is_no_worker() -> None:

@@ -13,7 +13,7 @@ from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.engine import remote_prefill, transfer
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.remote_prefill import BlockExchange
-from specdecode_worker.engine.transfer import BlockFetch, Blocks
+from specdecode_worker.engine.transfer import Blocks
 from support.small_llama import ACCESS
 from support.worker.small_engine import plan_of, small_engine, submit
 
@@ -332,16 +332,6 @@ def _request(engine: Engine):  # type: ignore[no-untyped-def]
     request = Request.of(submit("x"), (), arrived_seconds=0.0)
     engine._drafts.assign_draft(request)
     return request
-
-
-def test_blocks_without_keys_of_the_target_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fetch = BlockFetch.__new__(BlockFetch)
-    fetch._want = transfer.Want(tokens=b"", salt="", task="", parts={"target": 8, "draft d": 0}, first=0,
-                                compute=True, seconds=1.0)  # fmt: skip
-    fetch._digests = (b"a",)
-    blocks = Blocks(first=0, digests=(b"a",), parts=("draft d",), followed=True)
-    with pytest.raises(transfer.TransferFailed, match="another kind"):
-        fetch._store(None, blocks, 0, 0.0)  # type: ignore[arg-type]
 
 
 def test_parts_of_the_networks_come_back_as_they_were(two: Two) -> None:

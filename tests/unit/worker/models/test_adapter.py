@@ -19,7 +19,8 @@ from specdecode_worker.models.fetch import model_hash, resolve
 from specdecode_worker.models.linear import Shard, Split
 from specdecode_worker.models.tensor_parallel import load_shard, splits_of
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
-from support.worker.small_folders import write_random_target
+from support.worker.dense_attention import dense
+from support.worker.small_folders import randomise, write_random_target
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
@@ -38,9 +39,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def base(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Path:
+def base(shape: dict[str, Any], tmp_path: Path) -> Path:
     """Return the folder of a small target."""
-    return write_random_target(tmp_path / "base", shape, randomise)
+    return write_random_target(tmp_path / "base", shape)
 
 
 def save_adapter(folder: Path, module: str, size: tuple[int, int] = (32, 32), **config: Any) -> Path:
@@ -62,9 +63,7 @@ def joined(base: Path, adapter: Path, cache: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_pefts_merge(
-    variant: str, shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
-) -> None:
+def test_logits_equal_those_of_pefts_merge(variant: str, shape: dict[str, Any], tmp_path: Path) -> None:
     import peft
     import transformers
 
@@ -161,9 +160,9 @@ def test_other_kinds_are_refused(config: dict[str, Any], reason: str, base: Path
     ],
 )
 def test_targets_that_do_not_fit_are_refused(
-    module: str, size: Any, changed: Any, reason: str, shape: dict[str, Any], randomise: Any, tmp_path: Path
+    module: str, size: Any, changed: Any, reason: str, shape: dict[str, Any], tmp_path: Path
 ) -> None:
-    base = write_random_target(tmp_path / "base", shape | {k: v for k, v in changed.items() if k[0] == "t"}, randomise)
+    base = write_random_target(tmp_path / "base", shape | {k: v for k, v in changed.items() if k[0] == "t"})
     (base / "config.json").write_text(json.dumps(shape | changed))
     folder = joined(base, save_adapter(tmp_path / "adapter", module, size), tmp_path / "cache")
     with pytest.raises(ModelError, match=reason):

@@ -39,6 +39,8 @@ from support.worker.checkpoints import (
     medusa_tensors,
     write,
 )
+from support.worker.dense_attention import dense
+from support.worker.small_folders import randomise
 from support.worker.tokens import saved, tokenizer
 
 METHODS: dict[WeightMethod, tuple[type, type]] = {
@@ -53,7 +55,7 @@ Folders = dict[WeightMethod, Path]
 Load = Callable[..., Draft]
 
 
-def of_a_model(shape: dict[str, Any], randomise: Any, seed: int) -> dict[str, torch.Tensor]:
+def of_a_model(shape: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     model = CausalLM(causal_lm_config(shape)).requires_grad_(False)
     randomise(model, seed)
     return model.state_dict()
@@ -65,7 +67,7 @@ def target_folder(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> Pa
 
 
 @pytest.fixture
-def folders(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Folders:
+def folders(shape: dict[str, Any], tmp_path: Path) -> Folders:
     one = shape | {"num_hidden_layers": 1}
     small = shape | {"num_hidden_layers": 2, "vocab_size": 90, "max_position_embeddings": 64}
     return {
@@ -78,7 +80,7 @@ def folders(shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Folders:
         "dflash": write(tmp_path / "dflash", one | DFLASH, dflash_tensors(1)),
         "eagle": write(tmp_path / "eagle", one, eagle_tensors()),
         "medusa": write(tmp_path / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1)),
-        "draft-model": saved(write(tmp_path / "small", small, of_a_model(small, randomise, 3)), tokenizer()),
+        "draft-model": saved(write(tmp_path / "small", small, of_a_model(small, 3)), tokenizer()),
     }
 
 
@@ -144,7 +146,7 @@ def test_draft_is_checked_without_reading_weights(
         check_draft("eagle3", folders["eagle3"], target_folder)
 
 
-def test_draft_model_shares_the_target_vocabulary(folders: Folders, load: Load, dense: Any) -> None:
+def test_draft_model_shares_the_target_vocabulary(folders: Folders, load: Load) -> None:
     draft = load("draft-model", folders["draft-model"])
     assert isinstance(draft, CausalLM)
     assert draft.config.vocab_size == 97
@@ -153,7 +155,7 @@ def test_draft_model_shares_the_target_vocabulary(folders: Folders, load: Load, 
     assert draft.logits(out.hidden_TE).shape == (1, 97)
 
 
-def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: CausalLM, dense: Any) -> None:
+def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: CausalLM) -> None:
     """A head can be loaded for a fused target, as in a draft swap of a running engine."""
     states, tokens, slots = torch.ones(2, 32), torch.tensor([5, 6]), torch.tensor([1, 2])
     before = load("eagle", folders["eagle"])
@@ -194,10 +196,10 @@ def test_the_hash_of_a_draft_model_covers_its_tokenizer(folders: Folders) -> Non
 
 
 def test_a_windowed_model_may_serve_short_texts(
-    shape: dict[str, Any], randomise: Any, target: CausalLM, target_folder: Path, tmp_path: Path
+    shape: dict[str, Any], target: CausalLM, target_folder: Path, tmp_path: Path
 ) -> None:
     config = shape | {"architectures": ["MistralForCausalLM"], "sliding_window": 64}
-    folder = saved(write(tmp_path / "m", config, of_a_model(shape, randomise, 3)), tokenizer())
+    folder = saved(write(tmp_path / "m", config, of_a_model(shape, 3)), tokenizer())
     with pytest.raises(ConfigMismatch, match="sliding_window 64"):
         check_draft("draft-model", folder, target_folder)
     check_draft("draft-model", folder, target_folder, max_model_len=64)

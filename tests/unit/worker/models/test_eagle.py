@@ -17,6 +17,7 @@ from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_eagle
 from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle_tensors, noise, reference, write
+from support.worker.dense_attention import dense
 
 
 def eagle_shape(shape: dict[str, Any], layers: int = 1) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def load(folder: Path, target: CausalLM) -> EagleHead:
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_eagle_head_equals_cnets1(
-    layers: int, bias: bool, fused: bool, target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
+    layers: int, bias: bool, fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = eagle_tensors(layers, bias=bias)
     head = load(write(tmp_path, eagle_shape(shape, layers), tensors), target)
@@ -55,9 +56,7 @@ def test_eagle_head_equals_cnets1(
     assert head.target_ids is None
 
 
-def test_an_eagle_head_calls_attend_layer_by_layer(
-    target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
-) -> None:
+def test_an_eagle_head_calls_attend_layer_by_layer(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     head = load(write(tmp_path, eagle_shape(shape, 3), eagle_tensors(3)), target)
     called = []
 
@@ -80,7 +79,7 @@ def test_eagle_head_shares_the_targets_embeddings_and_context_length(
 
 @torch.inference_mode()
 def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
-    target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     """A head may contain its own embedding and lm_head.
 

@@ -17,6 +17,7 @@ from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_eagle3
 from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, first_layer, noise, norm, reference, write
+from support.worker.dense_attention import dense
 
 
 def load3(folder: Path, target: CausalLM) -> Eagle3Head:
@@ -41,7 +42,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", EAGLE3)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_eagle3_head_equals_vllm(
-    variant: str, fused: bool, target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
+    variant: str, fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     config = EAGLE3[variant]
     nested = config.get("eagle_config", {})
@@ -79,9 +80,7 @@ def test_eagle3_head_equals_vllm(
 
 
 @torch.inference_mode()
-def test_head_of_another_size_needs_its_own_embeddings(
-    target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
-) -> None:
+def test_head_of_another_size_needs_its_own_embeddings(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     tensors = eagle3_tensors(size=16) | {"embed_tokens.weight": noise(97, 16)}
     config = shape | {"num_hidden_layers": 1, "hidden_size": 16, "target_hidden_size": 32, "draft_vocab_size": 40}
     head = load3(write(tmp_path, config, tensors), target)

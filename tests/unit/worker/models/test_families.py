@@ -20,6 +20,8 @@ from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm
 from support.worker.checkpoints import write
+from support.worker.dense_attention import dense
+from support.worker.small_folders import randomise
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (60,), generator=torch.Generator().manual_seed(4))
@@ -61,7 +63,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def saved(folder: Path, shape: dict[str, Any], variant: str, randomise: Any) -> Any:
+def saved(folder: Path, shape: dict[str, Any], variant: str) -> Any:
     """Return a random transformers model, saved to ``folder`` by transformers."""
     import transformers
 
@@ -83,10 +85,8 @@ def our_logits(model: CausalLM, dense: Any) -> Tensor:
 @pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_plain_and_fused(
-    variant: str, shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path
-) -> None:
-    wanted = saved(tmp_path, shape, variant, randomise)(TOKENS[None]).logits[0]
+def test_logits_plain_and_fused(variant: str, shape: dict[str, Any], tmp_path: Path) -> None:
+    wanted = saved(tmp_path, shape, variant)(TOKENS[None]).logits[0]
     assert wanted.std() > 0.3, "logits must be large enough for 1e-5 to mean something"
     ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
     torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
@@ -97,9 +97,9 @@ def test_logits_plain_and_fused(
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, randomise: Any, tmp_path: Path) -> None:
+def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], tmp_path: Path) -> None:
     """The auxiliary states equal transformers' hidden_states[i], which is the input of layer i."""
-    theirs = saved(tmp_path, shape, "grouped", randomise)
+    theirs = saved(tmp_path, shape, "grouped")
     ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
     states = theirs(TOKENS[None], output_hidden_states=True).hidden_states
     aux_states = ours(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4))).aux_TA
@@ -107,11 +107,9 @@ def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], dense: Any, 
 
 
 @pytest.mark.slow
-def test_older_transformers_configs_are_equivalent(
-    shape: dict[str, Any], randomise: Any, dense: Any, tmp_path: Path
-) -> None:
+def test_older_transformers_configs_are_equivalent(shape: dict[str, Any], tmp_path: Path) -> None:
     """A config with top-level rope_theta and rope_scaling, as before transformers 5, gives the same logits."""
-    saved(tmp_path, shape, "llama3-rope", randomise)
+    saved(tmp_path, shape, "llama3-rope")
     wanted = our_logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU), dense)
     config = json.loads((tmp_path / "config.json").read_text())
     nested = config.pop("rope_parameters")
@@ -121,7 +119,7 @@ def test_older_transformers_configs_are_equivalent(
 
 
 @torch.inference_mode()
-def test_layers_that_do_not_rotate(shape: dict[str, Any], dense: Any, randomise: Any) -> None:
+def test_layers_that_do_not_rotate(shape: dict[str, Any]) -> None:
     """SmolLM3 is Llama with layers without rotary positions, as Llama 4 has them among other things."""
     from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
@@ -143,7 +141,7 @@ def test_layers_that_do_not_rotate(shape: dict[str, Any], dense: Any, randomise:
 
 @torch.inference_mode()
 def test_an_architecture_reads_nested_fields_and_renames_tensors(
-    target: CausalLM, shape: dict[str, Any], dense: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A model of text and images: the fields of the text nested, its tensors with a prefix, the others left out."""
     entry = replace(

@@ -27,6 +27,7 @@ from specdecode_worker.models.linear import QuantizedWeight, SeparateWeights, Sh
 from specdecode_worker.models.optimize import added_bytes, fuse
 from specdecode_worker.models.tensor_parallel import load_shard, split_network
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
+from support.worker.dense_attention import dense
 from support.worker.quantized_folders import (
     Rounding,
     awq,
@@ -151,25 +152,23 @@ def test_weights_are_those_of_the_format(name: str, tmp_path: Path) -> None:
 
 @FORMATS
 @pytest.mark.parametrize("size", [1, 2])
-def test_stored_matrices_compute_what_their_weights_do(
-    name: str, size: int, tmp_path: Path, dense: Any, monkeypatch: Any
-) -> None:
+def test_stored_matrices_compute_what_their_weights_do(name: str, size: int, tmp_path: Path, monkeypatch: Any) -> None:
     assert agrees(tmp_path, written(tmp_path, name), dense, size=size, monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["gptq 32", "awq", "packed asymmetric", "fp8 blocks"])
-def test_ranks_may_begin_within_a_group(name: str, tmp_path: Path, dense: Any, monkeypatch: Any) -> None:
+def test_ranks_may_begin_within_a_group(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Part of a group keeps its scale: 384 channels on two ranks are one group of 128 and half of another."""
     weights = written(tmp_path, name, intermediate_size=384)
     assert agrees(tmp_path, weights, dense, size=2, monkeypatch=monkeypatch)
 
 
-def test_ranks_may_share_key_value_heads(tmp_path: Path, dense: Any, monkeypatch: Any) -> None:
+def test_ranks_may_share_key_value_heads(tmp_path: Path, monkeypatch: Any) -> None:
     weights = written(tmp_path, "awq", num_key_value_heads=1)
     assert agrees(tmp_path, weights, dense, size=2, monkeypatch=monkeypatch)
 
 
-def test_plain_and_quantized_projections_may_be_joined(tmp_path: Path, dense: Any, monkeypatch: Any) -> None:
+def test_plain_and_quantized_projections_may_be_joined(tmp_path: Path, monkeypatch: Any) -> None:
     weights = written(tmp_path, "awq", plain=("v_proj", "up_proj"), attention_bias=True, mlp_bias=True)
     assert agrees(tmp_path, weights, dense, size=2, monkeypatch=monkeypatch)
     model = load_causal_lm(tmp_path, dtype=torch.float64, device=CPU, stored=True)
@@ -264,7 +263,7 @@ def scales_are_rounded_to_bf16(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(bug: str, tmp_path: Path, dense: Any, monkeypatch: Any) -> None:
+def test_planted_bugs_are_detected(bug: str, tmp_path: Path, monkeypatch: Any) -> None:
     name, size, plant = BUGS[bug]
     weights = written(tmp_path, name)
     plant(monkeypatch)

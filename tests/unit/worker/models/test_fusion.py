@@ -20,6 +20,8 @@ from specdecode_worker.models.linear import CompiledWeight, Linear, OneDnnWeight
 from specdecode_worker.models.optimize import fuse, should_pack
 from specdecode_worker.models.target_states import TargetStates
 from support.tiers import skip_reason
+from support.worker.dense_attention import dense
+from support.worker.small_folders import randomise
 
 TOKENS = torch.randint(0, 97, (21,), generator=torch.Generator().manual_seed(4))
 PACKS = should_pack(torch.bfloat16, torch.device("cpu"))
@@ -27,7 +29,7 @@ needs_bf16 = pytest.mark.skipif(not PACKS, reason=skip_reason("bf16", "this CPU 
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> CausalLM:
+def target(request: pytest.FixtureRequest, shape: dict[str, Any]) -> CausalLM:
     model = CausalLM(causal_lm_config(shape | {"tie_word_embeddings": request.param})).requires_grad_(False)
     randomise(model, 1)
     return model
@@ -46,7 +48,7 @@ def drafted(head: Eagle3Head, dense: Any) -> Tensor:
 
 
 @pytest.fixture
-def head(target: CausalLM, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
+def head(target: CausalLM, shape: dict[str, Any]) -> Eagle3Head:
     config = eagle3_config(shape | {"num_hidden_layers": 1, "draft_vocab_size": 40}, target.config)
     eagle3_head = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
     randomise(eagle3_head, 2)
@@ -78,9 +80,7 @@ def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_bf16
 @pytest.mark.parametrize("head_dim", [8, 32])
-def test_packing_bf16_costs_no_accuracy(
-    shape: dict[str, Any], head_dim: int, compiled: bool, randomise: Any, dense: Any
-) -> None:
+def test_packing_bf16_costs_no_accuracy(shape: dict[str, Any], head_dim: int, compiled: bool) -> None:
     """Packed networks are as close to an fp64 run of the same bf16 weights as the plain networks are."""
     shape |= {"head_dim": head_dim}
     target = CausalLM(causal_lm_config(shape)).requires_grad_(False)

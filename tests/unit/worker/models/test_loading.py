@@ -23,6 +23,8 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.weights import load_causal_lm, load_eagle3
 from support.worker.checkpoints import Tensors, write
+from support.worker.dense_attention import dense
+from support.worker.small_folders import randomise
 
 CPU = torch.device("cpu")
 DRAFT_VOCABULARY = 40
@@ -61,7 +63,7 @@ def head_config(shape: dict[str, Any]) -> dict[str, Any]:
     return shape | {"num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCABULARY}
 
 
-def head_tensors(shape: dict[str, Any], target: CausalLM, randomise: Any) -> Tensors:
+def head_tensors(shape: dict[str, Any], target: CausalLM) -> Tensors:
     head = Eagle3Head(eagle3_config(head_config(shape), target.config), target.model.embed_tokens)
     randomise(head, 2)
     head.d2t += torch.arange(DRAFT_VOCABULARY)
@@ -69,8 +71,8 @@ def head_tensors(shape: dict[str, Any], target: CausalLM, randomise: Any) -> Ten
 
 
 @pytest.fixture
-def head_folder(target: CausalLM, shape: dict[str, Any], randomise: Any, tmp_path: Path) -> Path:
-    return write(tmp_path / "head", head_config(shape), head_tensors(shape, target, randomise))
+def head_folder(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> Path:
+    return write(tmp_path / "head", head_config(shape), head_tensors(shape, target))
 
 
 def change(folder: Path, **changed: Tensor | None) -> None:
@@ -239,7 +241,7 @@ def test_quantised_weights_are_refused(head_folder: Path, target: CausalLM) -> N
         load_head(head_folder, target)
 
 
-def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: CausalLM, dense: Any) -> None:
+def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: CausalLM) -> None:
     own = torch.full((97, 32), 0.5)
     shared = load_head(head_folder, target)
     change(head_folder, **{"embed_tokens.weight": own})
@@ -256,7 +258,7 @@ def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: CausalLM
 
 
 def test_a_head_with_the_targets_vocabulary_needs_no_map(
-    target: CausalLM, shape: dict[str, Any], randomise: Any, tmp_path: Path
+    target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     config = head_config(shape) | {"draft_vocab_size": 97}
     head = Eagle3Head(eagle3_config(config, target.config), nn.Embedding(97, 32))
@@ -318,7 +320,7 @@ def test_hash_covers_every_weight_and_the_config(target_folder: Path) -> None:
     assert len(hashes) == 3
 
 
-def test_rotary_tables_have_a_row_for_each_served_position(shape: dict[str, Any], dense: Any, tmp_path: Path) -> None:
+def test_rotary_tables_have_a_row_for_each_served_position(shape: dict[str, Any], tmp_path: Path) -> None:
     model = CausalLM(causal_lm_config(shape))
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(shape))

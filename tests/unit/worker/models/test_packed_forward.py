@@ -15,6 +15,8 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.sampling.trees import Tree, tree_of
+from support.worker.dense_attention import dense
+from support.worker.small_folders import randomise
 
 CPU = torch.device("cpu")
 BLOCKS = 40
@@ -31,7 +33,7 @@ class Sequence:
 
 
 @pytest.fixture
-def target(shape: dict[str, Any], randomise: Any) -> CausalLM:
+def target(shape: dict[str, Any]) -> CausalLM:
     model = CausalLM(causal_lm_config(shape)).double().requires_grad_(False)
     randomise(model, 2)
     return model
@@ -115,7 +117,7 @@ def prefill(target: CausalLM, cache: PagedCache, sequences: list[Sequence], chun
 @pytest.mark.parametrize("chunks", [(1000,), (1,), (16,), (7, 1, 19, 2)], ids=str)
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
 def test_chunked_prefill_matches_one_pass(
-    target: CausalLM, cache: PagedCache, dense: Any, scattered: bool, chunks: tuple[int, ...]
+    target: CausalLM, cache: PagedCache, scattered: bool, chunks: tuple[int, ...]
 ) -> None:
     sequences = batch(scattered=scattered)
     assert max(len(s.tokens) for s in sequences) > 4 * BLOCK_SIZE
@@ -126,7 +128,7 @@ def test_chunked_prefill_matches_one_pass(
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["in-place", "scattered"])
-def test_every_node_attends_to_its_own_path(target: CausalLM, cache: PagedCache, dense: Any, scattered: bool) -> None:
+def test_every_node_attends_to_its_own_path(target: CausalLM, cache: PagedCache, scattered: bool) -> None:
     """In a pass with a tree, a chain, a chunk and a plain token, each node gets the state of its own path."""
     sequences = batch(scattered=scattered)
     prefill(target, cache, sequences[:3], (23,))

@@ -22,13 +22,15 @@ from specdecode_worker.models.optimize import (
     quantise_draft,
     quantise_target,
 )
+from support.worker.dense_attention import dense
+from support.worker.small_folders import randomise
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
 
 
 @pytest.fixture(params=[False, True], ids=["untied", "tied"])
-def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any) -> CausalLM:
+def target(request: pytest.FixtureRequest, shape: dict[str, Any]) -> CausalLM:
     """Return a target with all optional biases."""
     config = causal_lm_config(shape | {"tie_word_embeddings": request.param, "attention_bias": True, "mlp_bias": True})
     model = CausalLM(config).requires_grad_(False)
@@ -37,7 +39,7 @@ def target(request: pytest.FixtureRequest, shape: dict[str, Any], randomise: Any
 
 
 @pytest.fixture
-def head(target: CausalLM, shape: dict[str, Any], randomise: Any) -> Eagle3Head:
+def head(target: CausalLM, shape: dict[str, Any]) -> Eagle3Head:
     config = eagle3_config(shape | {"num_hidden_layers": 2, "draft_vocab_size": 40}, target.config)
     eagle3_head = Eagle3Head(config, target.model.embed_tokens).requires_grad_(False)
     randomise(eagle3_head, 2)
@@ -63,7 +65,7 @@ def state_bytes(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_only_the_blocks_of_a_target_are_quantised(target: CausalLM, kind: Kind, dense: Any) -> None:
+def test_only_the_blocks_of_a_target_are_quantised(target: CausalLM, kind: Kind) -> None:
     before, embedding = logits(target, dense), target.model.embed_tokens.weight.clone()
     rounded = copy.deepcopy(target)
     quantise_target(target, kind, CPU, stored=True)
@@ -81,7 +83,7 @@ def test_only_the_blocks_of_a_target_are_quantised(target: CausalLM, kind: Kind,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_mlps_and_head_of_a_draft_are_quantised(head: Eagle3Head, kind: Kind, dense: Any) -> None:
+def test_mlps_and_head_of_a_draft_are_quantised(head: Eagle3Head, kind: Kind) -> None:
     before, rounded = drafted(head, dense), copy.deepcopy(head)
     quantise_draft(head, kind, stored=True)
     quantise_draft(rounded, kind)
@@ -133,7 +135,7 @@ def test_the_packed_output_matrix_of_a_target_stays_as_it_is(target: CausalLM, h
     assert quantised(head) == {"gate_proj", "up_proj", "down_proj", "lm_head"}
 
 
-def test_no_quantization_by_default(target: CausalLM, dense: Any) -> None:
+def test_no_quantization_by_default(target: CausalLM) -> None:
     before = logits(target, dense)
     quantise_target(target, None, CPU)
     quantise_draft(target, None)

@@ -24,6 +24,7 @@ from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.tensor_parallel import load_shard
 from specdecode_worker.models.weights import load_causal_lm
+from support.worker.dense_attention import dense
 from support.worker.small_folders import write_random_target
 from support.worker.thread_ranks import ThreadRanks
 
@@ -37,9 +38,9 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 @pytest.mark.parametrize("changed", [{}, BIASES, {"tie_word_embeddings": True}, QWEN3], ids=str)
 @pytest.mark.parametrize("size", [2, 4])
 def test_parts_together_compute_the_whole(
-    tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, changed: Any, size: int
+    tmp_path: Path, shape: dict[str, Any], monkeypatch: Any, changed: Any, size: int
 ) -> None:
-    folder = write_random_target(tmp_path, shape | {"num_key_value_heads": 4} | changed, randomise)
+    folder = write_random_target(tmp_path, shape | {"num_key_value_heads": 4} | changed)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = ThreadRanks(size)
     monkeypatch.setattr(collectives, "dist", ranks)
@@ -62,10 +63,10 @@ def test_parts_together_compute_the_whole(
 @pytest.mark.parametrize("few", [False, True], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("changed", [{}, BIASES], ids=["plain", "biases"])
 def test_fused_layers_of_parts_compute_the_whole(
-    tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, changed: Any, few: bool
+    tmp_path: Path, shape: dict[str, Any], monkeypatch: Any, changed: Any, few: bool
 ) -> None:
     """The first device alone adds the residual, so two devices add it once."""
-    folder = write_random_target(tmp_path, shape | changed, randomise)
+    folder = write_random_target(tmp_path, shape | changed)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = ThreadRanks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
@@ -86,10 +87,10 @@ def test_fused_layers_of_parts_compute_the_whole(
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_quantised_parts_compute_what_their_rounded_weights_do(
-    tmp_path: Path, shape: dict[str, Any], dense: Any, randomise: Any, monkeypatch: Any, kind: Kind
+    tmp_path: Path, shape: dict[str, Any], monkeypatch: Any, kind: Kind
 ) -> None:
     """Stored in few bits or rounded to them, parts compute the same; it is near what the whole target computes."""
-    folder = write_random_target(tmp_path, shape | BIASES, randomise)
+    folder = write_random_target(tmp_path, shape | BIASES)
     whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
     ranks = ThreadRanks(2)
     monkeypatch.setattr(collectives, "dist", ranks)
@@ -114,10 +115,8 @@ def test_every_row_is_on_one_device(count: int, size: int) -> None:
     assert rows == list(range(count))
 
 
-def test_a_shard_refuses_unsplittable_heads_and_missing_weights(
-    tmp_path: Path, shape: dict[str, Any], randomise: Any
-) -> None:
-    folder = write_random_target(tmp_path, shape, randomise)
+def test_a_shard_refuses_unsplittable_heads_and_missing_weights(tmp_path: Path, shape: dict[str, Any]) -> None:
+    folder = write_random_target(tmp_path, shape)
     with pytest.raises(ConfigMismatch, match="num_attention_heads 4 cannot be split over tensor_parallel_size 3"):
         load_shard(folder, Shard(0, 3), dtype=torch.float64, device=CPU)
     config = causal_lm_config(shape | {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8})

@@ -27,11 +27,9 @@ def chunks(rows: list[Row]) -> list[tuple[str, int, int]]:
     return [(row.request.id, row.start, row.count) for row in rows if row.is_chunk]
 
 
-def served(
-    device_under_test_never: SimulatedDevice, prompt: list[int] = PROMPT, new: int = 4, name: str = "first"
-) -> Request:
-    one = device_under_test_never.arrive(name, prompt, new)
-    device_under_test_never.drain()
+def served(simulated: SimulatedDevice, prompt: list[int] = PROMPT, new: int = 4, name: str = "first") -> Request:
+    one = simulated.arrive(name, prompt, new)
+    simulated.drain()
     return one
 
 
@@ -48,49 +46,49 @@ def served(
     ],
 )
 def test_full_blocks_of_a_cached_prefix_are_reused(prompt: list[int], hit: int) -> None:
-    device_under_test_never = device()
-    served(device_under_test_never)
-    second = device_under_test_never.arrive("second", prompt)
-    assert chunks(device_under_test_never.step()) == [("second", hit, len(prompt) - hit)]
+    simulated = device()
+    served(simulated)
+    second = simulated.arrive("second", prompt)
+    assert chunks(simulated.step()) == [("second", hit, len(prompt) - hit)]
     assert (second.cached_tokens, second.cached, second.draft.start) == (hit, len(prompt), 1 if hit == 0 else hit)
-    counters = device_under_test_never.scheduler.counters
+    counters = simulated.scheduler.counters
     assert (counters.prefix_query_tokens, counters.prefix_hit_tokens) == (60 + len(prompt), hit)
 
 
 def test_a_follow_up_turn_reuses_blocks_of_the_answer() -> None:
-    device_under_test_never = device()
-    first = served(device_under_test_never, new=30)
-    second = device_under_test_never.arrive("second", [*first.tokens, 7, 7])
-    device_under_test_never.step()
+    simulated = device()
+    first = served(simulated, new=30)
+    second = simulated.arrive("second", [*first.tokens, 7, 7])
+    simulated.step()
     # The last token was emitted but never processed, so its key is not in the cache.
     assert second.cached_tokens == (90 - 1) // BLOCK_SIZE * BLOCK_SIZE == 80
 
 
 def test_running_requests_share_blocks() -> None:
-    device_under_test_never = device()
-    first = device_under_test_never.arrive("first", PROMPT)
-    device_under_test_never.step()
-    second = device_under_test_never.arrive("second", PROMPT)
-    device_under_test_never.step()
+    simulated = device()
+    first = simulated.arrive("first", PROMPT)
+    simulated.step()
+    second = simulated.arrive("second", PROMPT)
+    simulated.step()
     assert first.blocks[:3] == second.blocks[:3]
     assert first.blocks[3] != second.blocks[3], "what is written to is nobody else's"
-    assert device_under_test_never.pool.used == 5
+    assert simulated.pool.used == 5
 
 
 def test_simultaneous_requests_wait_one_step_for_the_first_to_fill_the_prefix() -> None:
-    device_under_test_never = device()
+    simulated = device()
     for name in "abcd":
-        device_under_test_never.arrive(name, PROMPT)
-    assert chunks(device_under_test_never.step()) == [("a", 0, 60)]
-    assert chunks(device_under_test_never.step()) == [("b", 48, 12), ("c", 48, 12), ("d", 48, 12)]
+        simulated.arrive(name, PROMPT)
+    assert chunks(simulated.step()) == [("a", 0, 60)]
+    assert chunks(simulated.step()) == [("b", 48, 12), ("c", 48, 12), ("d", 48, 12)]
 
 
 def test_requests_do_not_wait_for_blocks_that_no_request_fills() -> None:
-    device_under_test_never = device()
-    device_under_test_never.arrive("a", PROMPT[:16])
-    device_under_test_never.arrive("b", PROMPT[:16])
-    device_under_test_never.arrive("c", [99, *PROMPT])
-    assert [name for name, *_ in chunks(device_under_test_never.step())] == ["a", "b", "c"]
+    simulated = device()
+    simulated.arrive("a", PROMPT[:16])
+    simulated.arrive("b", PROMPT[:16])
+    simulated.arrive("c", [99, *PROMPT])
+    assert [name for name, *_ in chunks(simulated.step())] == ["a", "b", "c"]
 
 
 def test_a_preempted_request_reuses_its_own_blocks() -> None:
@@ -98,57 +96,57 @@ def test_a_preempted_request_reuses_its_own_blocks() -> None:
 
     Only the one block that was missing at the preemption has been taken meanwhile.
     """
-    device_under_test_never = device(blocks=1 + 8)
-    old = device_under_test_never.arrive("old", [1] * 30, new=30)
-    young = device_under_test_never.arrive("young", PROMPT, new=30)
+    simulated = device(blocks=1 + 8)
+    old = simulated.arrive("old", [1] * 30, new=30)
+    young = simulated.arrive("young", PROMPT, new=30)
     for _ in range(40):
-        device_under_test_never.step()
+        simulated.step()
         if young.epoch:
             break
     assert young.epoch == 1
     old.finish = "abort"
-    device_under_test_never.scheduler.release(old)
+    simulated.scheduler.release(old)
     said = len(young.tokens)
-    rows = device_under_test_never.step()
+    rows = simulated.step()
     assert chunks(rows) == [("young", young.prefix, said - young.prefix)]
     assert young.prefix >= 48
     assert young.cached_tokens == 0, "of its prompt nothing had been cached when it came"
 
 
 def test_prompt_logprobs_reuse_nothing() -> None:
-    device_under_test_never = device()
-    served(device_under_test_never)
-    asks = device_under_test_never.arrive("asks", PROMPT, prompt_logprobs=1)
-    assert chunks(device_under_test_never.step()) == [("asks", 0, 60)]
+    simulated = device()
+    served(simulated)
+    asks = simulated.arrive("asks", PROMPT, prompt_logprobs=1)
+    assert chunks(simulated.step()) == [("asks", 0, 60)]
     assert asks.cached_tokens == 0
-    assert device_under_test_never.scheduler.counters.prefix_hit_tokens == 0
+    assert simulated.scheduler.counters.prefix_hit_tokens == 0
 
 
 def test_without_prefix_caching_no_block_is_cached() -> None:
-    device_under_test_never = device(caching=False)
-    served(device_under_test_never)
-    assert (device_under_test_never.pool.cached, device_under_test_never.pool.free) == (0, 59)
-    second = served(device_under_test_never, name="second")
+    simulated = device(caching=False)
+    served(simulated)
+    assert (simulated.pool.cached, simulated.pool.free) == (0, 59)
+    second = served(simulated, name="second")
     assert second.cached_tokens == 0
-    assert device_under_test_never.scheduler.counters.prefix_query_tokens == 0
+    assert simulated.scheduler.counters.prefix_query_tokens == 0
 
 
 @pytest.mark.parametrize(
     ("first", "second", "hit"), [("", "", 48), ("a", "a", 48), ("a", "b", 0), ("a", "", 0), ("", "a", 0)]
 )
 def test_requests_with_different_salts_share_no_block(first: str, second: str, hit: int) -> None:
-    device_under_test_never = device()
+    simulated = device()
     for name, salt in (("first", first), ("second", second)):
-        one = device_under_test_never.arrive(name, PROMPT, 4, cache_salt=salt)
-        device_under_test_never.drain()
+        one = simulated.arrive(name, PROMPT, 4, cache_salt=salt)
+        simulated.drain()
     assert one.cached_tokens == hit
 
 
 def test_simultaneous_requests_with_different_salts_do_not_wait_for_each_other() -> None:
-    device_under_test_never = device()
+    simulated = device()
     for name in "ab":
-        device_under_test_never.arrive(name, PROMPT, cache_salt=name)
-    assert chunks(device_under_test_never.step()) == [("a", 0, 60), ("b", 0, 60)]
+        simulated.arrive(name, PROMPT, cache_salt=name)
+    assert chunks(simulated.step()) == [("a", 0, 60), ("b", 0, 60)]
 
 
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,9 +159,9 @@ def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return blake2b(data, **sizes)
 
     blake2b = prefix_index.blake2b
-    device_under_test_never = device(limits=Limits(2, 16))
+    simulated = device(limits=Limits(2, 16))
     monkeypatch.setattr(prefix_index, "blake2b", counting)
-    one = served(device_under_test_never, new=60)
+    one = served(simulated, new=60)
     assert len(made) == len(set(made)) == len(one.digests) == (60 + 60 - 1) // BLOCK_SIZE
 
 
@@ -171,21 +169,21 @@ class Drafting:
     """A request of four chunks with a draft progress set by the test after the second one, and a later request."""
 
     def __init__(self, **progress: int) -> None:
-        self.device_under_test_never = device(limits=Limits(4, 16))
-        self.first = self.device_under_test_never.arrive("first", PROMPT)
+        self.simulated = device(limits=Limits(4, 16))
+        self.first = self.simulated.arrive("first", PROMPT)
         self.first.draft = DraftProgress("d")
         for step in range(4):
-            self.device_under_test_never.step()
+            self.simulated.step()
             if step == 1:
                 for name, value in progress.items():
                     setattr(self.first.draft, name, value)
 
     def second(self, draft: str = "d") -> Request:
         self.first.finish = "abort"
-        self.device_under_test_never.scheduler.release(self.first)
-        one = self.device_under_test_never.arrive("second", PROMPT)
+        self.simulated.scheduler.release(self.first)
+        one = self.simulated.arrive("second", PROMPT)
         one.draft = DraftProgress(draft)
-        self.device_under_test_never.step()
+        self.simulated.step()
         return one
 
 
@@ -206,7 +204,7 @@ def test_the_draft_ignores_a_prefix_written_by_another_draft() -> None:
 def test_blocks_before_a_gap_are_hidden_from_the_draft() -> None:
     drafting = Drafting()
     blocks = drafting.first.blocks
-    index = drafting.device_under_test_never.pool.prefixes
+    index = drafting.simulated.pool.prefixes
     index.forget_marks("d")
     for block in (blocks[0], blocks[2]):
         index.mark(block, "d")
@@ -223,10 +221,10 @@ def test_a_block_that_the_draft_had_not_reached_is_recomputed_and_earlier_blocks
     assert drafting.first.drafted == 47, "one short of the third block's end"
     second = drafting.second()
     assert (second.prefix, second.draft.start) == (32, 1)
-    third = drafting.device_under_test_never.arrive("third", PROMPT)
+    third = drafting.simulated.arrive("third", PROMPT)
     third.draft = DraftProgress("d")
-    drafting.device_under_test_never.step()
-    drafting.device_under_test_never.step()
+    drafting.simulated.step()
+    drafting.simulated.step()
     assert (third.prefix, third.draft.start) == (48, 1), "the better copy is the one that is known"
 
 
@@ -235,19 +233,19 @@ def test_a_prefix_without_draft_keys_is_recomputed_once_draft_prefill_is_on() ->
 
     Otherwise it would be hidden from drafts for as long as it is cached.
     """
-    device_under_test_never = device()
-    served(device_under_test_never, name="plain")
-    scheduler = device_under_test_never.scheduler
+    simulated = device()
+    served(simulated, name="plain")
+    scheduler = simulated.scheduler
     scheduler.set_draft_prefill(True)
-    first, second = (device_under_test_never.arrive(name, PROMPT) for name in ("first", "second"))
+    first, second = (simulated.arrive(name, PROMPT) for name in ("first", "second"))
     for one in (first, second):
         one.draft = DraftProgress("d")
-    device_under_test_never.step()
+    simulated.step()
     assert first.prefix == 0
     scheduler.set_draft_prefill(False)
-    third = device_under_test_never.arrive("third", PROMPT)
+    third = simulated.arrive("third", PROMPT)
     third.draft = DraftProgress("d")
-    device_under_test_never.step()
+    simulated.step()
     assert third.prefix == 48, "while nothing is drafted, anything will do"
 
 
@@ -383,7 +381,7 @@ def test_a_change_that_is_not_recorded_is_found(events: Sequence[str], monkeypat
 
 def test_a_swapped_draft_ignores_the_keys_of_its_predecessor() -> None:
     drafting = Drafting()
-    drafting.device_under_test_never.scheduler.forget_draft("d", states=False)
+    drafting.simulated.scheduler.forget_draft("d", states=False)
     second = drafting.second()
     assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 48, 47)
 
@@ -394,7 +392,7 @@ def test_a_draft_that_reads_other_hidden_states_starts_one_slot_later() -> None:
     Slot 48 needs the state of position 47, which was stored for the previous draft.
     """
     drafting = Drafting()
-    drafting.device_under_test_never.scheduler.forget_draft("d", states=True)
+    drafting.simulated.scheduler.forget_draft("d", states=True)
     second = drafting.second()
     assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 49, 49)
 

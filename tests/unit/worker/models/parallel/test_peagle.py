@@ -26,6 +26,7 @@ from support.worker.checkpoints import (
     reference,
     write,
 )
+from support.worker.dense_attention import dense
 
 MASK = 95
 MASKED = torch.arange(13) >= 10
@@ -51,7 +52,7 @@ def load(folder: Path, target: CausalLM) -> PEagleHead:
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_head_equals_a_plain_computation(
-    fused: bool, norm_before_residual: bool, target: CausalLM, shape: dict[str, Any], dense: Any, tmp_path: Path
+    fused: bool, norm_before_residual: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = peagle_tensors()
     head = load(write(tmp_path, flat(shape, norm_before_residual=norm_before_residual), tensors), target)

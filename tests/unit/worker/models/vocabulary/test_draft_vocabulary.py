@@ -14,6 +14,8 @@ from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import expect_vocabulary, fit_vocabulary
 from specdecode_worker.models.errors import VocabularyMismatch
+from support.worker.dense_attention import dense
+from support.worker.small_folders import randomise
 from support.worker.tokens import saved, tokenizer
 
 TOKENS = torch.randint(0, 90, (11,), generator=torch.Generator().manual_seed(4))
@@ -66,9 +68,7 @@ def test_an_unreadable_tokenizer_is_refused(tmp_path: Path) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("size", [90, 97, 120])
-def test_fitting_preserves_the_logits_of_common_tokens(
-    size: int, tied: bool, shape: dict[str, Any], randomise: Any, dense: Any
-) -> None:
+def test_fitting_preserves_the_logits_of_common_tokens(size: int, tied: bool, shape: dict[str, Any]) -> None:
     draft = CausalLM(causal_lm_config(shape | {"tie_word_embeddings": tied})).requires_grad_(False)
     randomise(draft, 5)
 

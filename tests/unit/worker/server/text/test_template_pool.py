@@ -21,7 +21,7 @@ SOURCE = (
     "{% set said = messages[0].content %}"
     "{% if said == 'loop' %}" + LOOP + "{% endif %}"
     "{% if said == 'output' %}{% for a in range(99999) %}{{ 'x' * 10000 }}{% endfor %}{% endif %}"
-    "{% if said == 'memory' %}{{ ('x' * 2000000000) | length }}{% endif %}"
+    "{% if said == 'memory' %}{{ ('x' * said | length * 400000000) | length }}{% endif %}"
     "{% if said == 'raise' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{{ bos_token }}{{ said }}{{ tools | tojson if tools }}{{ flavor }}{{ '>' if add_generation_prompt }}"
 )
