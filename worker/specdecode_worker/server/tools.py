@@ -142,18 +142,14 @@ class Tokenizer:
             raise TokenizerProblem("this model has no chat template; send a prompt instead of messages")
         return self.template
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt text of a conversation.
+    def chat(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a conversation, up to the start of the assistant's turn.
 
         Raises:
-            TokenizerProblem: The model has no chat template.
+            TokenizerProblem: This is a base model.
             TemplateRefused: The template does not accept the messages.
         """
-        return self.chat_template().render(messages)
-
-    def chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation, up to the start of the assistant's turn. Raises like ``render``."""
-        return self.encode_rendered(self.render(messages))
+        return self.encode_rendered(self.chat_template().render(messages))
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of a rendered template. Templates write BOS themselves, so no special token is added."""
