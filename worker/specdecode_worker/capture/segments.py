@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import hmac
+import io
 import json
 import logging
 import os
@@ -736,7 +737,7 @@ class FinishedSegments:
         self._hashes = hashes
         return SegmentListing(segments=tuple(listed), max_age_seconds=self.retention.max_age_seconds)
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.FileIO:
         """Open a finished segment.
 
         Raises:
