@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import platform
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
+from specdecode_kernels.cpu.native import cpu_name
 from specdecode_operator.drafts.crossover import Verdict
 from specdecode_simulator.drafts.canary_trials import CanaryResult, run_trials
 from specdecode_simulator.drafts.drift_trials import count_false_alarms, requests_until_alarm
@@ -83,9 +82,7 @@ def print_drift(pool: ProcessPoolExecutor, days: int, trials: int) -> None:
 
 def hardware() -> str:
     """Return the processor of this machine in words."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{os.cpu_count()} virtual cores of {names[0] if names else platform.machine()}"
+    return f"{os.cpu_count()} virtual cores of {cpu_name()}"
 
 
 if __name__ == "__main__":

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from specdecode_kernels.cpu.native import cpu_flags, cpu_name
+
 
 def described() -> dict[str, Any]:
     """Machine (no host name), threads and date."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    flags = next((line for line in lines if line.startswith("flags")), "")
-    wanted = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags.split()]
+    wanted = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in cpu_flags()]
     return {
-        "machine": f"{model} ({wanted[0] if wanted else 'no vector units'})",
+        "machine": f"{cpu_name()} ({wanted[0] if wanted else 'no vector units'})",
         "threads": torch.get_num_threads(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }

@@ -31,6 +31,7 @@ from scale.api_server import api_server, free_port
 from scale.cluster_side import MERGE, RESOURCES, Api, Side, names_of
 from scale.operator_side import Operator
 
+from specdecode_kernels.cpu.native import cpu_name
 from specdecode_operator.api.v1alpha1 import PLURAL
 
 PROGRAMS = Path.home() / ".cache" / "specdecode" / "kubernetes-1.36.3"
@@ -228,9 +229,7 @@ def say(line: str) -> None:
 
 def described() -> dict[str, Any]:
     """Machine (no host name) and date."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "unknown CPU")
-    return {"machine": f"{model}, {os.cpu_count()} cores", "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    return {"machine": f"{cpu_name()}, {os.cpu_count()} cores", "date": f"{datetime.now(UTC):%Y-%m-%d}"}
 
 
 def table(document: dict[str, Any]) -> str:

@@ -157,13 +157,24 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 @functools.cache
+def cpu_facts() -> dict[str, str]:
+    """Return the fields of the first processor in /proc/cpuinfo; empty if they cannot be read."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
 def cpu_flags() -> frozenset[str]:
     """Return the features of the processor, or an empty set if they cannot be read."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+    return frozenset(cpu_facts().get("flags", "").split())
+
+
+def cpu_name() -> str:
+    """Return the name of the processor."""
+    return cpu_facts().get("model name", "unknown CPU")
 
 
 if __name__ == "__main__":  # image builds compile ahead of time, on any processor; a failed build raises

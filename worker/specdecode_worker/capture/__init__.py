@@ -9,14 +9,3 @@ The rules of the `Recorder` come from the worker's configuration, or from the pl
 from specdecode_worker.capture.recorder import Recorder
 from specdecode_worker.capture.records import CaptureCounts, CaptureError, Dropped, Record, opening_hash
 from specdecode_worker.capture.segments import ReadStats, read_records
-
-__all__ = [
-    "CaptureCounts",
-    "CaptureError",
-    "Dropped",
-    "ReadStats",
-    "Record",
-    "Recorder",
-    "opening_hash",
-    "read_records",
-]

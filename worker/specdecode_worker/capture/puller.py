@@ -26,7 +26,6 @@ from specdecode_worker.capture.segments import (
     ListedSegment,
     Retention,
     SegmentListing,
-    hash_file,
     list_segments,
     store_retention,
 )
@@ -158,7 +157,7 @@ class _Pull:
         self._max_age_seconds = float("inf")
         for segment in list_segments(folder):
             with segment.path.open("rb") as file:
-                self._hashes[segment.path.name] = hash_file(file)
+                self._hashes[segment.path.name] = hashlib.file_digest(file, "sha256").hexdigest()
             self._bytes += segment.size
 
     def worker(self, address: str, stopped: Callable[[], bool]) -> None:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import hmac
+import io
 import json
 import logging
 import os
@@ -20,13 +21,16 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 from pydantic import Field
 
 from specdecode_worker.capture.records import FolderUnusable, Record, SegmentNotFound, decode, decode_stamp
 from specdecode_worker.contract.wire import Received
+
+if TYPE_CHECKING:
+    from specdecode_worker.capture.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -695,16 +699,6 @@ class SegmentListing(Received):
     max_age_seconds: float = Field(gt=0, allow_inf_nan=False)
 
 
-class OnlyWriter(Protocol):
-    """Writer of a folder that no other process writes."""
-
-    def close_segment(self) -> None:
-        """Close the open segment. The next record begins another one. Blocks, and never raises OSError."""
-
-    def is_closed(self, name: str) -> bool:
-        """Return whether the segment ``name`` of the folder is not open."""
-
-
 class FinishedSegments:
     """Reader of the finished segments of ``folder``. Its methods block, and ``listing`` reads all new segments.
 
@@ -715,7 +709,7 @@ class FinishedSegments:
         self,
         folder: Path,
         retention: Retention,
-        writer: OnlyWriter | None = None,
+        writer: Recorder | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder, self._writer, self._clock = folder, writer, clock
@@ -737,13 +731,13 @@ class FinishedSegments:
             with contextlib.suppress(SegmentNotFound), self.open(name) as file:
                 status = _status(file)
                 known = self._hashes.get(name)
-                sha256 = known[1] if known and known[0] == status else hash_file(file)
+                sha256 = known[1] if known and known[0] == status else hashlib.file_digest(file, "sha256").hexdigest()
                 hashes[name] = (status, sha256)
                 listed.append(ListedSegment(name=name, size=status[2], sha256=sha256))
         self._hashes = hashes
         return SegmentListing(segments=tuple(listed), max_age_seconds=self.retention.max_age_seconds)
 
-    def open(self, name: str) -> BinaryIO:
+    def open(self, name: str) -> io.FileIO:
         """Open a finished segment.
 
         Raises:
@@ -769,14 +763,6 @@ class FinishedSegments:
             return self._writer.is_closed(name)
         began_seconds = int(name.partition("-")[0]) / 1e6
         return began_seconds + self.retention.segment_seconds + FINISH_MARGIN_SECONDS < self._clock()
-
-
-def hash_file(file: BinaryIO) -> str:
-    """Return the SHA-256 of an open file, read in pieces."""
-    digest = hashlib.sha256()
-    while piece := file.read(READ_BYTES):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _status(file: BinaryIO) -> _Status:

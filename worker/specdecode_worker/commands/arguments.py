@@ -245,7 +245,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     _add(parser, "--batch-tokens", "tokens of one pass, with padding", 1024, metavar="N")
     _add(parser, "--accumulate", "passes of an optimizer step", 1, metavar="N")
     _add(parser, "--depth", "depth that training unrolls", 7)
-    _add(parser, "--patience", "stop after so many validations without a better one (default: never)", 0)
     text = "tensor names of an EAGLE-3 or P-EAGLE head"
     _add(parser, "--names", text, "safeailab", choices=("safeailab", "speculators", "nemo"))
     _add(parser, "--validate-every", "seconds between validations and checkpoints", 240.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from specdecode_kernels.cpu.native import cpu_flags
+from specdecode_kernels.cpu.native import cpu_flags, cpu_name
 from specdecode_worker.commands.comparison import compare, comparison_table
 from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, LocalEngine, TokenizedPrompt, local_engine
 from specdecode_worker.contract import TreeShape, adapted_uri
@@ -78,17 +78,10 @@ def _document(
         "max_tokens": args.max_tokens,
         "threads": torch.get_num_threads(),
         "instruction_set": _instruction_set(),
-        "machine": machine(),
+        "machine": f"{len(os.sched_getaffinity(0))} cores of {cpu_name()}",
         "date": datetime.date.today().isoformat(),
         "concurrency": by_concurrency,
     }
-
-
-def machine() -> str:
-    """Return the name of the processor and the number of cores available to this process."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
-    return f"{len(os.sched_getaffinity(0))} cores of {name}"
 
 
 def _instruction_set() -> str:

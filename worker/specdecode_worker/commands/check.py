@@ -13,9 +13,9 @@ import torch
 from specdecode_worker.commands.flags import (
     draft_config,
     model_config,
+    named,
 )
 from specdecode_worker.contract import (
-    GPU_DEFAULTS,
     CheckVerdict,
     EngineConfig,
     Env,
@@ -54,14 +54,7 @@ def _config(args: argparse.Namespace) -> WorkerConfig:
     return WorkerConfig(
         model=model_config(args, args.model),
         draft=draft_config(args),
-        engine=EngineConfig(
-            device=args.device,
-            kv_cache_tokens=args.kv_cache_tokens,
-            kv_cache_dtype=args.kv_cache_dtype,
-            tensor_parallel_size=args.tensor_parallel_size,
-            enforce_eager=args.enforce_eager,
-            **{name: value for name in GPU_DEFAULTS if (value := getattr(args, name)) is not None},
-        ),
+        engine=EngineConfig(**named(args, EngineConfig)),
         cache_dir=args.cache_dir or str(default_cache_dir()),
     )
 

@@ -216,7 +216,8 @@ def _figures(runs: Sequence[DomainRun], depth: int) -> dict[str, Any]:
     pace, error = tokens_per_step(counts)
     steps = sum(own_steps for own_steps, _ in counts)
     plain, drafted = ([answer.tokens for run in runs for answer in getattr(run, name)] for name in ("plain", "drafted"))
-    plain_rate = _rate([run.plain_timing for run in runs])
+    plain_rate = RunTiming.total([run.plain_timing for run in runs]).tokens_per_second
+    drafted_rate = RunTiming.total([run.drafted_timing for run in runs]).tokens_per_second
     contexts: dict[int, list[tuple[int, int | None]]] = defaultdict(list)
     for run in runs:
         for place, own in run.steps.by_context.items():
@@ -229,7 +230,7 @@ def _figures(runs: Sequence[DomainRun], depth: int) -> dict[str, Any]:
         "acceptance": [round(share, 4) for share in walks.by_depth(depth)],
         "contexts": {_context_name(place): _context_figures(contexts[place], depth) for place in sorted(contexts)},
         "distinct_4grams": round(distinct_4grams(drafted), 4),
-        "speedup": round(_rate([run.drafted_timing for run in runs]) / plain_rate, 3) if plain_rate else 0.0,
+        "speedup": round(drafted_rate / plain_rate, 3) if plain_rate else 0.0,
         "identical_texts": round(sum(a == b for a, b in zip(plain, drafted, strict=True)) / len(plain), 4),
     }
 
@@ -248,12 +249,6 @@ def _context_figures(steps: Sequence[tuple[int, int | None]], depth: int) -> dic
         "tokens_per_step": round(sum(tokens for tokens, _ in steps) / len(steps), 4),
         "acceptance": [round(share, 4) for share in walks.by_depth(depth)],
     }
-
-
-def _rate(timings: Sequence[RunTiming]) -> float:
-    """Return the emitted tokens per second over several runs."""
-    seconds = sum(timing.seconds for timing in timings)
-    return sum(timing.tokens for timing in timings) / seconds if seconds else 0.0
 
 
 def table(document: dict[str, Any]) -> str:
@@ -293,27 +288,6 @@ def _rows(document: dict[str, Any]) -> list[str]:
 # The runs are interleaved, so that a change in the speed of the machine affects both equally.
 
 
-@dataclass(slots=True)
-class RunSums:
-    """Sums over the runs of one shape, and the answers of the last run."""
-
-    seconds: float = 0.0
-    tokens: int = 0
-    steps: int = 0
-    answers: list[Answer] = field(default_factory=list)
-
-    def add(self, timing: RunTiming) -> None:
-        """Add the sums of one run."""
-        self.seconds += timing.seconds
-        self.tokens += timing.tokens
-        self.steps += timing.steps
-
-    @property
-    def timing(self) -> RunTiming:
-        """Time, tokens and steps of all runs."""
-        return RunTiming(self.seconds, self.tokens, self.steps)
-
-
 def compare(
     engine: LocalEngine, prompts: Sequence[TokenizedPrompt], together: int, shape: TreeShape, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -321,30 +295,34 @@ def compare(
 
     A round runs plain decoding, the shape twice, and plain decoding again.
     """
-    plain, speculative = RunSums(), RunSums()
-    runs = [("plain", _PLAIN, plain), (str(shape), shape, speculative)]
-    for _, run_shape, _ in runs:
+    runs = {"plain": _PLAIN, str(shape): shape}
+    for run_shape in runs.values():
         _warm(engine, prompts[:together], run_shape, args)
-    for name, run_shape, sums in (runs + runs[::-1]) * args.rounds:
-        engine.run_shape(run_shape)
-        wave_sums = RunSums()
-        sums.answers = _waves(engine, prompts, together, args, wave_sums)
-        sums.add(wave_sums.timing)
-        print(f"  {together} at once, {name}: {wave_sums.timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
-    return _comparison(plain, speculative)
+    answers: dict[str, list[Answer]] = {}
+    timings: dict[str, list[RunTiming]] = {name: [] for name in runs}
+    for name in [*runs, *reversed(runs)] * args.rounds:
+        engine.run_shape(runs[name])
+        answers[name], timing = _waves(engine, prompts, together, args)
+        timings[name].append(timing)
+        print(f"  {together} at once, {name}: {timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
+    plain, drafted = runs
+    return _comparison(
+        answers[plain], answers[drafted], RunTiming.total(timings[plain]), RunTiming.total(timings[drafted])
+    )
 
 
 def _waves(
-    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], together: int, args: argparse.Namespace, sums: RunSums
-) -> list[Answer]:
+    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], together: int, args: argparse.Namespace
+) -> tuple[list[Answer], RunTiming]:
     """Answer all prompts, ``together`` at a time. An incomplete last group is left out."""
     answers: list[Answer] = []
+    timings = []
     for start in range(0, len(prompts) - together + 1, together):
         wave = range(start, start + together)
         new, timing = engine.answer([prompts[i] for i in wave], [sampling_of(args, i) for i in wave])
         answers += new
-        sums.add(timing)
-    return answers
+        timings.append(timing)
+    return answers, RunTiming.total(timings)
 
 
 def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, args: argparse.Namespace) -> None:
@@ -354,15 +332,16 @@ def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeSh
     engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
 
 
-def _comparison(plain: RunSums, speculative: RunSums) -> dict[str, Any]:
+def _comparison(
+    plain: Sequence[Answer], drafted: Sequence[Answer], plain_timing: RunTiming, drafted_timing: RunTiming
+) -> dict[str, Any]:
     """Return the results as a dictionary."""
-    drafted = speculative.answers
     drafts = sum(answer.drafts for answer in drafted)
-    same = sum(a.tokens == b.tokens for a, b in zip(plain.answers, drafted, strict=True))
+    same = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True))
     return {
-        "plain": _timing_fields(plain.timing),
-        "speculative": _timing_fields(speculative.timing),
-        "ratio": speculative.timing.tokens_per_second / plain.timing.tokens_per_second,
+        "plain": _timing_fields(plain_timing),
+        "speculative": _timing_fields(drafted_timing),
+        "ratio": drafted_timing.tokens_per_second / plain_timing.tokens_per_second,
         "tokens_per_step": 1 + sum(answer.accepted for answer in drafted) / drafts if drafts else 1.0,
         "distinct_4grams": distinct_4grams([answer.tokens for answer in drafted]),
         "identical": same == len(drafted),

@@ -17,6 +17,7 @@ from specdecode_worker.contract import (
     Method,
     ModelConfig,
     Placement,
+    ServerConfig,
     TargetQuantization,
     TreeShape,
 )
@@ -254,6 +255,11 @@ def settings_of(kind: type[T], args: argparse.Namespace, **other: Any) -> T:
     """Build ``kind``, a dataclass, from the flags that have the names of its fields, and from ``other``."""
     names = (entry.name for entry in fields(cast("type[DataclassInstance]", kind)))
     return kind(**{name: getattr(args, name) for name in names if hasattr(args, name)} | other)
+
+
+def named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) -> dict[str, Any]:
+    """Return the values of the flags that have the name of a field of ``kind``; None leaves a field at its default."""
+    return {name: value for name in kind.model_fields if (value := getattr(args, name, None)) is not None}
 
 
 # Progress of commands, on standard error.

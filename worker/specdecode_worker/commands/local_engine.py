@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdecode_worker.commands.flags import draft_config, model_config
+from specdecode_worker.commands.flags import draft_config, model_config, named
 from specdecode_worker.contract import (
     OTHER_TASK,
     EngineConfig,
@@ -65,6 +65,11 @@ class RunTiming:
     seconds: float
     tokens: int
     steps: int
+
+    @classmethod
+    def total(cls, runs: Sequence[RunTiming]) -> RunTiming:
+        """Return the sums over several runs."""
+        return cls(*(sum(getattr(run, name) for run in runs) for name in ("seconds", "tokens", "steps")))
 
     @property
     def tokens_per_second(self) -> float:
@@ -161,12 +166,7 @@ def local_engine(args: argparse.Namespace, *, max_num_seqs: int) -> LocalEngine:
     config = WorkerConfig(
         model=model_config(args, args.model),
         draft=draft_config(args),
-        engine=EngineConfig(
-            max_num_seqs=max_num_seqs,
-            device=args.device,
-            threads=args.threads,
-            tensor_parallel_size=getattr(args, "tensor_parallel_size", 1),
-        ),
+        engine=EngineConfig(max_num_seqs=max_num_seqs, **named(args, EngineConfig)),
     )
     return LocalEngine(config, Path(args.cache_dir) if args.cache_dir else default_cache_dir())
 

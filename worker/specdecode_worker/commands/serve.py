@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import sys
-from typing import Any
 
 import uvloop
 from pydantic import ValidationError
@@ -19,6 +18,7 @@ from pydantic import ValidationError
 from specdecode_worker.commands.flags import (
     method_and_draft,
     model_config,
+    named,
     take_speculative_config,
 )
 from specdecode_worker.contract import (
@@ -85,8 +85,8 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
                     **lookup,
                 }
             ),
-            engine=EngineConfig(**_named(args, EngineConfig)),
-            server=ServerConfig(**_named(args, ServerConfig)),
+            engine=EngineConfig(**named(args, EngineConfig)),
+            server=ServerConfig(**named(args, ServerConfig)),
             capture=_capture(args),
             cache_dir=args.cache_dir or str(default_cache_dir()),
         )
@@ -124,11 +124,6 @@ def _share(word: str) -> tuple[str, float]:
         return task, float(share)
     except ValueError:
         raise ValueError(f"--capture-share {word!r}: write 0.1 or task=0.1") from None
-
-
-def _named(args: argparse.Namespace, kind: type[EngineConfig | ServerConfig]) -> dict[str, Any]:
-    """Return the values of the flags that have the name of a field of ``kind``; None leaves a field at its default."""
-    return {name: value for name in kind.model_fields if (value := getattr(args, name, None)) is not None}
 
 
 def _standalone_plan(shape: TreeShape | None, method: str) -> Plan:

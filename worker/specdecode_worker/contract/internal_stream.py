@@ -14,7 +14,7 @@ This module needs msgspec, which the rest of the contract does not.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -263,6 +263,7 @@ class FrameReader:
         return frames
 
 
+Document = TypeVar("Document", OpenStream, WorkerLoad)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -284,15 +285,16 @@ def encode_request(request: OpenStream) -> bytes:
 
 def decode_request(body: bytes) -> OpenStream:
     """Return the request in the body of a POST. Raises ValueError if it is none."""
-    try:
-        return msgspec.msgpack.decode(body, type=OpenStream)
-    except msgspec.MsgspecError as error:
-        raise ValueError(f"the body is no request for an internal stream: {error}") from None
+    return _decoded(OpenStream, body)
 
 
 def decode_load(body: bytes) -> WorkerLoad:
     """Return the load in an answer. Raises ValueError if it is none."""
+    return _decoded(WorkerLoad, body)
+
+
+def _decoded(kind: type[Document], body: bytes) -> Document:
     try:
-        return msgspec.msgpack.decode(body, type=WorkerLoad)
+        return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"the body is no load: {error}") from None
+        raise ValueError(f"the body is no {kind.__name__}: {error}") from None

@@ -26,7 +26,6 @@ from specdecode_worker.drafts import own_device_process as draft_child
 from specdecode_worker.drafts.base import (
     DEFAULT_DRAFT,
     Expand,
-    LoadDraft,
     LoadedDraft,
     PagedDrafter,
     StateColumns,
@@ -428,16 +427,14 @@ class OwnDevice:
 class PlacedDraftLoader:
     """``LoadDraft`` for drafts of either placement."""
 
-    shared: LoadDraft
-    """Loader of drafts on the device of the target."""
     local: DraftLoader
-    """Loader that knows the target, its folder and the size of the caches."""
+    """Loader of drafts on the device of the target. It knows the target, its folder and the size of the caches."""
     own: OwnDevice
 
     def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
         """Load a draft. Raise ModelError if it cannot be loaded or if its device is missing."""
         if config.placement == "shared":
-            return self.shared(config, name)
+            return self.local(config, name)
         assert config.uri is not None, "the contract allows no other method"
         seen = torch.cuda.device_count()
         if self.own.device.type == "cuda" and seen <= (self.own.device.index or 0):

@@ -158,7 +158,7 @@ def assemble(
         host_is_current=not pipelined,
     )
     own = _own_device(worker, weight.device)
-    load = PlacedDraftLoader(shared=loader, local=loader, own=own)
+    load = PlacedDraftLoader(local=loader, own=own)
     merges = worker.engine.sampler == "coupled"
     drafts = DraftRegistry(load_drafts(worker, load), state, target.config.hidden_size, merges=merges)
     identity = _identity(target_hash(), worker, budget)

@@ -41,23 +41,13 @@ def _gpu_class(device: torch.device) -> str:
 
 def _cpu_class() -> str:
     """Return the class of this processor. The number of threads counts, because sums are split between them."""
-    facts = _cpu_facts()
-    flags = [flag for flag in _ROUNDING_FLAGS if flag in facts.get("flags", "").split()]
+    vendor = native.cpu_facts().get("vendor_id", "")
+    flags = [flag for flag in _ROUNDING_FLAGS if flag in native.cpu_flags()]
     compiled = "compiled" if native.library() is not None else "eager"
     return " ".join(
-        ("cpu", platform.machine(), facts.get("vendor_id", ""), *flags, torch.backends.cpu.get_cpu_capability(),
-         compiled, f"threads-{torch.get_num_threads()}")
+        ("cpu", platform.machine(), vendor, *flags, torch.backends.cpu.get_cpu_capability(), compiled,
+         f"threads-{torch.get_num_threads()}")
     )  # fmt: skip
-
-
-def _cpu_facts() -> dict[str, str]:
-    """Return the fields of the first processor in /proc/cpuinfo; empty if they cannot be read."""
-    try:
-        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    except OSError:
-        return {}
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 # Kernel timings of a worker: times of this GPU from which operations choose their way, read once at startup.

@@ -295,7 +295,8 @@ class Budget:
         low, high = 0, self.bounds.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._fits_length(middle) else (low, middle - 1)
+            shorter = replace(self, bounds=replace(self.bounds, max_model_len=middle))
+            low, high = (middle, high) if shorter.fits else (low, middle - 1)
         return low if low >= BLOCK_SIZE else 0
 
     @property
@@ -305,9 +306,6 @@ class Budget:
             return 0
         held = kv_tokens(self)
         return min(self.bounds.max_num_seqs, held // min(held, self.bounds.max_model_len + SLACK_TOKENS))
-
-    def _fits_length(self, length: int) -> bool:
-        return replace(self, bounds=replace(self.bounds, max_model_len=length)).fits
 
 
 def kv_tokens(budget: Budget) -> int:
@@ -677,7 +675,7 @@ def memory_state(budget: Budget) -> MemoryState:
 
 def arithmetic(budget: Budget) -> list[str]:
     """Return the calculation from the memory limit down to tokens of cache, one line per term."""
-    lines = [_line(_limit(budget), budget.device.limit)]
+    lines = [_line(budget.device.source, budget.device.limit)]
     lines += [_line(f"- {what}", -size) for what, size in _terms(budget)]
     lines.append(_line("= for keys and values", budget.kv_bytes_left))
     lines.append(f"{'/ bytes per block of 16 tokens ' + _per_token(budget):62}{budget.bytes_per_block:>13,} B")
@@ -689,7 +687,7 @@ def arithmetic(budget: Budget) -> list[str]:
 
 def shortfall(budget: Budget) -> str:
     """Return one sentence on what does not fit."""
-    what, bounds = _limit(budget), budget.bounds
+    what, bounds = budget.device.source, budget.bounds
     if budget.kv_bytes_left <= 0:
         short = _gib(-budget.kv_bytes_left)
         return f"the {what} of {_gib(budget.device.limit)} leaves no room for keys and values: {short} short"
@@ -753,10 +751,6 @@ def _terms(budget: Budget) -> list[tuple[str, int]]:
         captured = f"of up to {budget.bounds.graph_rows} sequences" if budget.graphs else "(none are captured)"
         terms.append((f"CUDA graphs {captured}", budget.graphs))
     return terms
-
-
-def _limit(budget: Budget) -> str:
-    return budget.device.source
 
 
 def _shared(what: str, count: int) -> str:

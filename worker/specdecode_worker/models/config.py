@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.models.errors import ConfigMismatch
-from specdecode_worker.models.fields import Fields, read_config
+from specdecode_worker.models.fields import Fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -786,27 +786,3 @@ def _dflash_aux_layers(where: Fields, name: str, offset: int, target: CausalLMCo
     if not ids or len(set(ids)) < len(ids) or any(i > target.num_hidden_layers for i in ids):
         raise ConfigMismatch(f"{where.where}: {name} {list(given)} do not name layers of the target")
     return ids
-
-
-# Public names of the config modules: shapes of networks, read from Hugging Face's config.json.
-#
-# Targets come first, draft heads after them; rotary scalings are in `rope`.
-
-__all__ = [
-    "BlockConfig",
-    "CausalLMConfig",
-    "DFlashConfig",
-    "Eagle3Config",
-    "EagleConfig",
-    "LinearScaling",
-    "MedusaConfig",
-    "PEagleConfig",
-    "RopeScaling",
-    "YarnScaling",
-    "dflash_config",
-    "eagle3_config",
-    "eagle_config",
-    "medusa_config",
-    "peagle_config",
-    "read_config",
-]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from specdecode_worker.contract import Method
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import read_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
+from specdecode_worker.models.fields import read_config
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.unloaded import Network, UnloadedNetwork

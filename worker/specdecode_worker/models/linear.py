@@ -215,17 +215,13 @@ class Linear(nn.Linear):
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return the product [..., N] with the bias, combined over the devices that share the matrix."""
-        own_TN = self._product(x_TK)
+        own_TN = self.own(x_TK)
         if self.shard is None or self.split is Split.OUTPUTS:
             return own_TN
         if self.split is Split.INPUTS:
             collectives.all_reduce(own_TN)
             return own_TN
         return self._gathered(own_TN, self.shard)
-
-    def own(self, x_TK: Tensor) -> Tensor:
-        """Return this device's part of the product, for `combined`."""
-        return self._product(x_TK)
 
     @property
     def is_groupable(self) -> bool:
@@ -282,7 +278,7 @@ class Linear(nn.Linear):
         elif not self._overwrites(x_TE, inner_TK):
             return x_TE + self(inner_TK)
         elif added_TE is None:
-            out_TE = self._product(inner_TK)
+            out_TE = self.own(inner_TK)
         else:
             out_TE = added_TE.addmm_(inner_TK, self.weight.t())
         if self.shard is not None and self.split is Split.INPUTS:
@@ -303,7 +299,8 @@ class Linear(nn.Linear):
             return False
         return dispatch.on_gpu(x_TE) and not dispatch.learns(x_TE, inner_TK, self.weight)
 
-    def _product(self, x_TK: Tensor) -> Tensor:
+    def own(self, x_TK: Tensor) -> Tensor:
+        """Return this device's part of the product, for `combined`."""
         if self.stored is not None:
             return self.stored.product(x_TK)
         if fits(x_TK, self.weight):
@@ -393,7 +390,7 @@ class SeparateWeights(StoredWeight):
         self.parts = nn.ModuleList(parts)
 
     def product(self, x_TK: Tensor) -> Tensor:
-        return torch.cat([part._product(x_TK) for part in cast(Iterable[Linear], self.parts)], dim=-1)
+        return torch.cat([part.own(x_TK) for part in cast(Iterable[Linear], self.parts)], dim=-1)
 
 
 class CompiledWeight(StoredWeight):

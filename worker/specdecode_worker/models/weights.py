@@ -25,12 +25,11 @@ from specdecode_worker.models.config import (
     is_speculators,
     medusa_config,
     peagle_config,
-    read_config,
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import WeightMismatch
-from specdecode_worker.models.fields import end_tokens
+from specdecode_worker.models.fields import end_tokens, read_config
 from specdecode_worker.models.formats import find_matrix, quantization_facts
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.medusa import MedusaHeads

@@ -235,11 +235,6 @@ def _checked(key: str, place: str) -> str:
 _TOKEN_BYTES = 32
 
 
-def generate_token() -> str:
-    """Return a new random token."""
-    return secrets.token_urlsafe(_TOKEN_BYTES)
-
-
 @contextlib.contextmanager
 def token_file(token: str, port: int, environ: Mapping[str, str]) -> Iterator[Path]:
     """Write the token to ``admin-PORT.token`` in a folder of the user, and delete the file when the block ends.
@@ -504,7 +499,7 @@ def _fixed_tokens(environ: Mapping[str, str], *, generate: bool) -> tuple[dict[s
         if not given.strip():
             raise CannotStart(f"${Env.admin_token} is set and holds no token; set one, or unset it to have one made")
         return {Scope.operator: given.strip()}, ""
-    generated = generate_token() if generate else ""
+    generated = secrets.token_urlsafe(_TOKEN_BYTES) if generate else ""
     return ({Scope.operator: generated} if generated else {}), generated
 
 

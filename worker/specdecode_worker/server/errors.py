@@ -10,12 +10,13 @@ ServerError
     ├── Conflict          409
     │   └── Incompatible  409
     ├── BodyTooLarge      413
-    ├── TooManyWaiting    429
+    ├── RetryLater
+    │   ├── TooManyWaiting  429
+    │   ├── Unavailable     503
+    │   └── QueueTimedOut   503
     ├── EngineFailed      500
     │   └── EngineLost    500
     ├── NotBuilt          501
-    ├── Unavailable       503
-    ├── QueueTimedOut     503
     └── DeadlineExceeded  504
 """
 
@@ -108,15 +109,20 @@ class BodyTooLarge(ApiError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
 
-class TooManyWaiting(ApiError):
-    """Response 429: the queue is full. The header Retry-After has the expected wait in seconds."""
+class RetryLater(ApiError):
+    """Response to a request that another worker, or a later attempt, may answer. Retry-After has the expected wait."""
 
-    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
     retryable = True
 
-    def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, code: str | None = None, retry_after_seconds: int = 1) -> None:
+        super().__init__(message, code=code)
         self.headers = {"Retry-After": str(retry_after_seconds)}
+
+
+class TooManyWaiting(RetryLater):
+    """Response 429: the queue is full."""
+
+    status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
 
 
 class EngineFailed(ApiError):
@@ -137,23 +143,16 @@ class NotBuilt(ApiError):
     status, type, code = 501, "invalid_request_error", "not_implemented"
 
 
-class Unavailable(ApiError):
-    """Response 503: this worker cannot serve the request now; the code says why. It may be repeated."""
+class Unavailable(RetryLater):
+    """Response 503: this worker cannot serve the request now; the code says why."""
 
     status, type, code = 503, "server_error", "unavailable"
-    retryable = True
-    headers: Mapping[str, str] = MappingProxyType({"Retry-After": "1"})
 
 
-class QueueTimedOut(ApiError):
+class QueueTimedOut(RetryLater):
     """Response 503: the request waited for the longest time in the queue. Another worker may have a place."""
 
     status, type, code = 503, "server_error", "queue_timeout"
-    retryable = True
-
-    def __init__(self, message: str, *, retry_after_seconds: int = 1) -> None:
-        super().__init__(message)
-        self.headers = {"Retry-After": str(retry_after_seconds)}
 
 
 class DeadlineExceeded(ApiError):

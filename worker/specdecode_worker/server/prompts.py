@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import logging
 import os
 import queue
@@ -339,12 +340,13 @@ class _Renderer:
         with theirs, open(reading, "rb"):
             command = [sys.executable, "-m", template_process.__name__, str(reading)]
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=environment, pass_fds=(reading,))
-        self._close = weakref.finalize(self, _end, self._process, self._channel, pipe)
+        self._answers = self._channel.makefile("rb")
+        self._close = weakref.finalize(self, _end, self._process, self._channel, self._answers, pipe)
         self._limit_seconds = _START_SECONDS
         with contextlib.suppress(OSError):  # a process that ended at its start is noticed at the first rendering
             self._channel.settimeout(_START_SECONDS)
             sources = {"source": template.source, "tool_source": template.tool_source}
-            template_process.send_frame(self._channel, {**sources, "special_tokens": dict(template.special_tokens)})
+            self._send({**sources, "special_tokens": dict(template.special_tokens)})
 
     def render(self, conversation: Mapping[str, Any]) -> str:
         """Render one conversation.
@@ -357,18 +359,25 @@ class _Renderer:
         """
         self._channel.settimeout(self._limit_seconds)
         try:
-            template_process.send_frame(self._channel, conversation)
-            answer = template_process.receive_frame(self._channel)
-        except (OSError, EOFError):
-            self.close()
-            raise self._loss() from None
+            self._send(conversation)
+            line = self._answers.readline()
+            answer = json.loads(line) if line.endswith(b"\n") else None
+        except OSError:
+            answer = None
         except (ValueError, RecursionError) as error:
             self.close()
             raise TemplateRefused(f"the messages or chat_template_kwargs cannot be rendered: {error}") from None
+        if answer is None:
+            self.close()
+            raise self._loss()
         self._limit_seconds = _WAIT_SECONDS
         if "refused" in answer:
             raise TemplateRefused(answer["refused"])
         return str(answer["text"])
+
+    def _send(self, content: Mapping[str, Any]) -> None:
+        """Write a line. Raises OSError if the process is gone or does not read in time."""
+        self._channel.sendall(json.dumps(content).encode() + b"\n")
 
     def kill(self) -> None:
         """End the process at once, also while another thread waits for its text."""
@@ -471,8 +480,9 @@ def _unavailable(reason: str) -> Unavailable:
     return Unavailable(f"the chat template cannot be rendered now: {reason}. Try again", code="template_process")
 
 
-def _end(process: subprocess.Popen[bytes], channel: socket.socket, pipe: io.FileIO) -> None:
+def _end(process: subprocess.Popen[bytes], channel: socket.socket, answers: io.BufferedReader, pipe: io.FileIO) -> None:
     """End a process and wait for it. A process that the kernel has ended already keeps its exit status."""
+    answers.close()
     channel.close()
     deadline = time.monotonic() + 0.05
     while process.poll() is None and time.monotonic() < deadline:

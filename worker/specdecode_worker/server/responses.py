@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from specdecode_worker.core.messages import Logprobs, Tokens
-from specdecode_worker.models.vocabulary import Vocabulary
 from specdecode_worker.server.tools import (
     Delta,
     ReasoningParser,
     StopFinder,
     Tokenizer,
     ToolParser,
+    Vocabulary,
     WrittenCall,
     text_deltas,
 )

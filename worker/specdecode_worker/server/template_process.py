@@ -5,11 +5,12 @@ the kernel limits it: the process ends if a rendering takes more processor time 
 the memory limit fails. The process reads requests from a socket, which is its standard input, and writes the texts to
 it. It ends when the other end of the socket is closed, and with its parent (`end_with`).
 
-Frames are a length of four bytes and JSON. The first frame has the template, each further one a conversation.
+Each line is JSON. The first one has the template, each further one a conversation, which is answered by a line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -25,30 +26,6 @@ CPU_SECONDS = 0.5
 """Processor time of one rendering. A long conversation takes some milliseconds."""
 MEMORY_BYTES = 256 * 1024 * 1024
 """Address space of the process, of which the interpreter takes about 40 MB."""
-_LENGTH_BYTES = 4
-
-
-def send_frame(channel: socket.socket, content: Any) -> None:
-    """Write one frame. Raises OSError if the other end is gone or does not read in time."""
-    payload = json.dumps(content, ensure_ascii=False).encode(errors="surrogatepass")
-    channel.sendall(len(payload).to_bytes(_LENGTH_BYTES, "big"))
-    channel.sendall(payload)
-
-
-def receive_frame(channel: socket.socket) -> Any:
-    """Read one frame. Raises EOFError at the end of the channel, and OSError if it does not arrive in time."""
-    size = int.from_bytes(_receive(channel, _LENGTH_BYTES), "big")
-    return json.loads(_receive(channel, size).decode(errors="surrogatepass"))
-
-
-def _receive(channel: socket.socket, size: int) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        part = channel.recv(min(size - len(received), 1 << 20))
-        if not part:
-            raise EOFError
-        received += part
-    return bytes(received)
 
 
 def _answer(template: ChatTemplate, conversation: dict[str, Any]) -> dict[str, str]:
@@ -68,13 +45,14 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent drains first
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=0) as channel:
-        try:
-            template = ChatTemplate(**receive_frame(channel))
-            while True:
-                send_frame(channel, _answer(template, receive_frame(channel)))
-        except (EOFError, ConnectionError):
-            return
+    with socket.socket(fileno=0) as channel, contextlib.suppress(ConnectionError):
+        lines = channel.makefile("rb")
+        template = None
+        for line in lines:
+            if template is None:
+                template = ChatTemplate(**json.loads(line))
+            else:
+                channel.sendall(json.dumps(_answer(template, json.loads(line))).encode() + b"\n")
 
 
 if __name__ == "__main__":

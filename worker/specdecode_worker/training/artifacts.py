@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,13 +20,11 @@ from torch import Tensor
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
     BlockConfig,
-    CausalLMConfig,
     DFlashConfig,
     Eagle3Config,
     EagleConfig,
     MedusaConfig,
     PEagleConfig,
-    Scaling,
 )
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
@@ -126,11 +123,6 @@ def medusa_config(config: MedusaConfig) -> dict[str, Any]:
     }
 
 
-def draft_model_config(target: Mapping[str, Any], config: CausalLMConfig) -> dict[str, Any]:
-    """Return config.json of a draft model: the target's own, with fewer layers."""
-    return {**target, "num_hidden_layers": config.num_hidden_layers, "dtype": "bfloat16"}
-
-
 def _eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
     """Return the fields that only EAGLE-3 and P-EAGLE heads have."""
     fields: dict[str, Any] = {
@@ -150,6 +142,7 @@ def _eagle3_fields(config: Eagle3Config) -> dict[str, Any]:
 
 def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
     """Return the fields that describe the shape of the layers."""
+    scaling = config.rope_scaling
     fields = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -160,15 +153,11 @@ def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _scaling(config.rope_scaling),
+        "rope_scaling": scaling and {"rope_type": scaling.kind, **asdict(scaling)},
         "max_position_embeddings": config.max_position_embeddings,
     }
     biases = {"attention_bias": config.o_bias, "qkv_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
     return fields | {name: True for name, has_bias in biases.items() if has_bias}
-
-
-def _scaling(scaling: Scaling | None) -> dict[str, Any] | None:
-    return None if scaling is None else {"rope_type": scaling.kind, **asdict(scaling)}
 
 
 # Lineage of a trained draft: its origin and results, as lineage.json.
@@ -249,16 +238,18 @@ def write_draft(draft: Draft, folder: Path, target_folder: Path, names: Names = 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = _rounded(draft)
     if isinstance(draft, CausalLM):
-        config = json.loads((target_folder / "config.json").read_text())
-        document = draft_model_config(config, draft.config)
+        document = {
+            **read_config(target_folder),
+            "num_hidden_layers": draft.config.num_hidden_layers,
+            "dtype": "bfloat16",
+        }
         if draft.config.tie_word_embeddings:
             tensors.pop("lm_head.weight")
         for name in _TOKENIZER:
             if (target_folder / name).exists():
                 shutil.copy(target_folder / name, folder / name)
     elif isinstance(draft, DFlashHead):
-        target_layers = json.loads((target_folder / "config.json").read_text())["num_hidden_layers"]
-        document = dflash_config(draft.config, target_layers)
+        document = dflash_config(draft.config, read_config(target_folder)["num_hidden_layers"])
     elif isinstance(draft, EagleHead):
         document = eagle_config(draft.config)
     else:

@@ -230,7 +230,8 @@ def batches(conversations: Sequence[Conversation], *, tokens: int, seed: int, ep
     rng = random.Random(f"{seed}/{epoch}")
     order = [piece for conversation in conversations for piece in pieces(conversation, tokens)]
     rng.shuffle(order)
-    per_pool = max(1, _POOL_BATCHES * tokens // max(1, _mean_length(order)))
+    mean_length = sum(map(answer_length, order)) // max(1, len(order))
+    per_pool = max(1, _POOL_BATCHES * tokens // max(1, mean_length))
     epoch_batches = [
         batch
         for start in range(0, len(order), per_pool)
@@ -238,10 +239,6 @@ def batches(conversations: Sequence[Conversation], *, tokens: int, seed: int, ep
     ]
     rng.shuffle(epoch_batches)
     return epoch_batches
-
-
-def _mean_length(conversations: Sequence[Conversation]) -> int:
-    return sum(answer_length(c) for c in conversations) // max(1, len(conversations))
 
 
 def _cut(by_length: Sequence[Conversation], tokens: int) -> Iterator[list[Conversation]]:

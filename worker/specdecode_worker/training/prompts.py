@@ -87,7 +87,9 @@ _CODE_LETTERS = 480
 @functools.cache
 def passages() -> tuple[str, ...]:
     """Return paragraphs of prose of 30 to 90 words, each on one line."""
-    paragraphs = (paragraph for tree in _trees() for text in _docstrings(tree) for paragraph in text.split("\n\n"))
+    paragraphs = (
+        paragraph for tree in _parsed().values() for text in _docstrings(tree) for paragraph in text.split("\n\n")
+    )
     return tuple(dict.fromkeys(" ".join(p.split()) for p in paragraphs if _is_prose(p)))
 
 
@@ -107,7 +109,7 @@ def symbols() -> tuple[str, ...]:
 @functools.cache
 def snippets() -> tuple[str, ...]:
     """Return the source of short functions without their docstrings."""
-    nodes = (node for tree in _trees() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    nodes = (node for tree in _parsed().values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
     return tuple(dict.fromkeys(code for node in nodes if (code := _short_code(node)) is not None))
 
 
@@ -136,10 +138,6 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
             yield text
-
-
-def _trees() -> Iterator[ast.Module]:
-    yield from _parsed().values()
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +294,6 @@ class TrainSettings:
     divergence_floor: float = 0.4  # weight of the divergence at the end; acceptance has the rest
     # Temperatures of the served mix and their shares; 0.3 represents greedy requests (see ``normalizers``).
     mix: tuple[tuple[float, float], ...] = ((0.3, 0.5), (0.6, 0.15), (0.8, 0.25), (1.0, 0.1))
-    patience: int = 0  # validations without improvement after which training stops early; 0: never
     seed: int = 0
     validate_every: float = 240.0  # seconds of training between validations, each followed by a checkpoint
     # Steps between validations instead of seconds, if not 0: the choice of the best draft then depends on no clock.
@@ -417,8 +416,6 @@ def validation_line(draft: Draft, conversations: Sequence[Conversation], output_
 # master weights. A checkpoint holds everything that the next step depends on, so a killed run resumes with the same
 # result.
 
-__all__ = ["TrainSettings", "Trainer", "TrainingProgress", "learning_rate_factor"]
-
 _LONGEST_STEP, _FEW_STEPS = 10, 20
 """Longest time counted for a step, in mean step times, and the number of steps from which the mean is used."""
 
@@ -459,12 +456,6 @@ class Trainer:
         """Number of depths that the current step unrolls."""
         return max_depth(self.head, depth_at(self.share_done, self.settings))
 
-    @property
-    def is_over(self) -> bool:
-        """True when the run is complete or validation has been below its best ``patience`` times in a row."""
-        patience = self.settings.patience
-        return self.share_done >= 1 or 0 < patience <= self.progress.worse
-
     def run(self, folder: Path, log: Callable[[str], None], save_draft: Callable[[Draft], None]) -> None:
         """Train until the run is over, then load the best weights into ``master``.
 
@@ -479,7 +470,7 @@ class Trainer:
         shown = due = self.progress.seconds
         due += self.settings.validate_every
         losses: list[float] = []
-        for group in self._batches() if not self.is_over else ():
+        for group in self._batches() if self.share_done < 1 else ():
             losses.append(self.step(group))
             if self.progress.seconds >= shown + 15:
                 log(f"train: {self.progress_line(losses)}")
@@ -487,7 +478,7 @@ class Trainer:
             if self._due(due):
                 due = self.progress.seconds + self.settings.validate_every
                 self._validate_and_save(folder, losses, log, save_draft)
-            if self.is_over:
+            if self.share_done >= 1:
                 break
         if self.best:
             self.master.load_state_dict(self.best)
@@ -528,14 +519,12 @@ class Trainer:
         """Run one optimizer step on ``group`` and return its loss."""
         started = time.monotonic()
         share = self.share_done
-        loss_settings = loss_settings_at(share, self.progress.step, self.settings)
         share_of_roots = root_share(self.head)
-        loss_settings = LossSettings(
+        loss_settings = replace(
+            loss_settings_at(share, self.progress.step, self.settings),
             depth=self.depth,
-            decay=loss_settings.decay,
-            divergence=loss_settings.divergence,
-            temperature=loss_settings.temperature,
-            sample_seed=_sample_seed(self.settings.seed, self.progress.step) if share_of_roots else None,
+            # A resumed run trains the same roots.
+            sample_seed=self.settings.seed * 1_000_003 + self.progress.step if share_of_roots else None,
         )
         conversations = [conversation for batch in group for conversation in batch]
         counts = root_counts(conversations, loss_settings.depth, share_of_roots or all_roots)
@@ -643,11 +632,6 @@ class Trainer:
             raise ResumeMismatch(f"{folder} has seen {self.progress.shards} shards, {self.data.folder} holds fewer")
         self.head.load_state_dict(self.master.state_dict())
         return True
-
-
-def _sample_seed(seed: int, step: int) -> int:
-    """Return the seed of the roots that one step trains: a resumed run trains the same ones."""
-    return seed * 1_000_003 + step
 
 
 def _groups(draft: Draft, settings: TrainSettings) -> list[dict[str, Any]]:

@@ -119,23 +119,22 @@ def test_run_saves_the_head_and_history(target: CausalLM, recorded: Path, tmp_pa
     assert len(run.progress.history[0]["acceptance"]) == 3
 
 
-def test_run_without_progress_stops_and_restores_the_best_weights(
+def test_run_ends_with_its_best_weights(
     target: CausalLM, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scores = iter([1.1, 1.5, 1.4, 1.3, 1.2])
+    scores = iter([1.1, 1.5, 1.4, 1.3])
     monkeypatch.setattr(
         "specdecode_worker.training.trainer.validation_line", lambda *_: {"tokens_per_step": next(scores)}
     )
-    run = trainer(target, recorded, replace(SETTINGS, steps=500, patience=2, validate_every=0.0))
+    run = trainer(target, recorded, replace(SETTINGS, steps=4, validate_every=0.0))
     best: list[torch.Tensor] = []
     run.run(tmp_path, lambda _: None, lambda draft: best.append(draft.lm_head.weight.detach().clone()))  # type: ignore
     assert [line["tokens_per_step"] for line in run.progress.history] == [1.1, 1.5, 1.4, 1.3]
-    assert run.progress.step == 4
     assert len(best) == 2
     assert torch.equal(run.master.lm_head.weight, best[1])
     resumed = trainer(target, recorded, run.settings)
     assert resumed.restore(tmp_path)
-    assert resumed.is_over
+    assert resumed.share_done == 1
     resumed.run(tmp_path, lambda _: None, lambda _: None)
     assert torch.equal(resumed.master.lm_head.weight, best[1]), "a killed run remembers its best"
 

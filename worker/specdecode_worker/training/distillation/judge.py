@@ -122,11 +122,6 @@ def golden_set(
     return Golden(hashlib.sha256(prompts.read_bytes()).hexdigest(), samples, runs_of_samples(samples))
 
 
-def no_golden_set() -> Golden:
-    """Return a golden set without prompts: the captured traffic alone decides."""
-    return Golden(None, (), runs_of_samples(()))
-
-
 def _samples(target: CausalLM, conversations: Iterable[Conversation], stopped: Stopped) -> Iterator[Sample]:
     """Yield the conversations as samples. Raise Interrupted when ``stopped`` returns True."""
     for conversation in conversations:

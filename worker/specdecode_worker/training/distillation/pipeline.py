@@ -35,10 +35,9 @@ from specdecode_worker.training.distillation.judge import (
     compare_drafts,
     exclude_overlapping,
     golden_set,
-    no_golden_set,
     runs_of_samples,
 )
-from specdecode_worker.training.distillation.pool import Pool, Weighted, merge_pools, read_pool, split_pool
+from specdecode_worker.training.distillation.pool import Pool, Weighted, read_pool, split_pool
 from specdecode_worker.training.distillation.publication import Ancestor, distillation_lineage, read_lineage
 from specdecode_worker.training.distillation.records import (
     CaptureSelection,
@@ -264,7 +263,7 @@ class Distillation:
         """Return the golden set, checked against the one that the deployed draft was judged by."""
         job = self._job
         if job.golden is None:
-            return no_golden_set()
+            return Golden(None, (), runs_of_samples(()))
         golden = self._answered(job.golden, job.golden_folder)
         frozen = read_lineage(job.parent.folder).get("golden", {}).get("sha256", golden.sha256)
         if frozen != golden.sha256:
@@ -354,16 +353,13 @@ class Distillation:
             )
         pool = read_pool(job.replay, most_tokens=job.most_tokens, oldest_seconds=job.oldest_seconds)
         if job.replay_prompts is not None:
-            pool = merge_pools(pool, self._answered_pool(job.replay_prompts))
+            answered = self._answered(job.replay_prompts, job.replay_folder)
+            more = split_pool([sample.conversation for sample in answered.samples])
+            pool = Pool(pool.training + more.training, pool.validation + more.validation)
         training = exclude_overlapping(pool.training, union_of_runs([golden.runs, runs_of_samples(judging)]))
         self._log(f"distill: replay of {len(training)} conversations in {len(pool.domains)} domains; "
                    f"{len(pool.training) - len(training)} share a run of tokens with what judges")  # fmt: skip
         return Pool(training, pool.validation)
-
-    def _answered_pool(self, prompts: Path) -> Pool:
-        """Return a pool of the target's greedy answers to a file of prompts; they are stored in OUT/replay."""
-        answered = self._answered(prompts, self._job.replay_folder)
-        return split_pool([sample.conversation for sample in answered.samples])
 
     def _answered(self, prompts: Path, folder: Path) -> Golden:
         """Return the samples of a file of prompts."""

@@ -70,11 +70,6 @@ def split_pool(conversations: Sequence[Conversation]) -> Pool:
     return pool
 
 
-def merge_pools(one: Pool, other: Pool) -> Pool:
-    """Return a pool with the conversations of both."""
-    return Pool(one.training + other.training, one.validation + other.validation)
-
-
 def _read_recorded(folder: Path, pool: Pool, most_tokens: int) -> None:
     """Add conversations of a `train` run, divided as in that run, up to ``most_tokens`` training tokens."""
     data = DataSet(folder, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)

@@ -56,7 +56,7 @@ def test_spaces_that_depend_on_the_previous_token_are_preserved() -> None:
 
 def test_a_chat_is_rendered_by_the_models_template(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.render(messages) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert tokenizer.chat_template().render(messages) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
     assert tokenizer.chat(messages).count(256) == 2, "special tokens of the template are tokens, not letters"
 
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from specdecode_worker.models.vocabulary import Vocabulary
-from specdecode_worker.server.tools import Tokenizer
+from specdecode_worker.server.tools import Tokenizer, Vocabulary
 from support.small_model import byte_tokenizer
 
 
