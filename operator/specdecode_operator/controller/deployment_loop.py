@@ -27,15 +27,13 @@ from specdecode_operator.controller.events import event_notices, record_events
 from specdecode_operator.controller.pods import add_mount_problems, deployment_of, status_of_resource, workload_of
 from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.controller.training_jobs import JobWriter
-from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.materialise_stage import template_of
+from specdecode_operator.decision.decide import decide, template_of
 from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused, SpecError
 from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import DAEMON_SETS, DEPLOYMENTS, NETWORK_POLICIES, WORKLOADS
-from specdecode_operator.rollout.draft_objects import DraftWrite, draft_writes, record_of, surplus, with_writes
-from specdecode_operator.state.session import Session
-from specdecode_operator.state.store import StateStore
+from specdecode_operator.state.learned import Session
+from specdecode_operator.state.store import DraftWrite, StateStore, draft_writes, record_of, surplus, with_writes
 from specdecode_operator.telemetry.polling import Poller, WorkerAccess, WorkerCalls
 from specdecode_operator.times import back_off
 from specdecode_operator.types import ChildProblem, Decision, Defaults, Deployment, Key, Observation, Outcome

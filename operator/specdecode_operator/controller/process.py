@@ -25,8 +25,7 @@ from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.leader_election import LeaderElector
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.store import StateStore
-from specdecode_operator.telemetry.polling import WorkerCalls
-from specdecode_operator.telemetry.worker_client import WorkerClient
+from specdecode_operator.telemetry.polling import WorkerCalls, WorkerClient
 from specdecode_operator.types import Defaults, Key
 
 KEY_RETRY_SECONDS = 2.0

@@ -24,8 +24,7 @@ from specdecode_operator.drafts.drift import (
     excess_loss,
     log_cost,
 )
-from specdecode_operator.state.draft_record import DraftRecord
-from specdecode_operator.state.learned import ALL_TASKS, DriftState, LearnedState, TaskDrift
+from specdecode_operator.state.learned import ALL_TASKS, DraftRecord, DriftState, LearnedState, TaskDrift
 from specdecode_operator.telemetry.counters import NO_HITS, Delta, Hits
 from specdecode_operator.times import iso
 from specdecode_operator.types import Deployment

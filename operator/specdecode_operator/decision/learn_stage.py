@@ -10,8 +10,14 @@ from specdecode_operator.decision import history
 from specdecode_operator.health import WorkerDelta
 from specdecode_operator.planning import learning
 from specdecode_operator.planning.figures import saved_seconds
-from specdecode_operator.state.learned import LearnedState, with_promoted_draft
-from specdecode_operator.state.session import WINDOW_SECONDS, Baseline, Session, Silence
+from specdecode_operator.state.learned import (
+    WINDOW_SECONDS,
+    LastReport,
+    LearnedState,
+    Session,
+    Silence,
+    with_promoted_draft,
+)
 from specdecode_operator.telemetry.counters import Delta, difference, fleet
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import Buckets, Method, Report
@@ -62,7 +68,7 @@ class Learnt:
     """Estimates after this poll."""
     delta: Delta | None
     """Difference of the whole fleet. None if no worker has a new reading."""
-    baselines: Mapping[str, Baseline]
+    baselines: Mapping[str, LastReport]
     """Latest reading by pod uid, subtracted from the next one."""
     window: tuple[Delta, ...]
     """Differences of the last minute, oldest first."""
@@ -98,9 +104,9 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
 
 def read_deltas(
     observed: Observation, buckets: Buckets, now: float
-) -> tuple[Mapping[str, Baseline], Sequence[WorkerDelta]]:
+) -> tuple[Mapping[str, LastReport], Sequence[WorkerDelta]]:
     """Return the next baselines, and the difference of every worker that has a new reading."""
-    baselines: dict[str, Baseline] = {}
+    baselines: dict[str, LastReport] = {}
     deltas: list[WorkerDelta] = []
     for worker in observed.workers:
         baseline, delta = _read(observed.session.baselines.get(worker.uid), worker, buckets, now)
@@ -186,17 +192,19 @@ def _first_reports(observed: Observation) -> tuple[Report, ...]:
     )
 
 
-def _read(known: Baseline | None, worker: Worker, buckets: Buckets, now: float) -> tuple[Baseline | None, Delta | None]:
+def _read(
+    known: LastReport | None, worker: Worker, buckets: Buckets, now: float
+) -> tuple[LastReport | None, Delta | None]:
     """Return the next baseline of one worker, and its difference to the last one."""
     after = worker.report
     if after is None:
         return known, None
     if known is None:
-        return worker.baseline or Baseline.of(after), None
+        return worker.baseline or LastReport.of(after), None
     before = known.report
     if before.boot_id == after.boot_id and 0 <= after.clock_seconds - before.clock_seconds < MIN_INTERVAL_SECONDS:
         return known, None
-    baseline = worker.baseline or Baseline.of(after)
+    baseline = worker.baseline or LastReport.of(after)
     delta = difference(before, after, at=now, buckets=buckets)
     is_trial = before.trial is not None or after.trial is not None
     return baseline, delta.load_only() if delta is not None and is_trial else delta

@@ -51,7 +51,7 @@ from specdecode_operator.manifests.pods import (
     whole_cores,
     worker_container,
 )
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
 from specdecode_worker.contract.distillation import JOB_CONTAINER

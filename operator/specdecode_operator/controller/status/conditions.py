@@ -20,11 +20,17 @@ from specdecode_operator.api.v1alpha1 import (
 )
 from specdecode_operator.drafts.drift import BATCH_REQUESTS, DAY_SECONDS
 from specdecode_operator.manifests import rolling_hash
-from specdecode_operator.rollout.assignment import Facts, next_offer, obstacle_of_offer
-from specdecode_operator.rollout.runs import RUN_PHASES, captured_conversations, job_of_run, worth_of_drift
-from specdecode_operator.rollout.trial_evidence import evidence_text
-from specdecode_operator.state.draft_record import DraftRecord, RunRecord
-from specdecode_operator.state.learned import ALL_TASKS, DriftState, TaskDrift
+from specdecode_operator.rollout.phases import evidence_text
+from specdecode_operator.rollout.runs import (
+    RUN_PHASES,
+    Facts,
+    captured_conversations,
+    job_of_run,
+    next_offer,
+    obstacle_of_offer,
+    worth_of_drift,
+)
+from specdecode_operator.state.learned import ALL_TASKS, DraftRecord, DriftState, RunRecord, TaskDrift
 from specdecode_operator.times import in_words, iso
 from specdecode_operator.types import (
     ChildProblem,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.health import learn_pods, plain_plan, suspected
 from specdecode_operator.planning.learning import learn
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.telemetry.counters import Delta, Hits, Moments, RequestSums
 from specdecode_operator.telemetry.counters import fleet as together
 from specdecode_operator.types import Decision, Deployment, Observation, Worker

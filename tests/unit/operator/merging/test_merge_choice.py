@@ -9,18 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.merging.choice import (
+from specdecode_operator.decision.merging import (
+    COMMON,
+    Credit,
     Option,
     Step,
+    TaskDrafts,
     all_declared,
     gain_text,
     listed,
     next_step,
     options_of,
     renewed,
+    subsets_of,
 )
-from specdecode_operator.merging.credit import COMMON
-from specdecode_operator.merging.subsets import Credit, TaskDrafts, subsets_of
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
 from specdecode_operator.planning.decision_rule import LoadDecision
 from specdecode_operator.planning.loads import Load

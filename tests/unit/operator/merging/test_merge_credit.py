@@ -8,10 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.decision.merge_stage import choose_merges
-from specdecode_operator.merging.credit import COMMON, carried, counts_of, learn_credit, own_acceptance
-from specdecode_operator.merging.subsets import Credit, TaskDrafts, subsets_of
-from specdecode_operator.merging.tuning import TUNING
+from specdecode_operator.decision.merging import (
+    COMMON,
+    TUNING,
+    Credit,
+    TaskDrafts,
+    carried,
+    choose_merges,
+    counts_of,
+    learn_credit,
+    own_acceptance,
+    subsets_of,
+)
 from specdecode_operator.planning.loads import buckets
 from specdecode_operator.state.learned import (
     STATE_KEY,

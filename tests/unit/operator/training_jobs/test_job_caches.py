@@ -12,8 +12,7 @@ from specdecode_operator.controller.pods import add_mount_problems
 from specdecode_operator.drafts.job_status import JobState
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import JOBS, PODS, Kind
-from specdecode_operator.state.draft_record import RunRecord
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import RunRecord, Session
 from specdecode_operator.types import Observation
 from support.operators.fleet import DEFAULTS, deployment_with
 
