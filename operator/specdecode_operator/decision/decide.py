@@ -250,7 +250,8 @@ def materialise(
 
     The plan comes before the pods that mount it. Raises SpecError if the spec cannot be turned into a pod template.
     """
-    manifests.check_job_template(deployment, defaults)
+    if deployment.spec.distillation.job_template:
+        manifests.check_job_template(deployment, defaults)
     template = _template(deployment, observed, defaults)
     children = (
         manifests.plan_config_map(deployment, plan, revisions),

@@ -10,7 +10,7 @@ from typing import Any
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.api.v1alpha1 import SpeculationSpec, seconds_of
+from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.drafts.drift import (
     ACCEPTED_LOSS,
     BATCH_REQUESTS,
@@ -26,7 +26,7 @@ from specdecode_operator.drafts.drift import (
 )
 from specdecode_operator.state.learned import ALL_TASKS, DraftRecord, DriftState, LearnedState, TaskDrift
 from specdecode_operator.telemetry.counters import NO_HITS, Delta, Hits
-from specdecode_operator.times import iso
+from specdecode_operator.times import iso, seconds_of
 from specdecode_operator.types import Deployment
 from specdecode_worker.contract import DRAFT_FREE, OTHER_TASK
 

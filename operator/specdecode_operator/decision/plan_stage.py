@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from specdecode_operator.api.pins import Pin, pin_text, read_pin
+from specdecode_operator.api.speculation import Pin, pin_text, read_pin
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.api.v1alpha1 import seconds_of
 from specdecode_operator.decision import history
 from specdecode_operator.errors import SpecError
 from specdecode_operator.planning import loads, plan_rows, task_bounds, workload
@@ -19,7 +18,7 @@ from specdecode_operator.planning.plan_rows import Chosen
 from specdecode_operator.rollout.runs import assignment_of
 from specdecode_operator.scaling import kv_tokens
 from specdecode_operator.state.learned import DraftRecord, LearnedState, RowState
-from specdecode_operator.times import iso
+from specdecode_operator.times import iso, seconds_of
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Buckets, Plan, PlanState, TreeShape, suppressed_loads
 from specdecode_worker.contract.capture import CaptureRules

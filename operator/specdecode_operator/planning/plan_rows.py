@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
-from specdecode_operator.api.pins import Pin
+from specdecode_operator.api.speculation import Pin
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.acceptance_model import AcceptanceModel
 from specdecode_operator.planning.decision_rule import Change, LoadDecision, next_row

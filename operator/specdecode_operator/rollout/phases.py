@@ -23,7 +23,7 @@ from specdecode_operator.api.draft import (
     TrialRecord,
 )
 from specdecode_operator.api.status import Outcome, RunOutcome
-from specdecode_operator.api.v1alpha1 import Cause, DistillationCaptureSpec, DraftLineageStatus, seconds_of
+from specdecode_operator.api.v1alpha1 import Cause, DistillationCaptureSpec, DraftLineageStatus
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.drafts.crossover import (
     TILTS,
@@ -63,7 +63,7 @@ from specdecode_operator.rollout.runs import (
     with_run_end,
 )
 from specdecode_operator.state.learned import DraftRecord
-from specdecode_operator.times import iso
+from specdecode_operator.times import iso, seconds_of
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import OTHER_TASK, Report, TrialCost, TrialPair
 from specdecode_worker.contract.distillation import DistillationVerdict

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from specdecode_operator.api.draft import SpecDecodeDraft
+from specdecode_operator.controller.children import JobWriter
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
-from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.errors import ClusterError, Unavailable
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DEPLOYMENTS, Kind
 from specdecode_operator.manifests import Role

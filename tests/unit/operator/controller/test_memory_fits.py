@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Condition, Status
-from specdecode_operator.controller.pods import worker_of
+from specdecode_operator.controller.children import worker_of
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import Session

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import ModelStatus, Status
-from specdecode_operator.controller.pods import worker_of
+from specdecode_operator.controller.children import worker_of
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide, settle_revisions
 from specdecode_operator.manifests import pod_template

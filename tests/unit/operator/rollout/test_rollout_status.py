@@ -10,7 +10,7 @@ import pytest
 from specdecode_operator import metrics
 from specdecode_operator import metrics as run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
-from specdecode_operator.controller.events import event_notices
+from specdecode_operator.controller.deployment_loop import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.plugin.drafts import drafts
 from specdecode_operator.plugin.explain import explain, past

@@ -10,7 +10,7 @@ import pytest
 
 from specdecode_operator import manifests, scaling
 from specdecode_operator.api.v1alpha1 import PrefillSpec
-from specdecode_operator.controller.status.build import prefill_section
+from specdecode_operator.controller.status import prefill_section
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.scaling import prefill_replicas
 from specdecode_operator.state.learned import LearnedState, Session
