@@ -5,11 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
-from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.planning import loads, step_pace, workload
+from specdecode_operator.api.v1alpha1 import ScalingSpec, SpeculationSpec
+from specdecode_operator.planning.acceptance import (
+    AcceptanceModel,
+    Objective,
+    Request,
+    bounds_of,
+    follows,
+    objective_of,
+    prompt_token_seconds,
+    request_of,
+    tasks_at,
+)
+from specdecode_operator.planning.estimates import Batch, Load, StepTimeModel, bucket_of, buckets_for, present_row
+from specdecode_operator.planning.search import RANK, ShapeSearch, rows_of
 from specdecode_operator.state.learned import WINDOW_SECONDS, LearnedState, ScalingState
 from specdecode_operator.telemetry.counters import Delta, over
 from specdecode_operator.types import (
@@ -23,7 +35,62 @@ from specdecode_operator.types import (
     Worker,
     Workload,
 )
+from specdecode_worker.contract import Buckets, TreeShape
 from specdecode_worker.contract.demand import held_requests
+
+
+def drafting_share(
+    speculation: SpeculationSpec, learned: LearnedState, found: Buckets, shape: TreeShape, max_num_seqs: int
+) -> float | None:
+    """Return the share of a step at the present load that draft passes surely take. None where nothing was timed."""
+    times, at = StepTimeModel.fit(learned.costs, learned.wander), present_row(learned.load, found)
+    if times is None or not shape.nodes:
+        return None
+    load = times.typical(found, *at, max_num_seqs)
+    passes = bounds_of(speculation, learned.load.task).passes(shape.depth)
+    return times.drafting_share(load, Batch(passes, 1 + shape.nodes)) if times.near(load) else None
+
+
+def step_pace(
+    speculation: SpeculationSpec,
+    learned: LearnedState,
+    found: Buckets,
+    request: Request,
+    objective: Objective,
+    *,
+    kv_tokens: float | None,
+) -> StepModel | None:
+    """Return the step model, or None while no step was timed."""
+    times, model = StepTimeModel.fit(learned.costs, learned.wander), AcceptanceModel(learned, speculation)
+    if times is None:
+        return None
+    per_prompt_token, context = prompt_token_seconds(learned, times), bucket_of(found.context, request.context)
+    rows = [
+        row.running(bounds_of(speculation, row.task).nearest(row.shape))
+        for row in rows_of(speculation, learned, found)
+        if row.context == context
+    ]
+
+    @cache
+    def decoding(sequences: float) -> StepEstimate:
+        here = [row for row in rows if row.concurrency == bucket_of(found.concurrency, round(sequences))]
+        load = Load(sequences, request.context, context)
+        tasks = tasks_at(model, here, load, kv_tokens)
+        search = ShapeSearch(times, load, tasks, objective)
+        free = [row.task for row in here] if follows(speculation) else []
+        best = min(search.best(tuple((row.task, row.shape) for row in here), free)[2], key=RANK)
+        error = math.sqrt(best.seconds.relative_variance + search.tokens_variance(best))
+        return StepEstimate(best.seconds.mean, best.tokens, min(best.by_task.values()), error)
+
+    def step(sequences: float, prompt_tokens: float) -> StepEstimate:
+        decoded = decoding(sequences)
+        seconds = decoded.seconds + prompt_tokens * per_prompt_token
+        return decoded._replace(seconds=seconds, error=decoded.error * decoded.seconds / seconds)
+
+    return step
+
+
+# The number of workers: capacity of one worker, demand, bounds, and the reasons that hold a change back. Pure.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -645,16 +712,14 @@ def kv_tokens(observed: Observation) -> float | None:
 
 def _worker_model(deployment: Deployment, observed: Observation, learned: LearnedState) -> WorkerModel | None:
     """Return one worker under the present mix of requests. Return None while requests or step times are unknown."""
-    request = workload.request_of(learned)
+    request = request_of(learned)
     if request is None:
         return None
     speculation = deployment.spec.speculation
     cache = kv_tokens(observed)
-    buckets = loads.buckets(deployment.spec.engine.max_num_seqs)
-    objective = workload.objective_of(
-        speculation.objective, learned, observed.last_reports, deployment.spec.step_tokens
-    )
-    step_model = step_pace.pace(speculation, learned, buckets, request, objective, kv_tokens=cache)
+    buckets = buckets_for(deployment.spec.engine.max_num_seqs)
+    objective = objective_of(speculation.objective, learned, observed.last_reports, deployment.spec.step_tokens)
+    step_model = step_pace(speculation, learned, buckets, request, objective, kv_tokens=cache)
     if step_model is None:
         return None
     is_apart = bool(observed.prefill_addresses)

@@ -13,19 +13,26 @@ from dataclasses import replace
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec, Status
-from specdecode_operator.decision import plan_stage
-from specdecode_operator.decision.drift_stage import watch_drift
-from specdecode_operator.decision.history import is_urgent, record
-from specdecode_operator.decision.learn_stage import Learnt, learn, stale_workers
+from specdecode_operator.decision.learn import Learnt, learn, stale_workers, watch_drift
 from specdecode_operator.decision.merging import choose_merges, own_acceptance
-from specdecode_operator.decision.plan_stage import Planned, plan
+from specdecode_operator.decision.plan import (
+    Planned,
+    figures_of,
+    first_acceptance,
+    in_use,
+    is_urgent,
+    plan,
+    record,
+    task_depths,
+    workers_to_push,
+)
 from specdecode_operator.health import heal
 from specdecode_operator.manifests import is_pinned, unpinned_uris
-from specdecode_operator.planning import acceptance_model, loads, step_pace, task_bounds
-from specdecode_operator.planning import figures as measurements
+from specdecode_operator.planning.acceptance import follows, lacking
+from specdecode_operator.planning.estimates import buckets_for, context_rates, present_row
 from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import is_job_due, jobs_to_delete, needed_drafts, run_to_delete
-from specdecode_operator.scaling import is_complete, size
+from specdecode_operator.scaling import drafting_share, is_complete, size
 from specdecode_operator.state.learned import LearnedState, Session, TemplateState
 from specdecode_operator.types import (
     Decision,
@@ -58,7 +65,7 @@ def decide(
     Raises:
         SpecError: The spec asks for something impossible; the message says what to change.
     """
-    buckets = loads.buckets(deployment.spec.engine.max_num_seqs)
+    buckets = buckets_for(deployment.spec.engine.max_num_seqs)
     rollout = step_rollout(deployment, observed, now=now)
     observed = replace(observed, session=replace(observed.session, drafts=rollout.record))
     learnt = learn(deployment, observed, buckets, now=now)
@@ -107,7 +114,7 @@ def decide(
     decision = Decision(
         plan=planned.plan,
         children=children,
-        pushes=plan_stage.workers_to_push(observed, planned.plan, healed.own),
+        pushes=workers_to_push(observed, planned.plan, healed.own),
         job=job,
         ended_jobs=jobs_to_delete(observed.jobs, deployment, session.drafts),
         changes=changes,
@@ -146,8 +153,8 @@ def _figures(
     ended = busy and all(delta.idle for delta in learnt.window)
     if now - observed.session.published_at < PUBLISH_SECONDS and not (turned or ended):
         return None
-    depths = plan_stage.task_depths(deployment, planned.plan, learned, buckets)
-    return measurements.figures(
+    depths = task_depths(deployment, planned.plan, learned, buckets)
+    return figures_of(
         learnt.window,
         learned.costs,
         depths,
@@ -167,7 +174,7 @@ def _shown(
 ) -> Shown:
     """Return the values for status, Events and metrics."""
     learned, current = session.learned, planned.plan
-    used = plan_stage.in_use(deployment, observed, learned, current, buckets)
+    used = in_use(deployment, observed, learned, current, buckets)
     return Shown(
         image=learned.template.image if learned.template else "",
         url=manifests.service_url(
@@ -178,18 +185,18 @@ def _shown(
         depth=used.depth,
         suspended=used.suspended,
         nodes=used.nodes,
-        task_depths=plan_stage.task_depths(deployment, current, learned, buckets),
+        task_depths=task_depths(deployment, current, learned, buckets),
         figures=figures,
-        measuring=acceptance_model.lacking(learned) if task_bounds.follows(deployment.spec.speculation) else None,
-        drafting_share=step_pace.drafting_share(
+        measuring=lacking(learned) if follows(deployment.spec.speculation) else None,
+        drafting_share=drafting_share(
             deployment.spec.speculation,
             learned,
             buckets,
-            current.shape(*loads.present_row(learned.load, buckets), learned.load.task),
+            current.shape(*present_row(learned.load, buckets), learned.load.task),
             deployment.spec.engine.max_num_seqs,
         ),
-        context_rates=loads.context_rates(buckets, learned.contexts),
-        first_acceptance=measurements.first_acceptance(learned.acceptance),
+        context_rates=context_rates(buckets, learned.contexts),
+        first_acceptance=first_acceptance(learned.acceptance),
         history=learned.history,
         pinned=learned.pin,
         model_revision=learned.revisions.get(deployment.spec.model.uri),

@@ -14,18 +14,24 @@ from typing import Literal
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SpeculationSpec, TaskSpec
-from specdecode_operator.decision import history
-from specdecode_operator.decision.plan_stage import read_pin_state
-from specdecode_operator.planning import learning, loads, plan_rows, task_bounds, workload
-from specdecode_operator.planning.acceptance_model import AcceptanceModel, design_effect, task_acceptance
-from specdecode_operator.planning.decision_rule import LoadDecision, recent_changes
-from specdecode_operator.planning.draft_trees import Position, TaskAcceptance
-from specdecode_operator.planning.estimates import confidence
-from specdecode_operator.planning.shape_search import RANK, Choice, ShapeSearch
-from specdecode_operator.planning.step_time_model import StepTimeModel
-from specdecode_operator.planning.task_bounds import Bounds
-from specdecode_operator.planning.tuning import TUNING as PLANNING
-from specdecode_operator.planning.workload import TaskLoad
+from specdecode_operator.decision.learn import learn_delta
+from specdecode_operator.decision.plan import measured, read_pin_state
+from specdecode_operator.planning.acceptance import (
+    AcceptanceModel,
+    Bounds,
+    Objective,
+    Position,
+    TaskAcceptance,
+    TaskLoad,
+    bounds_of,
+    design_effect,
+    idle,
+    task_acceptance,
+    tasks_at,
+)
+from specdecode_operator.planning.estimates import TUNING as PLANNING
+from specdecode_operator.planning.estimates import StepTimeModel, confidence, present_row
+from specdecode_operator.planning.search import RANK, Choice, LoadDecision, ShapeSearch, recent_changes, rows_of
 from specdecode_operator.scaling import kv_tokens
 from specdecode_operator.state.learned import AcceptanceCell, CreditCell, LearnedState, MergeChoice, rounded
 from specdecode_operator.telemetry.counters import NO_HITS, Delta, Hits
@@ -79,7 +85,7 @@ def learn_credit(learned: LearnedState, delta: Delta | None, tasks: Collection[s
     for draft in sorted({cell.draft for cell in known} | {key[1] for key in fresh}):
         own = LearnedState(acceptance=tuple(c for c in known if c.draft == draft), requests=learned.requests)
         counts = {key: hits for key, hits in fresh.items() if key[1] == draft}
-        moved = learning.learn(own, _as_acceptance(counts, delta.seconds), now=now).acceptance
+        moved = learn_delta(own, _as_acceptance(counts, delta.seconds), now=now).acceptance
         cells += [CreditCell(**{**dict(cell), "draft": draft}) for cell in moved]
     return _with_credit(learned, cells)
 
@@ -630,9 +636,7 @@ def _options(stage: _Stage, learned: LearnedState, running: Credit, rule: LoadDe
     if rule is None or not running.is_measured or not running.running:
         return []
     name, speculation = running.drafts.task, _with_merges(stage.deployment, learned).spec.speculation
-    bounds = {
-        names: task_bounds.bounds_of(_only(speculation, {name: names}), name) for names in subsets_of(running.running)
-    }
+    bounds = {names: bounds_of(_only(speculation, {name: names}), name) for names in subsets_of(running.running)}
     return options_of(rule, learned, running, bounds)
 
 
@@ -645,20 +649,20 @@ def _rule(stage: _Stage, learned: LearnedState, task: str) -> LoadDecision | Non
     times = StepTimeModel.fit(learned.costs, learned.wander)
     if times is None or not _is_active(learned, task, stage.now):
         return None
-    at = loads.present_row(learned.load, stage.buckets)
+    at = present_row(learned.load, stage.buckets)
     # Rows that were chosen under an earlier spec may lie outside of the bounds of the present one.
     rows = [
-        row.running(task_bounds.bounds_of(speculation, row.task).nearest(row.shape))
-        for row in plan_rows.rows_of(speculation, learned, stage.buckets)
+        row.running(bounds_of(speculation, row.task).nearest(row.shape))
+        for row in rows_of(speculation, learned, stage.buckets)
         if row.load == at
     ]
-    quiet = workload.idle(learned, [row.task for row in rows])
+    quiet = idle(learned, [row.task for row in rows])
     busy = [row for row in rows if row.task not in quiet]
     if task not in {row.task for row in busy}:
         return None
     load = times.typical(stage.buckets, *at, stage.deployment.spec.engine.max_num_seqs)
-    tasks = workload.tasks_at(AcceptanceModel(learned, speculation), busy, load, kv_tokens(stage.observed))
-    search = ShapeSearch(times, load, tasks, workload.Objective(speculation.objective))
+    tasks = tasks_at(AcceptanceModel(learned, speculation), busy, load, kv_tokens(stage.observed))
+    search = ShapeSearch(times, load, tasks, Objective(speculation.objective))
     return LoadDecision(speculation, learned, search, busy, stage.now, is_suspended=False, is_present=True)
 
 
@@ -748,7 +752,7 @@ def _record(stage: _Stage, learned: LearnedState, before: str, step: Step) -> De
     reason = step.reason or reasons[step.because or "bounds"]
     return DecisionRecord(
         time=iso(stage.now),
-        measured=history.measured(learned, step.choice.task),
+        measured=measured(learned, step.choice.task),
         load=f"every load, task {step.choice.task}",
         before=before,
         after=merge_text(step.choice.drafts, is_trial=step.choice.before is not None),

@@ -134,7 +134,7 @@ class StepTimeCell(Stored):
 
 
 class RowState(Stored):
-    """State of one plan row: its shape, and the times of its last changes. planning.decision_rule reads its state."""
+    """State of one plan row: its shape, and the times of its last changes. planning.search reads its state."""
 
     concurrency: int
     context: int

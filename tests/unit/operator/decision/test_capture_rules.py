@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.decision.plan_stage import capture_rules
+from specdecode_operator.decision.plan import capture_rules
 from specdecode_operator.errors import SpecError
 from specdecode_operator.state.learned import UNUSED
 from specdecode_worker.contract import CaptureRules
