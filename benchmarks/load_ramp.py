@@ -27,8 +27,7 @@ from machine import described
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.types import Defaults, Deployment, Observation, Workload
 from specdecode_operator.types import Worker as Seen
 from specdecode_worker.commands.bench import QUESTIONS

@@ -1,4 +1,4 @@
-"""Errors of the operator. Foreign errors are translated once: in kube/client.py and telemetry/worker_client.py.
+"""Errors of the operator. Foreign errors are translated once: in kube/client.py and telemetry/polling.py.
 
 OperatorError
 |-- SettingsError          an environment variable of the operator is invalid; the process does not start

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import Status
-from specdecode_operator.rollout.trial_evidence import gain_of
+from specdecode_operator.rollout.phases import gain_of
 from specdecode_operator.state.learned import DriftState
 from specdecode_operator.types import Decision, Deployment, Figures, Key, Observation, TaskFigures
 from specdecode_worker.contract import OTHER_TASK

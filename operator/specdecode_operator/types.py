@@ -10,7 +10,7 @@ from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.api.v1alpha1 import SecretKeyRef, Spec, Status
 from specdecode_operator.drafts.job_status import JobStatus
-from specdecode_operator.state.session import Baseline, Session
+from specdecode_operator.state.learned import LastReport, Session
 from specdecode_worker.contract import CheckVerdict, Plan, Port, Report, TreeShape
 from specdecode_worker.contract.demand import HeldRequests
 
@@ -214,7 +214,7 @@ class Worker:
     verdict: CheckVerdict | None = None
     """Result of the worker's check before loading, read from the termination message. None once the worker is ready."""
     report: Report | None = None
-    baseline: Baseline | None = None
+    baseline: LastReport | None = None
     """The report as it is stored for the next comparison. None where the report was not polled."""
     report_problem: str | None = None
     pull_seconds: float | None = None

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 
 from specdecode_operator.api.speculation import NamedDraftSpec
-from specdecode_operator.planning.tuning import Tuning
+from specdecode_operator.planning.estimates import Tuning
 from specdecode_worker.commands.arguments import TRAINED_METHODS
 from specdecode_worker.contract import DRAFT_FREE
 from specdecode_worker.contract import config as contract
@@ -87,20 +87,19 @@ def test_public_class_names_are_unique() -> None:
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
 
 
-# Constants of the planner: all are in tuning.py, and each says what it is.
+# Constants of the planner: all are in the class Tuning, and each says what it is.
 
 
 PLANNING = Path(__file__).parents[2] / "operator" / "specdecode_operator" / "planning"
 MODULES = sorted(PLANNING.glob("*.py"))
-PLAIN = {0, 1, 2, 0.5, 100, 1000}
-"""Numbers that are no tuning: identities, squares, halves, percent and milliseconds."""
+PLAIN = {0, 1, 2, 0.5, 100, 1000, 3600}
+"""Numbers that are no tuning: identities, squares, halves, percent, milliseconds and the hour."""
 
 
-@pytest.mark.parametrize(
-    "module", [module for module in MODULES if module.stem != "tuning"], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("module", MODULES, ids=lambda path: path.stem)
 def test_numbers_are_in_tuning(module: Path) -> None:
-    constants = (node for node in ast.walk(ast.parse(module.read_text())) if isinstance(node, ast.Constant))
+    body = [node for node in ast.parse(module.read_text()).body if getattr(node, "name", "") != "Tuning"]
+    constants = (node for part in body for node in ast.walk(part) if isinstance(node, ast.Constant))
     numbers = {(node.lineno, node.value) for node in constants if isinstance(node.value, (int, float))}
     assert {(line, value) for line, value in numbers if value not in PLAIN} == set()
 
@@ -108,7 +107,9 @@ def test_numbers_are_in_tuning(module: Path) -> None:
 def test_every_constant_says_what_it_is() -> None:
     """The text below each constant has its unit or purpose."""
     (tuning,) = (
-        node for node in ast.parse((PLANNING / "tuning.py").read_text()).body if isinstance(node, ast.ClassDef)
+        node
+        for node in ast.parse((PLANNING / "estimates.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name == "Tuning"
     )
     body = [node for node in tuning.body[1:] if isinstance(node, (ast.AnnAssign, ast.Expr))]
     kinds = ["constant" if isinstance(node, ast.AnnAssign) else "text" for node in body]

@@ -11,8 +11,7 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.manifests import network_policy, pod_template, rolling_hash, router_workload, workload
 from specdecode_operator.manifests.objects import NAME_LABEL, ROLE_LABEL, Role, router_labels, selector
 from specdecode_operator.settings import read_settings
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.types import Defaults, Deployment, Observation, PolicyPeers
 from specdecode_worker.contract import Port
 

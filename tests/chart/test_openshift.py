@@ -15,7 +15,7 @@ import pytest
 
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec, Status
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from specdecode_operator.types import Defaults, Deployment
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}

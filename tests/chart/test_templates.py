@@ -13,7 +13,7 @@ from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import distillation_job, pod_template, router_workload
 from specdecode_operator.settings import PREFIX, read_settings
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from specdecode_operator.types import Defaults, Deployment
 
 

@@ -17,8 +17,8 @@ from specdecode_operator.api.schema import (
     object_in,
     rule,
     rules,
-    seconds_of,
 )
+from specdecode_operator.times import seconds_of
 from specdecode_worker.contract.distillation import JOB_CONTAINER
 
 # Way of a new draft into service: ``spec.draftRollout``.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -40,8 +39,6 @@ _QUANTITY = re.compile(
 _PERCENT = re.compile("^(100|[1-9]?[0-9])%$")
 MAX_COUNT = 1000
 """Largest number of pods in a count of a rollout; also the largest number of replicas."""
-
-_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 SUBDOMAIN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 
@@ -107,12 +104,6 @@ def named_list(key: str) -> dict[str, Any]:
     Two managers that apply items of their own do not overwrite each other's list.
     """
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
-
-
-@lru_cache(maxsize=256)
-def seconds_of(duration: str) -> float:
-    """Return the seconds of a Duration or a Latency. Cached, because a planner cycle asks thousands of times."""
-    return sum(float(count) * _SECONDS[unit] for count, unit in re.findall(r"([0-9.]+)(ms|h|m|s)", duration))
 
 
 def object_in(value: Any, key: str) -> dict[str, Any]:

@@ -30,9 +30,9 @@ from specdecode_operator.api.schema import (
     object_in,
     rule,
     rules,
-    seconds_of,
 )
 from specdecode_operator.api.speculation import MERGE_SAMPLER_MESSAGE, SpeculationSpec
+from specdecode_operator.times import seconds_of
 from specdecode_worker.contract import EngineConfig, KVCacheDtype, Sampler, TargetQuantization, adapted_uri
 
 # Settings of the inference engine that need a restart of the workers: ``spec.engine``.

@@ -38,7 +38,6 @@ from specdecode_operator.api.schema import (
     objects_in,
     rule,
     rules,
-    seconds_of,
 )
 from specdecode_operator.api.spec import (
     OPERATOR_FLAGS,

@@ -15,31 +15,36 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from specdecode_operator import manifests, metrics
-from specdecode_operator.api.v1alpha1 import Status
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION, Condition, ConditionType, Status
+from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.controller.admin_tokens import AdminTokens
-from specdecode_operator.controller.caches import Caches
-from specdecode_operator.controller.events import event_notices, record_events
-from specdecode_operator.controller.pods import add_mount_problems, deployment_of, status_of_resource, workload_of
-from specdecode_operator.controller.status import failed_status, status_of
-from specdecode_operator.controller.training_jobs import JobWriter
-from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.materialise_stage import template_of
+from specdecode_operator.controller.children import (
+    Caches,
+    JobWriter,
+    add_mount_problems,
+    deployment_of,
+    status_of_resource,
+    workload_of,
+)
+from specdecode_operator.controller.status import failed_status, named_pods, status_of
+from specdecode_operator.decision.decide import decide, template_of
 from specdecode_operator.errors import ClusterError, EvictionBlocked, Refused, SpecError
 from specdecode_operator.kube.apply import CACHE_LAG_SECONDS, ChildApplier
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.kinds import DAEMON_SETS, DEPLOYMENTS, NETWORK_POLICIES, WORKLOADS
-from specdecode_operator.rollout.draft_objects import DraftWrite, draft_writes, record_of, surplus, with_writes
-from specdecode_operator.state.session import Session
-from specdecode_operator.state.store import StateStore
+from specdecode_operator.kube.kinds import DAEMON_SETS, DEPLOYMENTS, EVENTS, NETWORK_POLICIES, WORKLOADS
+from specdecode_operator.state.learned import Session
+from specdecode_operator.state.store import DraftWrite, StateStore, draft_writes, record_of, surplus, with_writes
 from specdecode_operator.telemetry.polling import Poller, WorkerAccess, WorkerCalls
-from specdecode_operator.times import back_off
+from specdecode_operator.times import back_off, iso
 from specdecode_operator.types import ChildProblem, Decision, Defaults, Deployment, Key, Observation, Outcome
 from specdecode_worker.contract import Plan
+
+log = logging.getLogger(__name__)
 
 VERIFY_SECONDS = 300.0
 """Time between two readings of the resource from the API server, which detect lost watch events."""
@@ -49,8 +54,6 @@ GAP_SECONDS = 0.2
 """Least time from the end of a step to the next one, however many events come."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 60.0
 """Pauses after a failed step; they double from failure to failure."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -376,3 +379,134 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
     except TimeoutError:
         return
+
+
+# Events of a deployment: one for each decision, and one for each condition that became bad or recovered. Pure.
+#
+# A lost Event does no harm, because status has the same history and conditions.
+
+BAD = {
+    ConditionType.stalled: "True",
+    ConditionType.available: "False",
+    ConditionType.draft_compatible: "False",
+    ConditionType.scaling_limited: "True",
+    ConditionType.reports_fresh: "False",
+    ConditionType.pinned: "False",
+    ConditionType.workers_healthy: "False",
+}
+"""Conditions that cause Events, each with the status that is bad. Kubernetes itself writes Events about pods."""
+ON_LOSS_ONLY = (ConditionType.available,)
+"""Conditions that are bad for every new deployment. They cause an Event only when a good status is lost."""
+REPEATED_REASONS = ("ImageNotPulled", "WorkerFailing")
+"""Reasons of retried actions, whose message changes with each retry."""
+EXPECTED_REASONS = ("ScaledToZero",)
+"""Reasons of a bad status that a user caused on purpose."""
+
+_REASONS = {
+    "Plan": "PlanChanged",
+    "Replicas": "Scaled",
+    "Steering": "SteeringChanged",
+    "Draft": "DraftRollout",
+    "Drift": "DraftDrift",
+}
+
+
+class EventNotice(NamedTuple):
+    """Content of an Event."""
+
+    type: Literal["Normal", "Warning"]
+    reason: str
+    message: str
+
+
+def event_notices(before: Status, after: Status, changes: Iterable[DecisionRecord]) -> tuple[EventNotice, ...]:
+    """Return the Events of one reconcile.
+
+    Args:
+        before: Status that the API server has. Events are written only for differences from it.
+        after: Status that is written now.
+        changes: Decisions made in this reconcile, oldest first.
+    """
+    return (*map(_decided, changes), *_transitions(before, after))
+
+
+def _decided(change: DecisionRecord) -> EventNotice:
+    message = f"{change.load}: {change.before} -> {change.after}: {change.reason}"
+    return EventNotice("Normal", _REASONS[change.kind], message)
+
+
+def _transitions(before: Status, after: Status) -> Iterator[EventNotice]:
+    old_by_type = {condition.type: condition for condition in before.conditions}
+    new_by_type = {condition.type: condition for condition in after.conditions}
+    for kind, bad in BAD.items():
+        old, new = old_by_type.get(kind), new_by_type.get(kind)
+        if new is not None and new.status == bad:
+            if _is_news(kind, old, new):
+                yield EventNotice("Warning", new.reason, new.message)
+        elif old is not None and old.status == bad:
+            yield _recovery(kind, old, new)
+
+
+def _is_news(kind: ConditionType, old: Condition | None, new: Condition) -> bool:
+    """Return whether a bad condition needs an Event."""
+    if new.reason in EXPECTED_REASONS:
+        return False
+    if kind in ON_LOSS_ONLY:
+        return old is not None and old.status != new.status
+    return not _is_same(old, new)
+
+
+def _recovery(kind: ConditionType, old: Condition, new: Condition | None) -> EventNotice:
+    if new is not None:
+        return EventNotice("Normal", new.reason, new.message)
+    return EventNotice("Normal", "Resolved", f"{kind} with reason {old.reason} is over")
+
+
+def _is_same(old: Condition | None, new: Condition) -> bool:
+    """Return whether two bad states of a condition report the same problem.
+
+    Another message of the API server or another pod is a new problem. Other numbers or fewer pods are not.
+    """
+    if old is None or old.status != new.status or old.reason != new.reason:
+        return False
+    if old.message == new.message or new.type == ConditionType.scaling_limited:
+        return True
+    pods = named_pods(new.message)
+    varies = new.type == ConditionType.workers_healthy or new.reason in REPEATED_REASONS
+    return bool(pods) and varies and pods <= named_pods(old.message)
+
+
+MAX_MESSAGE = 1024
+"""Longest message of an Event, in characters."""
+
+
+async def record_events(client: KubeClient, key: Key, uid: str, notices: Iterable[EventNotice], now: float) -> None:
+    """Create one Event for each notice. An error of the API server is logged and not raised."""
+    for index, notice in enumerate(notices):
+        try:
+            await client.create(EVENTS, _event(key, uid, f"{int(now * 1000):x}{index:x}", notice, now))
+        except ClusterError as error:
+            log.warning("%s/%s: no Event was written: %s", *key, error)
+
+
+def _event(key: Key, uid: str, suffix: str, notice: EventNotice, now: float) -> dict[str, Any]:
+    namespace, name = key
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{name}.{suffix}", "namespace": namespace},
+        "involvedObject": {
+            "apiVersion": f"{GROUP}/{VERSION}",
+            "kind": KIND,
+            "namespace": namespace,
+            "name": name,
+            "uid": uid,
+        },
+        "type": notice.type,
+        "reason": notice.reason,
+        "message": notice.message[:MAX_MESSAGE],
+        "source": {"component": "specdecode-operator"},
+        "firstTimestamp": iso(now),
+        "lastTimestamp": iso(now),
+        "count": 1,
+    }

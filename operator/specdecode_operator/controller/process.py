@@ -15,18 +15,16 @@ from typing import Any
 
 from specdecode_operator import manifests, metrics
 from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys, load_keys
-from specdecode_operator.controller.caches import Caches
+from specdecode_operator.controller.children import Caches, JobWriter
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
 from specdecode_operator.controller.readiness import Readiness, serve_probes
-from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.errors import ClusterError, NotLeader
 from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.leader_election import LeaderElector
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.store import StateStore
-from specdecode_operator.telemetry.polling import WorkerCalls
-from specdecode_operator.telemetry.worker_client import WorkerClient
+from specdecode_operator.telemetry.polling import WorkerCalls, WorkerClient
 from specdecode_operator.types import Defaults, Key
 
 KEY_RETRY_SECONDS = 2.0

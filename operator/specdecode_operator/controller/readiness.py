@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from specdecode_operator.controller.caches import Caches
+from specdecode_operator.controller.children import Caches
 from specdecode_operator.errors import ClusterError, Refused
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import DEPLOYMENTS, JOBS, PERMISSIONS

@@ -11,7 +11,6 @@ from specdecode_operator.api.v1alpha1 import (
     NAME_LABEL,
     DistillationCaptureSpec,
     object_in,
-    seconds_of,
     without_devices,
 )
 from specdecode_operator.drafts.job_status import deletion_id, published_prefix, run_folder
@@ -51,7 +50,8 @@ from specdecode_operator.manifests.pods import (
     whole_cores,
     worker_container,
 )
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
+from specdecode_operator.times import seconds_of
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import Env, Port
 from specdecode_worker.contract.distillation import JOB_CONTAINER
@@ -93,8 +93,7 @@ def job_label(name: str) -> str:
 
 def check_job_template(deployment: Deployment, defaults: Defaults) -> None:
     """Raise SpecError if distillation.jobTemplate cannot be merged, long before a run needs it."""
-    if deployment.spec.distillation.job_template:
-        distillation_job(deployment, _EXAMPLE, defaults)
+    distillation_job(deployment, _EXAMPLE, defaults)
 
 
 def distillation_job(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str] = ()) -> Manifest:

@@ -36,8 +36,7 @@ from specdecode_operator.manifests.objects import (
     tokens_name,
     worker_name,
 )
-from specdecode_operator.state.draft_record import RunRecord
-from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES, PLAN_KEY
+from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES, PLAN_KEY, RunRecord
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import (
     DraftConfig,

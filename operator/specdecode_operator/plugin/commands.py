@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from specdecode_operator.api.pins import Pin, pin_operations, read_pin
+from specdecode_operator.api.speculation import Pin, pin_operations, read_pin
 from specdecode_operator.errors import PluginError
 from specdecode_operator.plugin.api import Api
 from specdecode_operator.plugin.drafts import change_for, drafts, offer

@@ -1,20 +1,28 @@
-"""Learned state of one deployment: its records, parked drafts, and its text in the ConfigMap ``<name>-state``. Pure."""
+"""State of one deployment. Pure.
+
+``LearnedState`` and the training runs of a ``DraftRecord`` survive a restart of the operator, in the
+ConfigMap ``<name>-state``. The rest of a ``Session`` (the last report of each worker, the measurements of the last
+minute) is lost with the process and collected again.
+"""
 
 from __future__ import annotations
 
 import base64
 import math
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from specdecode_operator.api.v1alpha1 import Decision
+from specdecode_operator.api.draft import Mode, Phase, TrialRecord
+from specdecode_operator.api.v1alpha1 import Decision, DraftLineageStatus, DraftRunEndStatus
 from specdecode_operator.drafts.drift import Baseline, ChainCounts, DriftDetector, LearningBaseline
-from specdecode_operator.telemetry.counters import CellKey
-from specdecode_worker.contract import Plan, TreeShape
+from specdecode_operator.telemetry.counters import CellKey, Delta
+from specdecode_worker.contract import Plan, Report, TreeShape
 
 # Records that make up the learned state of one deployment: estimates, rows, load, scaling, pods, template. Pure.
 
@@ -126,7 +134,7 @@ class StepTimeCell(Stored):
 
 
 class RowState(Stored):
-    """State of one plan row: its shape, and the times of its last changes. planning.decision_rule reads its state."""
+    """State of one plan row: its shape, and the times of its last changes. planning.search reads its state."""
 
     concurrency: int
     context: int
@@ -558,3 +566,234 @@ def _with_current(learned: LearnedState, draft: str, rows: tuple[RowState, ...],
             "parked": tuple(parked for parked in learned.parked if parked.draft != draft),
         }
     )
+
+
+# Records of the rollout of a deployment's drafts, and of its training runs. Pure.
+#
+# What concerns one draft is stored in its SpecDecodeDraft and nowhere else. What concerns
+# training runs, and the pause after a rollout, is the entry ``training`` of the ConfigMap ``<name>-state``. If that is
+# lost, so is a run that was under way, and no draft.
+
+LINEAGE = 10
+"""Number of candidates in the lineage."""
+TRAINING_KEY = "training"
+"""Entry of the ConfigMap."""
+
+
+class RunRecord(Stored):
+    """Training run that is under way."""
+
+    id: str
+    """Time of its beginning in hexadecimal digits. It names the Job and the run's folder, so it is never used twice."""
+    started: float
+    reason: str = ""
+    draft_uri: str = ""
+    """Draft that the run goes on from."""
+    claim: str = ""
+    """Claim with the run's folder and the new draft; empty with a bucket."""
+    bucket: str = ""
+    """URI below which new drafts lie in a bucket; empty with a claim."""
+    endpoint: str = ""
+    """URL of the bucket's store; empty for that of AWS."""
+    loss: float = 0.0
+    """Share of decode device time that a stale draft costs; 0 if the run has another reason."""
+    job_uid: str = ""
+    """Uid of the Job once it was seen. With a uid and without that Job, the Job is lost."""
+    losses: int = 0
+    """Jobs that were lost."""
+    retry_at: float = 0.0
+    """Time before which no Job is created."""
+
+    @property
+    def place(self) -> str:
+        """URI below which new drafts lie."""
+        return self.bucket or f"pvc://{self.claim}"
+
+
+class TrainingRecord(Stored):
+    """Part of a rollout that is stored in the ConfigMap: training runs, and the settings at its start."""
+
+    phase: Phase = Phase.SERVING
+    since: float = 0
+    """Time when the phase began, or when a candidate that waits for a user was confirmed; in seconds of the epoch."""
+    mode: Mode = Mode.CANARY
+    spec_draft: str = ""
+    """URI of the spec's draft when a candidate was last offered; empty before the first one."""
+    method: str = ""
+    """Method of that draft."""
+    spec_hash: str = ""
+    """Hash of that draft."""
+    target: str = ""
+    image: str = ""
+    request: str = ""
+    """Value of distillation.trigger.request that was carried out last."""
+    last_verdict: str = ""
+    refusal: str = ""
+    """Reason why the latest candidate was not tried or could not be loaded; empty if there is none."""
+    captures_deleted_before: float = 0
+    """Time before which captured requests are deleted, in seconds of the epoch."""
+    run_refusal: str = ""
+    """Reason why the latest request to train was refused; empty if it was not."""
+    run_device_seconds: float = 0.0
+    """Device seconds of the latest run with a verdict; 0 before the first one."""
+    recovery: float | None = None
+    """Share of the loss that the latest better draft recovers, by its verdict. None before the first one."""
+    candidate_outcomes: dict[str, int] = Field(default={})
+    """Candidates that ended, by outcome."""
+    run_outcomes: dict[str, int] = Field(default={})
+    """Runs that ended, by outcome."""
+    runs_not_better: int = 0
+    """Verdicts in a row that were not better."""
+    run: RunRecord | None = None
+    undeleted_run: RunRecord | None = None
+    """Run that ended without a verdict, so that its folder may hold captured text. ``retry_at`` is the time before
+    which no Job deletes it, ``losses`` the number of such Jobs that failed, and ``reason`` that of the latest one."""
+    last_run: DraftRunEndStatus | None = None
+
+
+class DraftRecord(TrainingRecord):
+    """The rollout of one deployment: its training runs, and the drafts that SpecDecodeDrafts stand for, by hash."""
+
+    current: str = ""
+    """Hash of the assigned draft; empty for that of the spec."""
+    candidate: str = ""
+    previous: str | None = None
+    is_confirmed: bool = False
+    canary_losses: int = 0
+    uris: dict[str, str] = Field(default={})
+    """URIs of the candidate, the current and the previous draft, by hash."""
+    trial: TrialRecord | None = None
+    lineage: tuple[DraftLineageStatus, ...] = ()
+
+    def with_ended(self, entry: DraftLineageStatus) -> DraftRecord:
+        """Return the record with the end of a candidate."""
+        counts = self.candidate_outcomes
+        counted = {**counts, entry.outcome: counts.get(entry.outcome, 0) + 1}
+        others = (one for one in self.lineage if one.hash != entry.hash)
+        return self.model_copy(update={"lineage": (entry, *others)[:LINEAGE], "candidate_outcomes": counted})
+
+    @property
+    def is_used(self) -> bool:
+        """True once a candidate was taken up or a run was requested. Before, no draft is assigned."""
+        return bool(self.spec_draft)
+
+    @property
+    def planned_draft(self) -> str:
+        """Hash of the draft that the plan is for; empty where the majority of the reports decides."""
+        is_open = self.phase in (Phase.CANARY, Phase.PROMOTING, Phase.ROLLING_BACK)
+        return self.current or (self.spec_hash if is_open else "")
+
+
+UNUSED = DraftRecord()
+
+
+def render_training(record: DraftRecord) -> dict[str, str]:
+    """Return the entry of the ConfigMap; none where no draft was ever offered or trained."""
+    training = TrainingRecord(**{name: getattr(record, name) for name in TrainingRecord.model_fields})
+    text = training.model_dump_json(by_alias=True, exclude_defaults=True)
+    return {TRAINING_KEY: text} if record.is_used or record.request else {}
+
+
+def parse_training(data: Mapping[str, str]) -> DraftRecord:
+    """Return the record that ``render_training`` wrote, without drafts.
+
+    Raises:
+        ValueError: The entry cannot be read.
+    """
+    return DraftRecord.model_validate_json(data[TRAINING_KEY]) if TRAINING_KEY in data else UNUSED
+
+
+# Session of one deployment: its learned state, and recent measurements that a restart may lose. Pure.
+
+WINDOW_SECONDS = 60.0
+"""Length of the window of measurements, in seconds. The figures in status cover this window."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastReport:
+    """Last report of one worker, with which the next one is compared. It is compressed, because there are thousands."""
+
+    packed: bytes
+    """Compressed JSON of the report."""
+    clock_seconds: float
+    """Worker's clock at the report; it replaces that of the packed one."""
+    tag: str = ""
+    """ETag of the response; empty if the worker sent none."""
+
+    @classmethod
+    def of(cls, report: Report, tag: str = "") -> LastReport:
+        baseline = cls(zlib.compress(report.model_dump_json().encode(), 3), report.clock_seconds, tag)
+        _reports.put(baseline.packed, report)
+        return baseline
+
+    @property
+    def report(self) -> Report:
+        """The report, with the time of ``clock_seconds``."""
+        report = _reports.get(self.packed)
+        if report.clock_seconds == self.clock_seconds:
+            return report
+        return report.model_copy(update={"clock_seconds": self.clock_seconds})
+
+    def at(self, clock_seconds: float) -> LastReport:
+        """Return the same report at a later time of the worker's clock."""
+        return replace(self, clock_seconds=clock_seconds)
+
+
+class _ReportCache:
+    """The reports that were read last, unpacked: between a poll and its decision and status each is read several times.
+
+    A report takes some 150 KiB when it is unpacked, so there are few.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._reports: OrderedDict[bytes, Report] = OrderedDict()
+
+    def get(self, packed: bytes) -> Report:
+        report = self._reports.get(packed)
+        if report is None:
+            report = Report.model_validate_json(zlib.decompress(packed))
+        self.put(packed, report)
+        return report
+
+    def put(self, packed: bytes, report: Report) -> None:
+        self._reports[packed] = report
+        self._reports.move_to_end(packed)
+        while len(self._reports) > self._size:
+            self._reports.popitem(last=False)
+
+
+_reports = _ReportCache(size=24)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silence:
+    """Period in which a ready worker sends no report."""
+
+    since: float
+    """Start, in seconds of the operator's clock."""
+    looks: int
+    """Consecutive rounds without a report."""
+    problem: str
+    """Problem of the first of these rounds. It is not updated, so that status stays the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Learned state of one deployment, and its recent measurements."""
+
+    learned: LearnedState = field(default_factory=LearnedState)
+    baselines: Mapping[str, LastReport] = field(default_factory=dict)
+    """Last report of each worker, by uid of the pod."""
+    window: tuple[Delta, ...] = ()
+    """Differences between reports, summed over all workers, of the last WINDOW_SECONDS; oldest first."""
+    round: int = 0
+    """Number of the last telemetry round that was counted."""
+    silent: Mapping[str, Silence] = field(default_factory=dict)
+    """Ready workers without a report, by uid of the pod."""
+    published_at: float = 0
+    """Time when figures were last published to status, in seconds of the operator's clock."""
+    drafts: DraftRecord = UNUSED
+    """Rollout of drafts, which survives a restart as ``learned`` does."""
+    stored: bool = True
+    """False if no state was stored: the deployment is new, or the ConfigMap of its state was deleted or unreadable."""

@@ -3,26 +3,330 @@
 A ConfigMap has what was learned (``state``) and the training runs (``training``). It is written at once for a decision,
 because what takes effect must not be lost with the process; otherwise at most once a minute, and only if something was
 measured. Drafts are written with each change, before it. Nothing is written for deployments at rest.
+
+``spec.role`` of a draft says what should be and ``status.phase`` what is, so that a user's change shows as a difference
+of both. A write of several drafts may end between any two of them: each state in between is one from which the rollout
+goes on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdecode_operator.api.draft import SpecDecodeDraft
+from specdecode_operator.api.draft import (
+    DRAFT_KIND,
+    UNRESOLVED,
+    DraftBase,
+    DraftPhase,
+    DraftResourceSpec,
+    DraftResourceStatus,
+    Phase,
+    SpecDecodeDraft,
+)
+from specdecode_operator.api.schema import GROUP, NAME_LABEL, VERSION
+from specdecode_operator.api.v1alpha1 import Condition, DraftLineageStatus, NameRef
 from specdecode_operator.errors import ClusterError, Refused
 from specdecode_operator.kube.apply import ChildApplier, text_digest
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS
 from specdecode_operator.manifests import plan_name, state_config_map, state_name
-from specdecode_operator.rollout.draft_objects import DraftWrite, manifest_of
-from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, parse_training, render_training
-from specdecode_operator.state.learned import LearnedState, parse_state, plan_of, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.rollout.phases import evidence_text, gain_of
+from specdecode_operator.rollout.runs import RUN_PHASES
+from specdecode_operator.state.learned import (
+    LINEAGE,
+    TRAINING_KEY,
+    UNUSED,
+    DraftRecord,
+    LearnedState,
+    Session,
+    parse_state,
+    parse_training,
+    plan_of,
+    render_state,
+    render_training,
+)
+from specdecode_operator.times import iso, seconds_of_timestamp
 from specdecode_operator.types import ChildProblem, Deployment, Key
+
+_IN_HAND: Mapping[DraftPhase, Phase] = {
+    "Promoting": Phase.PROMOTING,
+    "RollingBack": Phase.ROLLING_BACK,
+    "Canary": Phase.CANARY,
+}
+"""Phase of the rollout by the phase of the draft that is in hand."""
+_TRAINED = {"app.kubernetes.io/managed-by": "specdecode"}
+"""Label of the drafts that the operator created, which it deletes again once they are old."""
+HASH_IN_NAME = 12
+"""Characters of the hash in the name of a trained draft."""
+
+
+# The record, from the drafts.
+
+
+def record_of(drafts: Sequence[SpecDecodeDraft], known: DraftRecord) -> DraftRecord:
+    """Return the rollout as the drafts show it.
+
+    Args:
+        drafts: Drafts of the deployment, in the order of their names.
+        known: The record before, or after a restart that of the ConfigMap. A draft in hand that was deleted is taken
+            from it, so that its end is noted.
+    """
+    by_id = {draft.id: draft for draft in reversed(drafts)}
+    serving = _serving(drafts)
+    held = next((draft for phase in _IN_HAND for draft in drafts if draft.status.phase == phase), None)
+    phase, since = _phase(drafts, held, known)
+    is_deleted = bool(known.current) and known.current not in by_id and serving is None
+    current = known.current if is_deleted else serving.id if serving else ""
+    candidate = known.candidate if held is None and phase in _IN_HAND.values() else ""
+    update: dict[str, Any] = {"is_confirmed": False, "canary_losses": 0, "trial": None}
+    if held is not None and phase is not Phase.ROLLING_BACK:
+        status, candidate = held.status, held.id
+        update = {name: getattr(status, name) for name in ("is_confirmed", "canary_losses", "trial")}
+    elif candidate:
+        update = {}
+    previous = known.previous if is_deleted else _previous(serving, by_id)
+    all_uris = {**known.uris, **{one: draft.spec.uri for one, draft in by_id.items()}}
+    uris = {one: all_uris[one] for one in (candidate, current, previous) if one in all_uris}
+    base = next((one.spec.base for one in (serving, held) if one is not None and one.spec.base is not None), None)
+    if base is not None:
+        update |= {"spec_draft": base.draft, "target": base.target, "method": base.method, "spec_hash": base.hash}
+    return known.model_copy(
+        update={
+            **update,
+            "phase": phase,
+            "since": since,
+            "current": current,
+            "candidate": candidate,
+            "previous": previous,
+            "uris": uris,
+            "run": known.run if phase in RUN_PHASES else None,
+            "lineage": tuple(_lineage(drafts))[:LINEAGE],
+        }
+    )
+
+
+def _phase(drafts: Iterable[SpecDecodeDraft], held: SpecDecodeDraft | None, known: DraftRecord) -> tuple[Phase, float]:
+    """Return the phase and its beginning. Drafts are written before the ConfigMap, which may be a phase behind."""
+    if held is not None and held.status.phase is not None:
+        return _IN_HAND[held.status.phase], _seconds(held.status.since)
+    newest = max((_seconds(draft.status.since) for draft in drafts), default=0.0)
+    if known.phase in _IN_HAND.values() and newest > known.since:
+        return Phase.COOLDOWN, newest
+    return known.phase, known.since
+
+
+def _serving(drafts: Iterable[SpecDecodeDraft]) -> SpecDecodeDraft | None:
+    """Return the draft that serves; of two, after a write that was cut off, the one that no other replaces."""
+    serving = [draft for draft in drafts if draft.status.phase in ("Promoting", "Serving")]
+    replaced = {draft.spec.replaces for draft in serving}
+    return next((draft for draft in serving if draft.id not in replaced), next(iter(serving), None))
+
+
+def _previous(serving: SpecDecodeDraft | None, by_id: Mapping[str, SpecDecodeDraft]) -> str | None:
+    """Return the draft that a rollback returns to; empty for that of the spec, None where that serves."""
+    if serving is None:
+        return None
+    return serving.spec.replaces if serving.spec.replaces in by_id else ""
+
+
+def _lineage(drafts: Iterable[SpecDecodeDraft]) -> Iterator[DraftLineageStatus]:
+    ended = [draft for draft in drafts if draft.status.outcome is not None]
+    for draft in sorted(ended, key=lambda one: one.status.outcome_time or "", reverse=True):
+        status = draft.status
+        assert status.outcome is not None
+        yield DraftLineageStatus(
+            hash=draft.id,
+            uri=draft.spec.uri,
+            time=status.outcome_time or "",
+            outcome=status.outcome,
+            pairs=status.pairs,
+            gain_percent=status.gain_percent,
+            reason=status.reason,
+        )
+
+
+def _seconds(timestamp: str | None) -> float:
+    return seconds_of_timestamp(timestamp) if timestamp else 0.0
+
+
+# The drafts, from the record.
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWrite:
+    """A draft that is to be created or changed."""
+
+    before: SpecDecodeDraft | None
+    """None for a new one."""
+    after: SpecDecodeDraft
+
+
+def draft_writes(
+    deployment: Deployment, record: DraftRecord, drafts: Sequence[SpecDecodeDraft], *, now: float
+) -> list[DraftWrite]:
+    """Return what is to be written so that the drafts show a record. The draft that serves comes first.
+
+    Args:
+        deployment: The resource.
+        record: Its rollout.
+        drafts: Its drafts as they are.
+        now: Operator's clock, in seconds since the epoch.
+    """
+    known = {_id(record, draft) for draft in drafts}
+    new = [one for one in dict.fromkeys((record.current, record.candidate)) if one and one not in known]
+    writes = [
+        DraftWrite(None, _with_status(_created(deployment, record, one), record, one, now))
+        for one in new
+        if one in record.uris and not one.startswith(UNRESOLVED)
+    ]
+    for draft in drafts:
+        one = _id(record, draft)
+        after = _with_status(_with_role(draft, record, one), record, one, now)
+        if after != draft:
+            writes.append(DraftWrite(draft, after))
+    return sorted(writes, key=lambda write: write.after.id != record.current)
+
+
+def with_writes(drafts: Iterable[SpecDecodeDraft], writes: Iterable[DraftWrite]) -> tuple[SpecDecodeDraft, ...]:
+    """Return the drafts as they will be once all is written."""
+    by_name = {draft.name: draft for draft in (*drafts, *(write.after for write in writes))}
+    return tuple(by_name[name] for name in sorted(by_name))
+
+
+def surplus(drafts: Iterable[SpecDecodeDraft]) -> list[SpecDecodeDraft]:
+    """Return the trained drafts that ended so long ago that no lineage has them any more."""
+    ended = [draft for draft in drafts if draft.spec.role == draft.status.phase == "Retired"]
+    ended.sort(key=lambda draft: draft.status.outcome_time or "", reverse=True)
+    return [draft for draft in ended[LINEAGE:] if _TRAINED.items() <= (draft.metadata.get("labels") or {}).items()]
+
+
+def manifest_of(draft: SpecDecodeDraft) -> dict[str, Any]:
+    """Return a draft as the API server takes it."""
+    document = draft.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": DRAFT_KIND, **document}
+
+
+def _id(record: DraftRecord, draft: SpecDecodeDraft) -> str:
+    """Return the id of a draft in the record: its hash as soon as a worker has reported it."""
+    found = (one for one in (record.candidate, record.current) if one and record.uris.get(one) == draft.spec.uri)
+    return draft.id if draft.spec.hash else next(found, draft.id)
+
+
+def _created(deployment: Deployment, record: DraftRecord, draft: str) -> SpecDecodeDraft:
+    name = re.sub(r"[^a-z0-9]", "-", draft[:HASH_IN_NAME].lower()).strip("-")
+    metadata = {
+        "name": f"{deployment.name}-{name}",
+        "namespace": deployment.namespace,
+        "labels": {NAME_LABEL: deployment.name, **_TRAINED},
+    }
+    spec = DraftResourceSpec(deployment_ref=NameRef(name=deployment.name), uri=record.uris[draft], hash=draft)
+    return _with_role(SpecDecodeDraft(metadata=metadata, spec=spec), record, draft)
+
+
+def _with_role(draft: SpecDecodeDraft, record: DraftRecord, one: str) -> SpecDecodeDraft:
+    """Return a draft with the role that the record gives it, and with what it was compared with."""
+    update: dict[str, Any] = {}
+    if one == record.current:
+        update = {"role": "Serving", "replaces": record.previous or None}
+    elif not _is_tried(record, one) and (not draft.is_offered or _has_ended(draft, record, one)):
+        update = {"role": "Retired"}
+    if one in (record.current, record.candidate):
+        update["hash"] = None if one.startswith(UNRESOLVED) else one
+        update["base"] = DraftBase(
+            target=record.target, draft=record.spec_draft, method=record.method, hash=record.spec_hash
+        )
+    return draft.model_copy(update={"spec": draft.spec.model_copy(update=update)})
+
+
+def _is_tried(record: DraftRecord, one: str) -> bool:
+    return record.phase is Phase.CANARY and one == record.candidate
+
+
+def _has_ended(draft: SpecDecodeDraft, record: DraftRecord, one: str) -> bool:
+    """Return whether an offer ended with this record: refused, or replaced by the draft that serves now."""
+    entry = next((entry for entry in record.lineage if entry.hash == one), None)
+    is_news = entry is not None and (entry.outcome, entry.time) != (draft.status.outcome, draft.status.outcome_time)
+    return is_news or (draft.spec.role == "Serving" and one == record.previous)
+
+
+def _with_status(draft: SpecDecodeDraft, record: DraftRecord, one: str, now: float) -> SpecDecodeDraft:
+    before = draft.status
+    phase = _phase_of(draft, record, one)
+    since = iso(record.since) if phase in _IN_HAND else before.since if phase == before.phase else iso(now)
+    update: dict[str, Any] = {"phase": phase, "since": None if phase == "Waiting" else since}
+    if _is_tried(record, one):
+        update |= {
+            **_measured(record),
+            "outcome": None,
+            "outcome_time": None,
+            "is_confirmed": record.is_confirmed,
+            "canary_losses": record.canary_losses,
+            "trial": record.trial,
+        }
+    else:
+        update |= {"trial": None, "is_confirmed": one == record.current and record.phase is Phase.PROMOTING}
+    entry = next((entry for entry in record.lineage if entry.hash == one), None)
+    if entry is not None and not _is_tried(record, one):
+        update |= {
+            "outcome": entry.outcome,
+            "outcome_time": entry.time,
+            "pairs": entry.pairs,
+            "gain_percent": entry.gain_percent,
+            "reason": entry.reason,
+        }
+    if record.last_run is not None and record.last_run.hash == one:
+        update["evaluation"] = record.last_run
+    after = before.model_copy(update=update)
+    return draft.model_copy(update={"status": after.model_copy(update={"conditions": (_condition(after, now),)})})
+
+
+def _phase_of(draft: SpecDecodeDraft, record: DraftRecord, one: str) -> DraftPhase:
+    before = draft.status.phase
+    if one == record.current:
+        return "Promoting" if record.phase is Phase.PROMOTING else "Serving"
+    if _is_tried(record, one):
+        return "Canary"
+    is_left = record.phase is Phase.ROLLING_BACK and before in ("Serving", *_IN_HAND)
+    if draft.is_offered and before in (None, "Waiting"):
+        return "Waiting"
+    return "RollingBack" if is_left else "Retired"
+
+
+def _measured(record: DraftRecord) -> dict[str, Any]:
+    """Return the evidence of the trial so far."""
+    gain = gain_of(record.trial) if record.trial else None
+    waits = "it waits for role Serving (kubectl specdecode promote): " if record.is_confirmed else ""
+    return {
+        "pairs": len(record.trial.pairs) if record.trial else 0,
+        "gain_percent": _percent(gain.mean) if gain else None,
+        "least_gain_percent": _percent(gain.least) if gain else None,
+        "most_gain_percent": _percent(gain.most) if gain else None,
+        "reason": (waits + evidence_text(record.trial))[:1000],
+    }
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else round(100 * share, 1)
+
+
+def _condition(status: DraftResourceStatus, now: float) -> Condition:
+    is_serving = "True" if status.phase == "Serving" else "False"
+    known = next(iter(status.conditions), None)
+    since = known.last_transition_time if known is not None and known.status == is_serving else iso(now)
+    return Condition(
+        type="Serving",
+        status=is_serving,
+        reason=(status.phase == "Retired" and status.outcome) or status.phase or "Waiting",
+        message=status.reason,
+        last_transition_time=since,
+    )
+
+
+# Reading and writing of the stored state.
 
 WRITE_SECONDS = 60.0
 """Shortest time between two writes of estimates. A trade: at most a minute of measurements is lost with the process."""

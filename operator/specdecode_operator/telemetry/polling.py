@@ -1,13 +1,23 @@
-"""Calls to workers: their reports, which are read in rounds, and the plans that are pushed to them."""
+"""Calls to workers' admin ports: their reports, which are read in rounds, and the plans that are pushed to them.
+
+One call has one total deadline. Reports are checked before anybody sees them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import ssl
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
 
 from specdecode_operator import metrics
 from specdecode_operator.errors import (
@@ -18,11 +28,362 @@ from specdecode_operator.errors import (
     WorkerTimeout,
     WorkerUnreachable,
 )
-from specdecode_operator.state.session import Baseline
+from specdecode_operator.state.learned import LastReport
 from specdecode_operator.telemetry.counters import Totals, regression
-from specdecode_operator.telemetry.worker_client import Reading, Unchanged, WorkerClient
 from specdecode_operator.types import Key, Worker
-from specdecode_worker.contract import Plan
+from specdecode_worker.contract import (
+    CONTRACT_VERSION,
+    FEATURES,
+    MAX_REPORT_BYTES,
+    SUPPORTED_CONTRACT_VERSIONS,
+    Header,
+    Plan,
+    Port,
+    Received,
+    Report,
+    Route,
+)
+
+TIMEOUT_SECONDS = 2.0
+"""Total deadline of one call: connection, TLS, request, and all of the answer. A busy worker answers in 50 ms."""
+MAX_TAG = 128
+"""Characters of an ETag that are stored; the ETag of a worker has 34."""
+UNAUTHORIZED = 401
+WRONG_SECRET = (
+    "if this lasts for minutes, the Secret <name>-tokens is of another client: delete it, and the operator creates it"
+)
+"""Advice in the condition: the operator may create this Secret, and may neither read nor change it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A report, and its ETag."""
+
+    report: Report
+    tag: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """Answer of a worker whose report has changed in nothing but the clock since the reading with the known ETag."""
+
+    clock_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    method: str
+    address: str
+    route: str
+    tls: bool
+    content: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"{'https' if self.tls else 'http'}://{host}:{Port.admin}{self.route}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class WorkerClient:
+    """Client of all workers' admin ports. It must be created on the event loop.
+
+    It does not reuse connections: most workers are polled once in several seconds, ten thousand open sockets would
+    wait for that, and a server closes them sooner.
+
+    Args:
+        proxy: HTTP proxy, for networks where pods cannot be reached directly.
+        timeout_seconds: Total deadline of a call, in seconds.
+        ca_file: CA certificates (PEM) that sign the certificates of workers with TLS. None means those of the system.
+            The file is read again when it changes.
+    """
+
+    def __init__(
+        self,
+        *,
+        proxy: str | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+        ca_file: Path | None = None,
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._tls = _TlsContext(ca_file)
+        self._accepted: dict[str, str] = {}
+        """By address: the token that the worker accepted, where it was not the first one."""
+        # A proxy of the environment is not used, because it cannot reach pod addresses. The connector has no limit
+        # of its own: calls that wait for a connection would miss their deadline. WorkerCalls bounds open calls.
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(force_close=True, limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            headers={"Accept-Encoding": "identity"},
+            trust_env=False,
+            proxy=proxy,
+        )
+
+    async def close(self) -> None:
+        await self._http.close()
+
+    async def report(
+        self, address: str, tokens: str | Sequence[str], known_tag: str = "", *, tls: bool = False
+    ) -> Reading | Unchanged:
+        """Read the report of one worker.
+
+        Args:
+            address: IP address of the pod.
+            tokens: Admin tokens, the current one first. The next one is tried only after a 401.
+            known_tag: ETag of the last reading.
+            tls: Whether the worker serves https.
+
+        Raises:
+            WorkerTimeout: No complete answer within the deadline.
+            WorkerUnreachable: No connection, or a broken one.
+            Unauthorized: The worker accepts none of the tokens.
+            BadReport: The answer is not a usable report.
+            WorkerError: Another status than 200 and the 304 for ``known_tag``.
+        """
+        headers = {"If-None-Match": known_tag} if known_tag else {}
+        request = _Request(method="GET", address=address, route=Route.report, tls=tls, headers=headers)
+        answer = await self._call(request, tokens)
+        if known_tag and answer.status == 304:
+            return Unchanged(_clock_of(answer))
+        return Reading(read_report(answer.body), answer.headers.get("ETag", "")[:MAX_TAG])
+
+    async def push(self, address: str, tokens: str | Sequence[str], plan: Plan, *, tls: bool = False) -> None:
+        """Push a plan to one worker. Raise as ``report`` does; a refused plan is a WorkerError with the reason."""
+        content = plan.model_dump_json().encode()
+        request = _Request(method="PUT", address=address, route=Route.plan, tls=tls, content=content)
+        await self._call(request, tokens)
+
+    def forget(self, address: str) -> None:
+        """Drop what is stored for a worker that is gone."""
+        self._accepted.pop(address, None)
+
+    async def _call(self, request: _Request, tokens: str | Sequence[str]) -> _Answer:
+        """Send one request, within the deadline for all tokens together. Raise WorkerError for every failure."""
+        address = request.address
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                answer = await self._authorized(request, (tokens,) if isinstance(tokens, str) else tuple(tokens))
+        except TimeoutError as error:
+            raise WorkerTimeout(f"{address}: no complete answer within {self.timeout_seconds:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise WorkerUnreachable(f"{address}: {str(error) or repr(error)}") from error
+        if answer.status >= 300 and answer.status != 304:
+            described = f"{request.method} {request.route} answered {answer.status}: {answer.body[:200]!r}"
+            raise WorkerError(f"{address}: {described}")
+        return answer
+
+    async def _authorized(self, request: _Request, tokens: tuple[str, ...]) -> _Answer:
+        """Send the request with one token after the other until the worker accepts one."""
+        accepted = self._accepted.get(request.address)
+        for token in sorted(tokens, key=lambda token: token != accepted):
+            answer = await self._send(request, token)
+            if answer.status != UNAUTHORIZED:
+                self._remember(request.address, token, first=tokens[0])
+                return answer
+        raise Unauthorized(f"{request.address}: answered 401 to each of {len(tokens)} admin tokens; {WRONG_SECRET}")
+
+    async def _send(self, request: _Request, token: str) -> _Answer:
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json", **request.headers}
+        # A redirect is not followed: the token is for this worker alone.
+        async with self._http.request(
+            request.method,
+            request.url,
+            headers=headers,
+            data=request.content,
+            allow_redirects=False,
+            ssl=self._tls.current() if request.tls else True,
+        ) as response:
+            return _Answer(status=response.status, headers=response.headers, body=await _read_bounded(response))
+
+    def _remember(self, address: str, token: str, *, first: str) -> None:
+        if token == first:
+            self._accepted.pop(address, None)
+        else:
+            self._accepted[address] = token
+
+
+class _TlsContext:
+    """TLS settings of calls, which follow changes of the CA file."""
+
+    def __init__(self, ca_file: Path | None) -> None:
+        self._ca_file = ca_file
+        self._modified = -1
+        self._context: ssl.SSLContext | None = None
+
+    def current(self) -> ssl.SSLContext:
+        """Return the settings with the CA file as it is now. Raise OSError if it cannot be read."""
+        modified = self._ca_file.stat().st_mtime_ns if self._ca_file else 0
+        if self._context is None or modified != self._modified:
+            context = ssl.create_default_context(cafile=self._ca_file)
+            # Pods are called by IP address, and their certificate is shared by all pods of a deployment, whose
+            # addresses are not known when it is issued. The signature of the CA is still required.
+            context.check_hostname = False
+            self._context, self._modified = context, modified
+        return self._context
+
+
+def _clock_of(answer: _Answer) -> float:
+    """Return the clock of a worker whose report is unchanged. Raise BadReport if the header is invalid."""
+    text = answer.headers.get(Header.clock_seconds, "")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds) or seconds < 0:
+        raise BadReport(f"{Header.clock_seconds}: {text[:40]!r} is not a clock")
+    return seconds
+
+
+async def _read_bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body. Raise BadReport after MAX_REPORT_BYTES, without reading the rest."""
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > MAX_REPORT_BYTES:
+            raise BadReport(f"the report has more than {MAX_REPORT_BYTES} bytes")
+    return bytes(body)
+
+
+# Contract versions of workers: which ones the operator reads, and what to do about the others. Pure.
+
+
+def version_problem(version: int, supported: range = SUPPORTED_CONTRACT_VERSIONS) -> str | None:
+    """Return why reports of this contract version cannot be read, and what helps. Return None if they can."""
+    if version in supported:
+        return None
+    versions = f"this operator's {supported.start}..{supported.stop - 1}"
+    if version >= supported.stop:
+        return f"contract {version} is newer than {versions}: upgrade the operator"
+    # A restart alone is not enough: with updatePolicy OnSpecChange the pods would start from the same image again.
+    return (
+        f"contract {version} is older than {versions}: roll out newer workers "
+        "(set spec.workers.image, or spec.workers.updatePolicy: Automatic)"
+    )
+
+
+def newer_note(version: int) -> str:
+    """Return a note for an invalid report of a newer worker, which may use values that this operator cannot know."""
+    if version <= CONTRACT_VERSION:
+        return ""
+    return f" (contract {version}, this operator writes {CONTRACT_VERSION}; upgrade the operator)"
+
+
+# Validation of reports: an invalid one is refused by the name of its field.
+#
+# A report is refused if it is too large, is not JSON, has a field of another type, a negative or infinite number, or a
+# contract version that is not supported. Unknown fields come from a newer worker and are ignored. Pure.
+
+_TRIANGLE = len(FEATURES) * (len(FEATURES) + 1) // 2
+"""Numbers in the upper triangle of a step cell's moment matrix."""
+
+
+class _Versioned(Received):
+    """The one field that every contract version has."""
+
+    contract_version: int = CONTRACT_VERSION
+
+
+def read_report(body: bytes) -> Report:
+    """Return the report after checking everything that the rest of the operator relies on.
+
+    Raises:
+        BadReport: The body is not a usable report; the message names the field, or the contract version.
+    """
+    if len(body) > MAX_REPORT_BYTES:
+        raise BadReport(f"the report has {len(body)} bytes, at most {MAX_REPORT_BYTES} are read")
+    try:
+        report = Report.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(body, error) from error
+    problem = version_problem(report.contract_version)
+    if problem is not None:
+        raise BadReport(f"contract_version: {problem}")
+    _check_numbers(report)
+    _check_moments(report)
+    return report
+
+
+def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield every number of a report with the path of its field."""
+    if isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from numbers(getattr(value, name), f"{path}.{name}" if path else name)
+    elif isinstance(value, tuple):
+        for index, item in enumerate(value):
+            yield from numbers(item, f"{path}.{index}")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield path, value
+
+
+def _invalid(body: bytes, error: ValidationError) -> BadReport:
+    """Return the error of a body that does not parse. An unsupported version explains any other mismatch."""
+    try:
+        version = _Versioned.model_validate_json(body).contract_version
+    except ValidationError:
+        version = CONTRACT_VERSION
+    problem = version_problem(version)
+    if problem is not None:
+        return BadReport(f"contract_version: {problem}")
+    first = error.errors()[0]
+    return BadReport(f"{'.'.join(map(str, first['loc'])) or 'report'}: {first['msg']}{newer_note(version)}")
+
+
+def _check_numbers(report: Report) -> None:
+    """Raise BadReport for a negative or infinite number."""
+    if _has_only_counts(report):
+        return
+    for path, number in numbers(report):
+        if not _is_count(number):
+            raise BadReport(f"{path}: {number} is not a count")
+
+
+def _has_only_counts(report: Report) -> bool:
+    """Return whether every number is certainly a count.
+
+    This checks all numbers together, since a report has thousands and ten thousand workers are polled. Paths are
+    computed only in case of doubt. The sum finds NaN, which compares with nothing.
+    """
+    collected: list[float] = []
+    _collect(report, collected)
+    return min(collected) >= 0 and _is_count(max(collected)) and math.isfinite(sum(collected))
+
+
+def _collect(value: BaseModel, into: list[float]) -> None:
+    for item in vars(value).values():
+        if isinstance(item, BaseModel):
+            _collect(item, into)
+        elif isinstance(item, tuple) and item and isinstance(item[0], BaseModel):
+            for part in item:
+                _collect(part, into)
+        elif isinstance(item, tuple):
+            into += item
+        elif isinstance(item, (int, float)):
+            into.append(item)
+
+
+def _is_count(number: float) -> bool:
+    """Return whether a number is not negative, and small enough for a float: integers of JSON have no bound."""
+    return 0 <= number <= sys.float_info.max
+
+
+def _check_moments(report: Report) -> None:
+    """Raise BadReport for a step cell with another number of features."""
+    for index, cell in enumerate(report.steps):
+        lengths = (len(cell.x), len(cell.xt), len(cell.xx))
+        if lengths != (len(FEATURES), len(FEATURES), _TRIANGLE):
+            raise BadReport(f"steps.{index}: moments of lengths {lengths} do not fit {len(FEATURES)} features")
+
+
+# Calls to workers: their reports, which are read in rounds, and the plans that are pushed to them.
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +402,7 @@ class WorkerPoll:
 
     worker: Worker
     """The pod, as the cache has it."""
-    baseline: Baseline | None = None
+    baseline: LastReport | None = None
     """Last report that was read and believed. The next report is compared with it."""
     totals: Totals | None = None
     """Counters of that report, so that it need not be unpacked for the comparison."""
@@ -78,7 +439,7 @@ class WorkerPoll:
             return replace(asked, has_report=False, problem=problem)
         return replace(
             asked,
-            baseline=Baseline.of(answer.report, answer.tag),
+            baseline=LastReport.of(answer.report, answer.tag),
             totals=Totals.of(answer.report),
         )
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, SpeculationSpec, Status, TreeSpec
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import LearnedState, parse_state, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session, parse_state, render_state
 from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Workload
 from specdecode_operator.types import Worker as Seen
 from specdecode_simulator.records.acceptance_walks import PLAIN, Form, form_of

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import STABILITY, StabilityLimits, TreeSpec
-from specdecode_operator.planning.loads import buckets
+from specdecode_operator.planning.estimates import buckets_for
 from specdecode_simulator.policies.operator_loop import DEEPEST
 from specdecode_simulator.records.acceptance_walks import PLAIN, Form, Path, Records, chain, form_of, rounded
 from specdecode_simulator.records.recordings import Library
@@ -216,7 +216,7 @@ class Constrained:
 
     def __post_init__(self) -> None:
         self._shapes = Shapes(self.library.records, self.library.tables[self.trace.table], self.tree)
-        self._buckets = buckets(self.trace.limits.max_num_seqs)
+        self._buckets = buckets_for(self.trace.limits.max_num_seqs)
         self.plan = Plan(uid="simulated", buckets=self._buckets, guard=False, explore=0)
         self._replan(0.0, 1.0, _FIRST_CONTEXT, {})
 

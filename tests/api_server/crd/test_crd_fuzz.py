@@ -24,7 +24,7 @@ from specdecode_operator.api import crd
 from specdecode_operator.api.v1alpha1 import PLURAL, VERSION, Spec, Status
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import SpecError
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import Deployment, Observation
 from specdecode_worker.contract import Plan
 from support.kind_copy import KindCopy, served_copy

@@ -11,10 +11,8 @@ import pytest
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS
-from specdecode_operator.rollout.draft_objects import draft_writes, manifest_of
-from specdecode_operator.state.learned import parse_state
-from specdecode_operator.state.session import Session
-from specdecode_operator.state.store import StateStore
+from specdecode_operator.state.learned import Session, parse_state
+from specdecode_operator.state.store import StateStore, draft_writes, manifest_of
 from specdecode_operator.types import ChildProblem, Deployment
 from support.kube import Cluster, KubectlError
 from support.operators.canary import NEW, Canary, trying

@@ -12,7 +12,7 @@ import pytest
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.kube.kinds import PERMISSIONS
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from specdecode_operator.types import Deployment, Manifest
 from support.kube import Cluster, KubectlError
 from support.operators.fleet import DEFAULTS, deployment_with

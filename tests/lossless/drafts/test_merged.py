@@ -10,8 +10,7 @@ from msgspec import structs
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import MergeChoice
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import MergeChoice, Session
 from specdecode_operator.types import Defaults, Deployment, Observation, Worker
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine

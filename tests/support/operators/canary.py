@@ -12,10 +12,16 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.errors import PluginError
 from specdecode_operator.plugin.drafts import change_for
-from specdecode_operator.rollout.draft_objects import draft_writes, manifest_of, record_of
-from specdecode_operator.state.draft_record import DraftRecord, parse_training, render_training
-from specdecode_operator.state.learned import LearnedState, parse_state, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import (
+    DraftRecord,
+    LearnedState,
+    Session,
+    parse_state,
+    parse_training,
+    render_state,
+    render_training,
+)
+from specdecode_operator.state.store import draft_writes, manifest_of, record_of
 from specdecode_operator.types import Decision, Deployment, Observation, TrainingJob, Worker
 from specdecode_worker.contract import (
     AcceptanceCell,

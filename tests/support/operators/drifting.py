@@ -13,9 +13,8 @@ from typing import Any
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.rollout.draft_objects import draft_writes
-from specdecode_operator.state.learned import DriftState, LearnedState, TaskDrift, parse_state, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import DriftState, LearnedState, Session, TaskDrift, parse_state, render_state
+from specdecode_operator.state.store import draft_writes
 from specdecode_operator.types import Deployment, Observation, Worker
 from specdecode_worker.contract import (
     AcceptanceCell,

@@ -6,9 +6,8 @@ import math
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.planning.loads import Load, buckets
-from specdecode_operator.planning.plan_rows import choose
-from specdecode_operator.planning.step_time_model import features
+from specdecode_operator.planning.estimates import Load, buckets_for, features
+from specdecode_operator.planning.search import choose
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_operator.telemetry.counters import PAIRS, Moments
 from support.operators.limits import speculation_of
@@ -50,7 +49,7 @@ def chances(p: float, depth: int = 5, total: float = 1000) -> tuple[AcceptanceCe
 
 def depths_of(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0) -> list[int]:
     """Return the depths of all rows that the planner chooses at ``now``, for workers of 16 sequences."""
-    return [row.depth for row in choose(speculation, learned, buckets(16), max_num_seqs=16, now=now).rows]
+    return [row.depth for row in choose(speculation, learned, buckets_for(16), max_num_seqs=16, now=now).rows]
 
 
 def spec(**fields: Any) -> SpeculationSpec:

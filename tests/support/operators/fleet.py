@@ -11,8 +11,7 @@ from pydantic.alias_generators import to_camel
 
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import LearnedState, parse_state, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session, parse_state, render_state
 from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Worker, Workload
 from specdecode_worker.contract import (
     OTHER_TASK,

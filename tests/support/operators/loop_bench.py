@@ -9,14 +9,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from specdecode_operator.api.draft import SpecDecodeDraft
+from specdecode_operator.controller.children import JobWriter
 from specdecode_operator.controller.deployment_loop import DeploymentLoop, Shared
-from specdecode_operator.controller.training_jobs import JobWriter
 from specdecode_operator.errors import ClusterError, Unavailable
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DEPLOYMENTS, Kind
 from specdecode_operator.manifests import Role
 from specdecode_operator.state.store import StateStore
-from specdecode_operator.telemetry.polling import WorkerAccess, WorkerPoll
-from specdecode_operator.telemetry.worker_client import Reading
+from specdecode_operator.telemetry.polling import Reading, WorkerAccess, WorkerPoll
 from specdecode_operator.types import ChildProblem, Key, Worker
 from specdecode_worker.contract import Plan, Report
 from support.operators.fleet import DEFAULTS, SPEC, deep

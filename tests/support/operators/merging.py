@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdecode_operator.planning.loads import buckets
+from specdecode_operator.planning.estimates import buckets_for
 from specdecode_worker.contract import (
     MAX_RANKS,
     AcceptanceCell,
@@ -121,7 +121,7 @@ def merging_loop(
     fields: dict[str, Any] = {"drafts": drafts, "tasks": [task], "limits": QUICK, **speculation}
     worker = MergingWorker(
         Truth(sequences=4),
-        plan=Plan(initial=TreeShape.chain(3), buckets=buckets(16)),
+        plan=Plan(initial=TreeShape.chain(3), buckets=buckets_for(16)),
         explore=0.05,
         seed=seed,
         merged=merged,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import ChildProblem, Deployment, Observation, Outcome, Worker, Workload
 from support.operators.fleet import DEFAULTS, deployment_with
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import Spec, seconds_of
+from specdecode_operator.api.v1alpha1 import Spec
+from specdecode_operator.times import seconds_of
 from support.operators.api_examples import BAD, GOOD, merging, spec_with
 from support.operators.crd_fields import SCHEMA
 from support.operators.fleet import SPEC, deep

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.api.pins import Pin, pin_operations, pin_text, read_pin
+from specdecode_operator.api.speculation import Pin, pin_operations, pin_text, read_pin
 from specdecode_operator.errors import SpecError
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
 from support.operators.estimates import spec

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from specdecode_operator.api.v1alpha1 import ConditionType
-from specdecode_operator.controller.status import build, conditions
+from specdecode_operator.controller import status
 from specdecode_operator.types import ScalingLimit, UnhealthyWorker
 
 CONDITIONS: dict[str, Any] = yaml.safe_load(
@@ -34,7 +34,7 @@ NO_REASONS = {
 
 
 def reasons() -> set[str]:
-    sources = "".join(Path(module.__file__).read_text() for module in (build, conditions))
+    sources = Path(status.__file__).read_text()
     literals = set(re.findall(r"\"([A-Z][a-z]+(?:[A-Z][a-z]+)*)\"", sources)) - NO_REASONS
     foreign = {
         reason for kind in (ScalingLimit, UnhealthyWorker) for reason in get_args(get_type_hints(kind)["reason"])

@@ -9,7 +9,7 @@ from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.controller.status import failed_status, status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.manifests import rolling_hash
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import Observation, Outcome, Worker, Workload
 from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 from support.operators.statuses import conditions, kstatus, pod, states, status_with

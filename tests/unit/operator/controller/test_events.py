@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Condition, Decision, Status
-from specdecode_operator.controller.events import event_notices
+from specdecode_operator.controller.deployment_loop import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import Observation, Outcome, UnhealthyWorker, Worker
 from support.operators.fleet import DEFAULTS, deployment_with, with_pin, workload_with
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Condition, Status
-from specdecode_operator.controller.pods import worker_of
+from specdecode_operator.controller.children import worker_of
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import Observation, Outcome, Worker
 from specdecode_worker.contract import CheckVerdict, DraftState, MemoryState, Report
 from support.operators.fleet import DEFAULTS, deployment_with, workload_with

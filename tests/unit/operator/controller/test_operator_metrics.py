@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from specdecode_operator import metrics
 from specdecode_operator.controller.status import failed_status, status_of
-from specdecode_operator.decision import history
+from specdecode_operator.decision.plan import scaled
 from specdecode_operator.types import Decision, Figures, Observation, Outcome, TaskFigures
 from support.operators.fleet import Loop, Truth, loop_over, with_pin, workload_with
 
@@ -76,8 +76,8 @@ def test_every_decision_has_a_cause() -> None:
     assert {change.cause for change in loop.poll().changes} == {"bounds"}
     loop.deployment = with_pin(loop.deployment, "chain:1")
     assert {change.cause for change in loop.poll().changes if change.kind == "Steering"} == {"pin"}
-    scaled = [history.scaled(1, after, "m", "r", 0.0) for after in (2, 0)]
-    assert [change and change.cause for change in scaled] == ["up", "down"]
+    changes = [scaled(1, after, "m", "r", 0.0) for after in (2, 0)]
+    assert [change and change.cause for change in changes] == ["up", "down"]
 
 
 def test_the_series_of_an_absent_condition_is_removed() -> None:

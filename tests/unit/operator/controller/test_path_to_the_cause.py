@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import COLUMNS, Status
-from specdecode_operator.controller.pods import deployment_of, worker_of
+from specdecode_operator.controller.children import deployment_of, worker_of
 from specdecode_operator.controller.status import failed_status
 from specdecode_operator.errors import SpecError
 from specdecode_operator.plugin.explain import explain

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.controller.pods import deployment_of, status_of_resource, worker_of, workload_of
+from specdecode_operator.controller.children import deployment_of, status_of_resource, worker_of, workload_of
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import rolling_hash
 from support.operators.fleet import SPEC

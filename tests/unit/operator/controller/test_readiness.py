@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from specdecode_operator.controller import readiness as readiness_module
-from specdecode_operator.controller.caches import Caches
+from specdecode_operator.controller.children import Caches
 from specdecode_operator.controller.readiness import Readiness, missing_rights, serve_probes
 from specdecode_operator.errors import NotFound, Refused
 from specdecode_operator.kube import informer as informer_module

@@ -12,7 +12,7 @@ from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.status import rounded, status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.plugin.explain import explain
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import (
     Decision,
     Deployment,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.decision.plan_stage import capture_rules
+from specdecode_operator.decision.plan import capture_rules
 from specdecode_operator.errors import SpecError
-from specdecode_operator.state.draft_record import UNUSED
+from specdecode_operator.state.learned import UNUSED
 from specdecode_worker.contract import CaptureRules
 from support.operators.canary import Canary
 from support.operators.fleet import deployment_with

@@ -10,11 +10,10 @@ import pytest
 
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.decision.drift_stage import MAX_LEARNING
+from specdecode_operator.decision.learn import MAX_LEARNING
 from specdecode_operator.drafts.drift import LEARNING_DAYS
 from specdecode_operator.rollout.runs import decode_seconds_per_day
-from specdecode_operator.state.draft_record import DraftRecord
-from specdecode_operator.state.learned import ALL_TASKS, STATE_KEY, DriftState, render_state
+from specdecode_operator.state.learned import ALL_TASKS, STATE_KEY, DraftRecord, DriftState, render_state
 from specdecode_worker.contract import TrialState
 from support.operators.drifting import SLOWER, USUAL, Drifting, Pod, after_a_week, drifting
 

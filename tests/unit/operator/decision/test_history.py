@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
-from specdecode_operator.decision.history import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
-from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, StepTimeCell
-from specdecode_operator.state.session import Session
+from specdecode_operator.decision.plan import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
+from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, Session, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Delta, Moments
 from specdecode_worker.contract import Method, Plan, PlanRow, TreeShape
 from support.operators.estimates import moments

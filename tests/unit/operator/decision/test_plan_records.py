@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from specdecode_operator.decision.plan_stage import records
-from specdecode_operator.planning.decision_rule import Change
-from specdecode_operator.planning.loads import buckets
+from specdecode_operator.decision.plan import records
+from specdecode_operator.planning.estimates import buckets_for
+from specdecode_operator.planning.search import Change
 from specdecode_operator.state.learned import LearnedState, LoadState, RowState
 from specdecode_worker.contract import TreeShape
 
 PRESENT = LearnedState(load=LoadState(sequences=1.9, context_bucket=0, task="other", at=1))
-BUCKETS = buckets(8)
+BUCKETS = buckets_for(8)
 
 
 def moved(concurrency: int, depth: int, reason: str, *, follows: bool = False) -> Change:

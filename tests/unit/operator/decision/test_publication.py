@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specdecode_operator.api.v1alpha1 import Status
-from specdecode_operator.controller.status.build import traffic_section
+from specdecode_operator.controller.status import traffic_section
 from specdecode_operator.decision.decide import PUBLISH_SECONDS
 from support.operators.fleet import Loop, loop_over
 

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import ModelStatus, Status
-from specdecode_operator.controller.pods import worker_of
+from specdecode_operator.controller.children import worker_of
 from specdecode_operator.controller.status import status_of
-from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.materialise_stage import settle_revisions
+from specdecode_operator.decision.decide import decide, settle_revisions
 from specdecode_operator.manifests import pod_template
-from specdecode_operator.state.learned import parse_state, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session, parse_state, render_state
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome, Worker
 from specdecode_worker.contract import Env, Revisions
 from support.operators.fleet import DEFAULTS, deployment_with, workload_with

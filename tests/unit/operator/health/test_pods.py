@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.decision.decide import decide
+from specdecode_operator.decision.learn import learn_delta
 from specdecode_operator.health import learn_pods, plain_plan, suspected
-from specdecode_operator.planning.learning import learn
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.telemetry.counters import Delta, Hits, Moments, RequestSums
 from specdecode_operator.telemetry.counters import fleet as together
 from specdecode_operator.types import Decision, Deployment, Observation, Worker
@@ -216,7 +215,7 @@ def test_a_collapse_is_detected_after_a_short_history_that_includes_it() -> None
         now += 2
         deltas = [(uid, "b", _poll(0.5 if uid == "p1" or poll < 25 else 0.04)) for uid in ("p1", "p2")]
         learned = learned.model_copy(update={"pods": learn_pods(learned, deltas, now=now)})
-        learned = learn(learned, together([delta for _, _, delta in deltas], at=now, draft="d"), now=now)
+        learned = learn_delta(learned, together([delta for _, _, delta in deltas], at=now, draft="d"), now=now)
         assert suspected(learned) <= ({"p2"} if poll >= 25 else set()), poll
     assert suspected(learned) == {"p2"}
 

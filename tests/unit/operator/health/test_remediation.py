@@ -9,8 +9,7 @@ import pytest
 
 from specdecode_operator import health
 from specdecode_operator.health import TUNING
-from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState, Session
 from specdecode_operator.types import Observation, Remediation, Worker
 from specdecode_worker.contract import Plan, TreeShape
 from support.operators.fleet import SimulatedWorker, Truth, deployment_with

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specdecode_operator.controller.pods import mount_problem
+from specdecode_operator.controller.children import mount_problem
 
 
 class Events:

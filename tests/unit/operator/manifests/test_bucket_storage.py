@@ -8,7 +8,7 @@ import pytest
 
 from specdecode_operator import manifests
 from specdecode_operator.manifests.pods import bucket_environment, pod_template
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from support.operators.fleet import DEFAULTS, deployment_with
 
 S3 = {"uri": "s3://models/team", "endpoint": "https://s3.example.com", "secretRef": {"name": "key"}}

@@ -13,7 +13,7 @@ from specdecode_operator.manifests.jobs import (
     distillation_job,
 )
 from specdecode_operator.rollout.runs import POD_END_SECONDS
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from specdecode_operator.types import Manifest
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import capture

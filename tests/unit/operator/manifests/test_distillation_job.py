@@ -15,7 +15,7 @@ from specdecode_operator.manifests.jobs import (
     distillation_job,
     job_name,
 )
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from specdecode_operator.types import Deployment, Manifest
 from specdecode_worker.__main__ import main
 from specdecode_worker.commands import distill

@@ -12,8 +12,7 @@ from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.pods import cores, merged
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.types import Decision, Defaults, Observation
 from specdecode_worker.contract import Env, Plan, WorkerConfig
 from support.operators.fleet import DEFAULTS, deployment_with, loop_over, workload_with

@@ -9,7 +9,7 @@ import pytest
 from specdecode_operator import manifests
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.pods import cores, merged
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from specdecode_worker.contract import EngineConfig, Env, Port, ServerConfig, WorkerConfig
 from specdecode_worker.contract.distillation import JOB_CONTAINER
 from support.operators.fleet import DEFAULTS, deployment_with

@@ -11,7 +11,7 @@ import pytest
 from specdecode_operator import manifests
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.kube.kinds import APPLIED
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import Manifest, Observation, Worker, Workload
 from specdecode_router.__main__ import _parser as router_parser
 from specdecode_router.settings import LiveSettings, RouterSettings

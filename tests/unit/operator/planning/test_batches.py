@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.planning.shape_search import batches
-from specdecode_operator.planning.step_time_model import Batch
-from specdecode_operator.planning.task_bounds import Bounds
-from specdecode_operator.planning.tuning import TUNING
+from specdecode_operator.planning.acceptance import Bounds
+from specdecode_operator.planning.estimates import TUNING, Batch
+from specdecode_operator.planning.search import batches
 from specdecode_worker.contract import TreeShape
 
 DEEP_AND_PLAIN = (("code", TreeShape.chain(3)), ("prose", TreeShape.chain(0)))

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from specdecode_operator.planning import learning
-from specdecode_operator.planning.acceptance_model import AcceptanceModel
-from specdecode_operator.planning.loads import buckets, context_rates
-from specdecode_operator.planning.plan_rows import choose
+from specdecode_operator.decision.learn import learn_delta
+from specdecode_operator.planning.acceptance import AcceptanceModel
+from specdecode_operator.planning.estimates import buckets_for, context_rates
+from specdecode_operator.planning.search import choose
 from specdecode_operator.state.learned import ContextCell, LearnedState, LoadState, with_draft
 from specdecode_operator.telemetry.counters import Delta, Hits
 from support.operators.estimates import FULL, chances, spec
 
-BUCKETS = buckets(16)
+BUCKETS = buckets_for(16)
 LONG_STEPS = tuple(cost.model_copy(update={"context_bucket": 2}) for cost in FULL)
 
 
@@ -75,7 +75,7 @@ def test_counts_by_context_are_learnt_forgotten_and_parked_with_the_draft() -> N
         contexts={("other", 0): Hits(60, 100), ("other", 2): Hits(10, 100)},
     )
     for now in range(1000, 1100, 5):
-        state = learning.learn(state, replace(delta, at=now), now=now)
+        state = learn_delta(state, replace(delta, at=now), now=now)
     rates = {cell.context: cell.hits / cell.total for cell in state.contexts}
     assert rates == {0: pytest.approx(0.6, abs=0.01), 2: pytest.approx(0.1, abs=0.01)}
     assert max(cell.total for cell in state.contexts) <= 2000

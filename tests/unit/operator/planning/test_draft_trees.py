@@ -11,14 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.planning.acceptance_model import AcceptanceModel, task_acceptance
-from specdecode_operator.planning.draft_trees import Path, TaskAcceptance, paths_of, positions, shape_of
-from specdecode_operator.planning.estimates import Estimate
-from specdecode_operator.planning.loads import Load
-from specdecode_operator.planning.shape_search import ShapeSearch
-from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, features
-from specdecode_operator.planning.task_bounds import Bounds
-from specdecode_operator.planning.workload import Objective, TaskLoad, tasks_at
+from specdecode_operator.planning.acceptance import (
+    AcceptanceModel,
+    Bounds,
+    Objective,
+    Path,
+    TaskAcceptance,
+    TaskLoad,
+    paths_of,
+    positions,
+    shape_of,
+    task_acceptance,
+    tasks_at,
+)
+from specdecode_operator.planning.estimates import Batch, Estimate, Load, StepTimeModel, features
+from specdecode_operator.planning.search import ShapeSearch
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_worker.contract import Plan, TreeShape
 from support.operators.estimates import FULL, chances, cost, moments, spec

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ObjectiveSpec, SpeculationSpec
-from specdecode_operator.planning.loads import Load, buckets
-from specdecode_operator.planning.plan_rows import Chosen, choose
-from specdecode_operator.planning.step_time_model import features
-from specdecode_operator.planning.task_bounds import bounds_of, follows, names, plans
-from specdecode_operator.planning.workload import Objective, Prompt
+from specdecode_operator.planning.acceptance import Objective, Prompt, bounds_of, follows, names, plans
+from specdecode_operator.planning.estimates import Load, buckets_for, features
+from specdecode_operator.planning.search import Chosen, choose
 from specdecode_operator.state.learned import (
     AcceptanceCell,
     LearnedState,
@@ -43,7 +41,7 @@ def traffic(**output_tokens: float) -> tuple[TrafficCell, ...]:
 
 
 def chosen(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0, **more: Any) -> Chosen:
-    return choose(speculation, learned, buckets(16), max_num_seqs=16, now=now, **more)
+    return choose(speculation, learned, buckets_for(16), max_num_seqs=16, now=now, **more)
 
 
 def shapes(found: Chosen, load: tuple[int, int] = (0, 0)) -> dict[str, TreeShape]:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_worker.contract import SyntheticKnobs
 from support.operators.fleet import Truth, best_depth, linear_time, loop_over, with_pause
 

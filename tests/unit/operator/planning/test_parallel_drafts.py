@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_operator.planning.task_bounds import bounds_of
+from specdecode_operator.planning.acceptance import bounds_of
 from specdecode_worker.contract import Method, draft_passes
 from support.operators.fleet import Truth, loop_over
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ObjectiveSpec
-from specdecode_operator.planning.workload import Objective, percentile_ratio
+from specdecode_operator.planning.acceptance import Objective, percentile_ratio
 from specdecode_worker.contract import LatencyHistogram, Plan, Report, TreeShape
 from support.operators.fleet import Loop, SimulatedWorker, Truth, deployment_with
 

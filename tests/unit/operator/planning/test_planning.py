@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.planning.acceptance_model import chain_rates, lacking
-from specdecode_operator.planning.estimates import Estimate, time_changed
-from specdecode_operator.planning.learning import learn
-from specdecode_operator.planning.loads import Load, bucket_of, bucket_text, buckets
-from specdecode_operator.planning.step_pace import pace
-from specdecode_operator.planning.step_time_model import Batch, StepTimeModel, _rising, features
-from specdecode_operator.planning.workload import Objective, Request
+from specdecode_operator.decision.learn import learn_delta
+from specdecode_operator.planning.acceptance import Objective, Request, chain_rates, lacking
+from specdecode_operator.planning.estimates import (
+    Batch,
+    Estimate,
+    Load,
+    StepTimeModel,
+    _rising,
+    bucket_of,
+    bucket_text,
+    buckets_for,
+    features,
+    time_changed,
+)
+from specdecode_operator.scaling import step_pace
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
 from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, K, Moments, RequestSums
 from support.operators.estimates import FULL, chances, cost, moments, spec, truth
@@ -61,10 +69,10 @@ def test_tokens_of_one_request_resemble_each_other_so_errors_grow() -> None:
     learned = LearnedState(acceptance=chances(0.5))
     # 50 requests of 100 drafts each; half of them accept everything, half nothing.
     clustered = RequestSums(50, 25 * 100, 50 * 100, 25 * 100**2, 25 * 100**2, 50 * 100**2)
-    other = learn(learned, Delta(requests={"other": clustered}), now=1000)
+    other = learn_delta(learned, Delta(requests={"other": clustered}), now=1000)
     assert chain_rates(other, None, 1)[0].variance > 3 * chain_rates(learned, None, 1)[0].variance
     alike = RequestSums(200, 200 * 50, 200 * 100, 200 * 50**2, 200 * 5000, 200 * 100**2)
-    steady = learn(learned, Delta(requests={"other": alike}), now=1000)
+    steady = learn_delta(learned, Delta(requests={"other": alike}), now=1000)
     assert chain_rates(steady, None, 1)[0].variance < 0.5 * chain_rates(learned, None, 1)[0].variance, (
         "two hundred that are alike"
     )
@@ -77,7 +85,7 @@ def test_a_step_of_acceptance_is_followed_within_1000_drafts_or_30_seconds(draft
         for _ in range(count):
             now += 5
             hits = Hits(round(rate * drafts), drafts)
-            learned = learn(learned, Delta(draft="d", acceptance={("other", 1): hits}), now=now)
+            learned = learn_delta(learned, Delta(draft="d", acceptance={("other", 1): hits}), now=now)
     assert learned.acceptance[0].hits / learned.acceptance[0].total == pytest.approx(0.6, abs=0.05)
 
 
@@ -87,7 +95,7 @@ def test_evidence_gathers_over_polls_of_any_length(poll: float) -> None:
     learned = LearnedState(draft="d", acceptance=chances(0.8, depth=1, total=2000))
     for index in range(1, 5):
         delta = Delta(draft="d", acceptance={("other", 1): Hits(4, 14)}, seconds=poll)
-        learned = learn(learned, delta, now=1000 + poll * index)
+        learned = learn_delta(learned, delta, now=1000 + poll * index)
     assert learned.acceptance[0].changed_at > 0
 
 
@@ -95,7 +103,7 @@ def test_a_batch_that_contradicts_the_estimate_wins_at_once() -> None:
     learned = LearnedState(draft="d")
     for index, rate in enumerate([0.9] * 40 + [0.5]):
         fresh = Hits(round(rate * 100), 100)
-        learned = learn(learned, Delta(draft="d", acceptance={("other", 1): fresh}), now=5.0 * index)
+        learned = learn_delta(learned, Delta(draft="d", acceptance={("other", 1): fresh}), now=5.0 * index)
     assert learned.acceptance[0].hits / learned.acceptance[0].total == pytest.approx(0.58, abs=0.02)
 
 
@@ -107,7 +115,7 @@ def test_a_change_at_the_first_depth_leaves_little_of_what_was_known_of_deeper_o
     learned = LearnedState(draft="d", acceptance=chances(before, depth=7, total=400))
     for poll in range(1, 7):
         fresh = {("other", depth): Hits(round(after * 60), 60) for depth in (1, 2)}
-        learned = learn(learned, Delta(draft="d", acceptance=fresh), now=1000 + 5.0 * poll)
+        learned = learn_delta(learned, Delta(draft="d", acceptance=fresh), now=1000 + 5.0 * poll)
     found = [rate.mean for rate in chain_rates(learned, None, 7)]
     assert all(abs(p - after) < 0.5 * abs(before - after) for p in found)
 
@@ -116,7 +124,7 @@ def test_a_change_at_a_deep_depth_says_nothing_about_the_first() -> None:
     learned = LearnedState(
         draft="d", acceptance=(*chances(0.75, depth=3), AcceptanceCell(task="code", depth=3, hits=9, total=9, at=1))
     )
-    after = learn(learned, Delta(draft="d", acceptance={("other", 2): Hits(4, 40)}), now=1005)
+    after = learn_delta(learned, Delta(draft="d", acceptance={("other", 2): Hits(4, 40)}), now=1005)
     weight = {(cell.task, cell.depth): cell.total for cell in after.acceptance}
     assert weight["other", 1] == 1000
     assert weight["code", 3] == 9, "another task's draft may be as good as ever"
@@ -126,13 +134,13 @@ def test_a_change_at_a_deep_depth_says_nothing_about_the_first() -> None:
 def test_a_cost_that_jumps_is_believed_at_once() -> None:
     key = CellKey(4, 3, False, 0)
     learned = LearnedState(costs=(cost(1, 3, 0.03, count=5000),))
-    after = learn(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.1, 50)}), now=1005)
+    after = learn_delta(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.1, 50)}), now=1005)
     assert Moments(after.costs[0].values).mean_seconds > 0.08
 
 
 def test_prefill_steps_teach_nothing_about_decoding() -> None:
     delta = Delta(steps={CellKey(64, 0, True, 0): moments((1, 1, 1, 100, 0, 63), 0.5)})
-    assert learn(LearnedState(), delta, now=0).costs == ()
+    assert learn_delta(LearnedState(), delta, now=0).costs == ()
 
 
 def step(passes: int, load: Load, times: StepTimeModel) -> Estimate:
@@ -213,7 +221,7 @@ def test_wander_is_learnt_from_means_that_move_beyond_noise() -> None:
         key, learned = CellKey(4, 3, False, 0), LearnedState(wander=0)
         for index, factor in enumerate(factors):
             fresh = moments(features(Load(1, 500), 3), 0.03 * factor, 200)
-            learned = learn(learned, Delta(steps={key: fresh}), now=5.0 * index)
+            learned = learn_delta(learned, Delta(steps={key: fresh}), now=5.0 * index)
         return learned.wander
 
     assert after([1.0] * 30) < 1e-6
@@ -226,7 +234,7 @@ def test_a_neighbour_that_comes_again_is_no_change_of_cost() -> None:
     key, learned = CellKey(4, 3, False, 0), LearnedState()
     for poll in range(60):
         factor = 2.2 if poll % 6 >= 4 else 1.0
-        learned = learn(
+        learned = learn_delta(
             learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03 * factor, 100)}), now=5.0 * poll
         )
         found = Moments(learned.costs[0].values).mean_seconds / 0.03
@@ -249,25 +257,25 @@ def test_ordered_times_rise_and_keep_the_newest(means: list[float], random: Rand
 
 @given(st.integers(1, 1024))
 def test_buckets_end_where_the_worker_does(most: int) -> None:
-    edges = buckets(most).concurrency
+    edges = buckets_for(most).concurrency
     assert edges[-1] < max(most, 2)
     assert bucket_of(edges, most) == (len(edges) if most > 1 else 0)
 
 
 def test_steps_with_a_few_sequences_more_than_an_edge_are_of_the_bucket_below() -> None:
     """A mean of 2.04 comes from many steps with two sequences and a few with three."""
-    found = buckets(8)
+    found = buckets_for(8)
     times = StepTimeModel.fit((cost(2.04, 1, 0.015, count=500), cost(3.2, 1, 0.021, count=20)))
     typical = [round(times.typical(found, concurrency, 0, 8).sequences, 2) for concurrency in range(4)]
     assert typical == [1, 2.04, 3.2, 8]
 
 
 def test_scaling_expects_of_a_mean_of_sequences_the_row_of_the_nearest_number() -> None:
-    found, request = buckets(8), Request(100, 100, 150)
+    found, request = buckets_for(8), Request(100, 100, 150)
     deep = RowState(concurrency=1, context=0, task="other", depth=5, since=1)
     rows = (deep, deep.model_copy(update={"concurrency": 2, "depth": 0}))
     learned = LearnedState(acceptance=chances(0.8), costs=FULL, rows=rows)
-    step_of = pace(spec(mode="Advisory"), learned, found, request, Objective(), kv_tokens=None)
+    step_of = step_pace(spec(mode="Advisory"), learned, found, request, Objective(), kv_tokens=None)
     assert step_of is not None
     tokens = [step_of(sequences, 0).tokens for sequences in (2.0, 2.04, 2.6)]
     assert tokens[0] == tokens[1] > 2
@@ -275,7 +283,7 @@ def test_scaling_expects_of_a_mean_of_sequences_the_row_of_the_nearest_number() 
 
 
 def test_loads_in_words() -> None:
-    found = buckets(16)
+    found = buckets_for(16)
     assert bucket_text(found, [(0, 0)]) == "concurrency 1, context <=1024"
     assert bucket_text(found, [(2, 1)]) == "concurrency 3-4, context 1025-8192"
     assert bucket_text(found, [(4, 2)]) == "concurrency >8, context >8192"
@@ -313,7 +321,9 @@ def test_many_polls_say_more_than_one() -> None:
 def test_polls_are_counted_and_forgotten_with_their_steps() -> None:
     key, learned = CellKey(4, 3, False, 0), LearnedState()
     for poll in range(400):
-        learned = learn(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03, 20)}), now=1000 + 5 * poll)
+        learned = learn_delta(
+            learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03, 20)}), now=1000 + 5 * poll
+        )
     (cell,) = learned.costs
     assert cell.polls == pytest.approx(cell.values[0] / 20, rel=0.05)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_operator.planning.decision_rule import next_row, recent_changes
+from specdecode_operator.planning.search import next_row, recent_changes
 from specdecode_operator.state.learned import RowState
 from specdecode_worker.contract import TreeShape
 

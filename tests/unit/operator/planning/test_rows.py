@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.planning.acceptance_model import AcceptanceModel
-from specdecode_operator.planning.decision_rule import OUTDATED
-from specdecode_operator.planning.estimates import confidence
-from specdecode_operator.planning.loads import Load, buckets
-from specdecode_operator.planning.plan_rows import choose
-from specdecode_operator.planning.shape_search import Choice, ShapeSearch
-from specdecode_operator.planning.step_time_model import StepTimeModel
-from specdecode_operator.planning.workload import Objective, tasks_at
+from specdecode_operator.planning.acceptance import AcceptanceModel, Objective, tasks_at
+from specdecode_operator.planning.estimates import Load, StepTimeModel, buckets_for, confidence
+from specdecode_operator.planning.search import OUTDATED, Choice, ShapeSearch, choose
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState, RowState, TrafficCell
 from specdecode_worker.contract import TreeShape
 from support.operators.estimates import FULL, chances, cost, depths_of, spec, truth
@@ -41,7 +36,7 @@ def test_the_first_change_waits_for_reliable_estimates() -> None:
     assert set(depths_of(spec(), few)) == {3}
     enough = few.model_copy(update={"acceptance": chances(0.02, total=80)})
     assert depths_of(spec(), enough)[0] == 0
-    held = choose(spec(), few, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)})
+    held = choose(spec(), few, buckets_for(16), max_num_seqs=16, now=2000, held_back={(0, 0)})
     assert {row.depth for row in held.rows} == {3}, "nor does it change where the guards decode plainly"
     changed = RowState(concurrency=0, context=0, task="other", depth=3, since=100)
     assert depths_of(spec(), few.model_copy(update={"rows": (changed,)}))[0] == 0, "later changes need no such start"
@@ -54,7 +49,7 @@ def test_low_confidence_stays() -> None:
 
 def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
     found = choose(
-        spec(), LearnedState(acceptance=chances(0.02), costs=FULL), buckets(16), max_num_seqs=16, now=2000
+        spec(), LearnedState(acceptance=chances(0.02), costs=FULL), buckets_for(16), max_num_seqs=16, now=2000
     ).rows
     moved = {row.concurrency for row in found if row.context == 0 and row.since}
     assert moved == {0, 2, 4}, "FULL has steps of 1, 4 and 16 sequences"
@@ -64,7 +59,7 @@ def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
 def test_a_load_that_nobody_has_seen_is_no_deeper_than_the_one_below() -> None:
     def rows(depth: int) -> list[int]:
         measured = RowState(concurrency=1, context=0, task="other", depth=depth, since=1900)
-        found = choose(spec(), LearnedState(rows=(measured,)), buckets(16), max_num_seqs=16, now=2000).rows
+        found = choose(spec(), LearnedState(rows=(measured,)), buckets_for(16), max_num_seqs=16, now=2000).rows
         return [row.depth for row in found if row.context == 0]
 
     assert rows(1) == [3, 1, 1, 1, 1], "lower loads keep depth.initial"
@@ -73,12 +68,12 @@ def test_a_load_that_nobody_has_seen_is_no_deeper_than_the_one_below() -> None:
 
 def test_who_follows_a_move_follows_in_the_same_plan() -> None:
     learned = LearnedState(acceptance=chances(0.02), costs=tuple(cost(1, depth, truth(1, depth)) for depth in range(6)))
-    first = choose(spec(), learned, buckets(16), max_num_seqs=16, now=2000)
+    first = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=2000)
     assert [row.depth for row in first.rows if row.context == 0] == [0, 0, 0, 0, 0]
     assert [(change.row.concurrency, change.before.depth) for change in first.changes] == [(at, 3) for at in range(5)]
     assert len({change.reason for change in first.changes}) == 1, "what follows has the reason of what it follows"
     after = learned.model_copy(update={"rows": first.rows})
-    again = choose(spec(), after, buckets(16), max_num_seqs=16, now=2005)
+    again = choose(spec(), after, buckets_for(16), max_num_seqs=16, now=2005)
     assert again.rows == first.rows, "one change, one plan"
 
 
@@ -87,7 +82,7 @@ def test_who_follows_a_task_that_is_off_stays_within_its_own_bounds() -> None:
     speculated = RowState(concurrency=0, context=0, task="other", depth=3, since=5)
     learned = LearnedState(acceptance=(*chances(0.5), *code), rows=(speculated,))
     bounded = spec(tasks=[{"name": "code"}, {"name": "other", "mode": "Off"}], depth={"min": 1})
-    chosen = choose(bounded, learned, buckets(16), max_num_seqs=16, now=2000)
+    chosen = choose(bounded, learned, buckets_for(16), max_num_seqs=16, now=2000)
     at_one = {row.task: row.depth for row in chosen.rows if (row.concurrency, row.context) == (0, 0)}
     assert at_one == {"other": 0, "code": 1}
 
@@ -105,7 +100,7 @@ def test_without_bursts_a_deeper_chain_is_tried_before_it_is_believed() -> None:
     learned = LearnedState(
         acceptance=chances(0.93), costs=(cost(1, 0, truth(1, 0)), cost(1, 3, truth(1, 3))), load=LoadState(at=2000)
     )
-    chosen = choose(spec(limits={"explore_percent": 0}), learned, buckets(16), max_num_seqs=16, now=2000)
+    chosen = choose(spec(limits={"explore_percent": 0}), learned, buckets_for(16), max_num_seqs=16, now=2000)
     assert chosen.rows[0].depth > 3
     assert chosen.rows[0].trial
 
@@ -164,7 +159,7 @@ def test_what_loses_stops_when_it_is_sure_or_where_it_loses_a_lot_and_guards_run
     costs = (cost(1, 0, 0.02), cost(1, 1, 0.02 * 1.5 * slower))
     learned = LearnedState(acceptance=chances(0.5), costs=costs)
     guards = {(0, 0)} if held else set()
-    assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back=guards).rows[0].depth == depth
+    assert choose(one, learned, buckets_for(16), max_num_seqs=16, now=2000, held_back=guards).rows[0].depth == depth
 
 
 @pytest.mark.parametrize(("held", "moves", "depth"), [(False, 0, 3), (True, 0, 1), (True, 12, 3)])
@@ -177,7 +172,7 @@ def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
     row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990, moves=(1990.0,) * moves)
     learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
     guards = {(0, 0)} if held else set()
-    chosen = choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back=guards)
+    chosen = choose(one, learned, buckets_for(16), max_num_seqs=16, now=2000, held_back=guards)
     assert chosen.rows[0].depth == depth
     assert {change.cause for change in chosen.changes} == ({"loses"} if depth == 1 else set())
 
@@ -195,14 +190,14 @@ def test_there_is_less_only_where_it_is_believed_to_be_better(seconds: tuple[flo
     costs = tuple(cost(1, depth, each) for depth, each in zip((0, 1, 3), seconds, strict=True))
     row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990)
     learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
-    assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == depth
+    assert choose(one, learned, buckets_for(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == depth
 
 
 def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None:
     one = spec(limits={"min_dwell_seconds": 600})
     row = RowState(concurrency=0, context=0, task="other", depth=1, since=1990)
     learned = LearnedState(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.025)), rows=(row,))
-    assert choose(one, learned, buckets(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
+    assert choose(one, learned, buckets_for(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
 
 
 @pytest.mark.parametrize(
@@ -244,7 +239,7 @@ def test_a_shape_that_a_change_has_outdated_gives_way_to_less_evidence(
     row = RowState(concurrency=0, context=0, task="other", depth=2, since=since, moves=(since,))
     learned = LearnedState(acceptance=chances(0.75, total=40), costs=FULL, rows=(row,))
     changed = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in getattr(learned, what))
-    chosen = choose(spec(), learned.model_copy(update={what: changed}), buckets(16), max_num_seqs=16, now=5000)
+    chosen = choose(spec(), learned.model_copy(update={what: changed}), buckets_for(16), max_num_seqs=16, now=5000)
     assert chosen.rows[0].depth == depth
     assert [OUTDATED in change.reason for change in chosen.changes if change.row.concurrency == 0] == [True] * (
         depth == 4
@@ -261,7 +256,7 @@ def test_of_a_batch_of_two_tasks_all_rows_have_to_be_outdated() -> None:
         rows = [RowState(concurrency=0, context=0, task=task, depth=2, since=1000) for task in ("code", "other")]
         mix = tuple(TrafficCell(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
         learned = LearnedState(acceptance=cells, costs=FULL, rows=tuple(rows), traffic=mix)
-        chosen = choose(spec(tasks=[{"name": "code"}]), learned, buckets(16), max_num_seqs=16, now=5000)
+        chosen = choose(spec(tasks=[{"name": "code"}]), learned, buckets_for(16), max_num_seqs=16, now=5000)
         return [row.depth for row in chosen.rows if (row.concurrency, row.context) == (0, 0)]
 
     assert depths() == [2, 2]
@@ -273,7 +268,7 @@ def test_loads_without_traffic_are_looked_at_seldom() -> None:
     learned = LearnedState(acceptance=chances(0.95), costs=FULL, load=LoadState(sequences=1, at=2000), swept_at=1990)
 
     def moved(now: float) -> set[int]:
-        found = choose(spec(), learned, buckets(16), max_num_seqs=16, now=now)
+        found = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=now)
         return {change.row.concurrency for change in found.changes}
 
     assert moved(2000) == {0}, "the present one at any time"
@@ -301,11 +296,13 @@ def test_a_task_gets_rows_once_it_was_seen() -> None:
     mix = tuple(TrafficCell(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
     learned = LearnedState(acceptance=(*chances(0.02), *code), costs=FULL, traffic=mix, wander=0)
     for now in (2000, 2100):
-        seen = choose(tasks, learned, buckets(16), max_num_seqs=16, now=now)
+        seen = choose(tasks, learned, buckets_for(16), max_num_seqs=16, now=now)
         learned = learned.model_copy(update={"rows": seen.rows})
     first = {row.task: row.depth for row in seen.rows if (row.concurrency, row.context) == (0, 0)}
     assert first == {"other": 0, "code": 5}
-    unseen = choose(tasks, LearnedState(acceptance=chances(0.5), costs=FULL), buckets(16), max_num_seqs=16, now=2000)
+    unseen = choose(
+        tasks, LearnedState(acceptance=chances(0.5), costs=FULL), buckets_for(16), max_num_seqs=16, now=2000
+    )
     assert {row.task for row in unseen.rows} == {"other"}
 
 
@@ -337,7 +334,7 @@ def test_within_bounds_for_any_memory_and_then_at_rest(
     now = 2e4
     seen = []
     for _ in range(6):
-        chosen = choose(speculation, learned, buckets(16), max_num_seqs=16, now=now)
+        chosen = choose(speculation, learned, buckets_for(16), max_num_seqs=16, now=now)
         assert all(low <= row.depth <= high for row in chosen.rows)
         learned, now = learned.model_copy(update={"rows": chosen.rows}), now + 1
         seen.append([row.depth for row in chosen.rows])

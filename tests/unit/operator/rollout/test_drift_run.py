@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.rollout.runs import first_run_seconds, worth_of_drift
-from specdecode_operator.state.draft_record import UNUSED, DraftRecord, parse_training, render_training
+from specdecode_operator.state.learned import UNUSED, DraftRecord, parse_training, render_training
 from support.operators.drifting import Drifting, after_a_drift
 
 

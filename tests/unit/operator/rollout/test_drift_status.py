@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_operator import metrics
 from specdecode_operator.api.v1alpha1 import Condition, Status
-from specdecode_operator.controller.events import event_notices
+from specdecode_operator.controller.deployment_loop import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.metrics import DRIFT_EVIDENCE, DRIFT_LOSS

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
-from specdecode_operator.rollout.assignment import assignment_of
-from specdecode_operator.state.draft_record import parse_training, render_training
-from specdecode_operator.state.learned import parse_state, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.rollout.runs import assignment_of
+from specdecode_operator.state.learned import Session, parse_state, parse_training, render_state, render_training
 from specdecode_worker.contract import TrialState
 from support.operators.canary import (
     COOLDOWN,

@@ -10,11 +10,11 @@ import pytest
 from specdecode_operator import metrics
 from specdecode_operator import metrics as run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
-from specdecode_operator.controller.events import event_notices
+from specdecode_operator.controller.deployment_loop import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.plugin.drafts import drafts
 from specdecode_operator.plugin.explain import explain, past
-from specdecode_operator.rollout.draft_objects import manifest_of
+from specdecode_operator.state.store import manifest_of
 from specdecode_operator.types import Outcome
 from support.operators.canary import NEW, OLD, Canary, canary_with, refusal_of, resource_of, trying
 from support.operators.fleet import deployment_with

@@ -8,10 +8,15 @@ import pytest
 
 from specdecode_operator.api.draft import SpecDecodeDraft, TrialRecord
 from specdecode_operator.drafts.crossover import Crossover, CrossoverTuning, Evidence
-from specdecode_operator.rollout.phases import MAX_PAIRS
-from specdecode_operator.rollout.trial_evidence import count_pairs, gain_of, verdict_of
-from specdecode_operator.state.draft_record import UNUSED, parse_training, render_training
-from specdecode_operator.state.learned import AcceptanceCell, RowState, StepTimeCell
+from specdecode_operator.rollout.phases import MAX_PAIRS, count_pairs, gain_of, verdict_of
+from specdecode_operator.state.learned import (
+    UNUSED,
+    AcceptanceCell,
+    RowState,
+    StepTimeCell,
+    parse_training,
+    render_training,
+)
 from specdecode_worker.contract import Artifact, TrialState
 from support.operators.canary import NEW, OLD, Canary, Pod, canary_with, pair, trying
 from support.operators.fleet import deployment_with, with_pause

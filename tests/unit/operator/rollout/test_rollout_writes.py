@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from specdecode_operator.state.draft_record import TRAINING_KEY
+from specdecode_operator.state.learned import TRAINING_KEY
 from specdecode_operator.types import Outcome
 from support.operators.canary import Canary, canary_with, capturing, distilling
 from support.operators.fleet import workload_with

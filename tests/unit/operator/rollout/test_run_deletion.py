@@ -12,7 +12,7 @@ from specdecode_operator.api.v1alpha1 import DraftLineageStatus
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.rollout.runs import FIRST_DELETION_RETRY_SECONDS, POD_END_SECONDS, needed_drafts
-from specdecode_operator.state.draft_record import DraftRecord
+from specdecode_operator.state.learned import DraftRecord
 from specdecode_operator.types import Observation, Outcome
 from support.operators.canary import DISTILLATION, NEW, OLD, TRAINED, Canary, canary_with, distilling, training, verdict
 from support.operators.fleet import deployment_with, workload_with

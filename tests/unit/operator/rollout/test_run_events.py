@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from specdecode_operator.drafts.job_status import JobState, JobStatus
-from specdecode_operator.rollout.draft_objects import draft_writes, with_writes
 from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import recovery_of
+from specdecode_operator.state.store import draft_writes, with_writes
 from specdecode_worker.contract import Artifact, CaptureRules
 from support.operators.canary import (
     CANDIDATE,

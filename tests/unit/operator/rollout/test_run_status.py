@@ -14,7 +14,7 @@ from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.plugin.drafts import drafts
 from specdecode_operator.plugin.explain import explain
-from specdecode_operator.rollout.draft_objects import manifest_of
+from specdecode_operator.state.store import manifest_of
 from specdecode_operator.types import Outcome
 from support.operators.canary import (
     DISTILLATION,

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.planning import loads, step_pace, workload
-from specdecode_operator.planning.step_time_model import StepTimeModel
-from specdecode_operator.planning.workload import Objective, Request, prompt_token_seconds
+from specdecode_operator.planning.acceptance import Objective, Request, prompt_of, prompt_token_seconds, request_of
+from specdecode_operator.planning.estimates import StepTimeModel, buckets_for
 from specdecode_operator.scaling import (
     Demand,
     Limits,
@@ -23,6 +22,7 @@ from specdecode_operator.scaling import (
     arrival_rate,
     scale,
     scaling_limit,
+    step_pace,
     waiting_seconds,
 )
 from specdecode_operator.state.learned import LearnedState, LoadState, ScalingState, TrafficCell
@@ -133,9 +133,7 @@ def test_any_worker_has_a_capacity(
 
 def planned(**fields: Any) -> StepModel:
     learned = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0)
-    result = step_pace.pace(
-        spec(**fields), learned, loads.buckets(16), Request(100, 200, 500), Objective(), kv_tokens=None
-    )
+    result = step_pace(spec(**fields), learned, buckets_for(16), Request(100, 200, 500), Objective(), kv_tokens=None)
     assert result is not None
     return result
 
@@ -164,24 +162,24 @@ def test_prompt_time_is_learned_from_steps_with_prefill() -> None:
 def test_the_limit_of_batched_tokens_says_how_many_steps_read_a_prompt(limit: int | None, steps: int) -> None:
     traffic = (TrafficCell(task="other", sums=(10, 10, 12000, 0, 2000)),)
     learned = LearnedState(costs=FULL, traffic=traffic, prefill=moments((1, 1, 1, 100, 0, 100), 0.5).values)
-    prompt = workload.prompt_of(learned, limit)
+    prompt = prompt_of(learned, limit)
     assert prompt.steps == steps
-    assert prompt.steps * prompt.seconds == pytest.approx(workload.prompt_of(learned).seconds * 3)
+    assert prompt.steps * prompt.seconds == pytest.approx(prompt_of(learned).seconds * 3)
 
 
 def test_the_mean_request() -> None:
-    assert workload.request_of(LearnedState()) is None
+    assert request_of(LearnedState()) is None
     sums = (TrafficCell(task="other", sums=(10, 10, 4000, 1000, 2000)),)
-    assert workload.request_of(LearnedState(traffic=sums)) == Request(prompt=300, output=200, context=500)
+    assert request_of(LearnedState(traffic=sums)) == Request(prompt=300, output=200, context=500)
 
 
 def test_the_first_answers_are_not_as_long_as_all_that_run() -> None:
     """Five came, one of them has ended after 32 tokens; the other four have said half as much."""
     sums = (TrafficCell(task="other", sums=(5, 1, 100, 0, 32 + 4 * 16)),)
-    result = workload.request_of(LearnedState(traffic=sums, load=LoadState(sequences=4)))
+    result = request_of(LearnedState(traffic=sums, load=LoadState(sequences=4)))
     assert result.output == pytest.approx(32)
     waiting = (TrafficCell(task="other", sums=(50, 10, 100, 0, 10 * 32 + 4 * 16)),)
-    result = workload.request_of(LearnedState(traffic=waiting, load=LoadState(sequences=4)))
+    result = request_of(LearnedState(traffic=waiting, load=LoadState(sequences=4)))
     assert result.output == pytest.approx(32), "waiting requests have no output yet"
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.size_stage import size
-from specdecode_operator.state.learned import LearnedState, ScalingState
-from specdecode_operator.state.session import Session
+from specdecode_operator.scaling import size
+from specdecode_operator.state.learned import LearnedState, ScalingState, Session
 from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Observation, ReplicaDecision, Worker
 from specdecode_worker.contract import DraftState, Report

@@ -10,8 +10,7 @@ import pytest
 from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.scaling import take_over
-from specdecode_operator.state.learned import LearnedState, ScalingState, parse_state, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, ScalingState, Session, parse_state, render_state
 from specdecode_operator.types import Decision, Deployment, Observation, Worker
 from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
 

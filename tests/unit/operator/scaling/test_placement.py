@@ -7,14 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.decision.size_stage import size
 from specdecode_operator.scaling import (
     Demand,
     ServiceLoad,
     scale,
+    size,
 )
-from specdecode_operator.state.learned import LearnedState, ScalingState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, ScalingState, Session
 from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Capacity, Observation, ReplicaDecision, Worker
 from support.operators.fleet import SimulatedWorker, Truth, deployment_with, with_spec, workload_with

@@ -10,11 +10,10 @@ import pytest
 
 from specdecode_operator import manifests, scaling
 from specdecode_operator.api.v1alpha1 import PrefillSpec
-from specdecode_operator.controller.status.build import prefill_section
+from specdecode_operator.controller.status import prefill_section
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.decision.size_stage import prefill_replicas
-from specdecode_operator.state.learned import LearnedState
-from specdecode_operator.state.session import Session
+from specdecode_operator.scaling import prefill_replicas
+from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Decision, Observation, PolicyPeers, Worker
 from specdecode_worker.contract import Env, PlanState, Port, Report, WorkerConfig

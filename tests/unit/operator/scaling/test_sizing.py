@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import Decision, Observation, Worker
 from specdecode_worker.contract import Plan, Report, TrafficCell, TreeShape
 from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from specdecode_operator.api.draft import CountedPair, SpecDecodeDraft, TrialRecord
-from specdecode_operator.rollout.draft_objects import draft_writes, manifest_of, record_of, surplus
-from specdecode_operator.state.draft_record import LINEAGE, TRAINING_KEY, UNUSED, parse_training, render_training
+from specdecode_operator.state.learned import LINEAGE, TRAINING_KEY, UNUSED, parse_training, render_training
+from specdecode_operator.state.store import draft_writes, manifest_of, record_of, surplus
 from support.operators.canary import NEW, OLD, TRAINED, Canary, distilling, trying, verdict
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_operator.planning.learning import learn, learn_parked
+from specdecode_operator.decision.learn import learn_delta, learn_parked
 from specdecode_operator.state.learned import (
     MAX_PARKED_DRAFTS,
     AcceptanceCell,
@@ -50,7 +50,7 @@ def acceptance(learned: LearnedState) -> float:
 
 
 def test_a_new_draft_starts_from_nothing_but_plain_step_times() -> None:
-    learned = learn(measured(), Delta(draft="d2"), now=NOW)
+    learned = learn_delta(measured(), Delta(draft="d2"), now=NOW)
     assert (learned.draft, learned.acceptance, learned.rows) == ("d2", (), ())
     assert learned.costs == (cost(0),)
     (parked,) = learned.parked
@@ -60,8 +60,8 @@ def test_a_new_draft_starts_from_nothing_but_plain_step_times() -> None:
 
 def test_a_rollback_restores_the_estimates_and_rows() -> None:
     before = measured()
-    learned = learn(before, seen("d2"), now=NOW + 5)
-    learned = learn(learned, Delta(draft="d1"), now=NOW + 10)
+    learned = learn_delta(before, seen("d2"), now=NOW + 5)
+    learned = learn_delta(learned, Delta(draft="d1"), now=NOW + 10)
     assert acceptance(learned) == acceptance(before)
     assert [cell.values for cell in learned.costs] == [cell.values for cell in before.costs]
     assert [row.shape for row in learned.rows] == [row.shape for row in before.rows]
@@ -76,17 +76,17 @@ def parked_rate(learned: LearnedState, draft: str) -> float:
 
 def test_parked_estimates_have_no_short_term_evidence() -> None:
     """It would be taken for new when the draft comes back."""
-    (parked,) = learn(measured(), Delta(draft="d2"), now=NOW).parked
+    (parked,) = learn_delta(measured(), Delta(draft="d2"), now=NOW).parked
     assert (parked.acceptance[0].new_total, parked.costs[0].new_values, parked.rows[0].moves) == (0, (), ())
 
 
 def test_the_least_recently_used_draft_is_dropped() -> None:
     learned = measured("d0")
     for index in range(1, MAX_PARKED_DRAFTS + 1):
-        learned = learn(learned, seen(f"d{index}"), now=NOW + index)
+        learned = learn_delta(learned, seen(f"d{index}"), now=NOW + index)
     assert [parked.draft for parked in learned.parked] == ["d3", "d2", "d1", "d0"]
     learned = learn_parked(learned, "d0", seen("d0"), NOW + 9)
-    learned = learn(learned, seen("d5"), now=NOW + 10)
+    learned = learn_delta(learned, seen("d5"), now=NOW + 10)
     assert [parked.draft for parked in learned.parked] == ["d4", "d0", "d3", "d2"]
 
 
@@ -102,7 +102,7 @@ def test_a_canary_learns_its_own_estimates_only() -> None:
     assert [cell.draft_passes for cell in parked.costs] == [2], "plain steps are learned with the current draft"
     assert parked.requests[0].sums[0] > 2
     assert learned.model_copy(update={"parked": ()}) == before
-    adopted = learn(learned, Delta(draft="d2"), now=NOW + 30)
+    adopted = learn_delta(learned, Delta(draft="d2"), now=NOW + 30)
     assert acceptance(adopted) == pytest.approx(0.9, abs=0.01)
 
 
@@ -113,18 +113,18 @@ def test_nothing_is_parked_without_a_draft_or_measurements(draft: str, delta: De
 
 
 def test_a_draft_that_measured_nothing_is_not_parked() -> None:
-    learned = learn(LearnedState(uid="u", draft="d1", costs=(cost(0),)), Delta(draft="d2"), now=NOW)
+    learned = learn_delta(LearnedState(uid="u", draft="d1", costs=(cost(0),)), Delta(draft="d2"), now=NOW)
     assert not learned.parked
 
 
 def test_rows_from_before_the_first_draft_are_not_parked() -> None:
-    assert learn(measured(""), Delta(draft="d1"), now=NOW).parked == ()
+    assert learn_delta(measured(""), Delta(draft="d1"), now=NOW).parked == ()
 
 
 def test_parked_drafts_survive_a_restart_in_their_order() -> None:
     learned = measured("d0")
     for draft in ("a", "b", "c"):
-        learned = learn(learned, seen(draft), now=NOW)
+        learned = learn_delta(learned, seen(draft), now=NOW)
     stored = parse_state(render_state(learned), "u", learned.plan)
     assert stored is not None
     assert [parked.draft for parked in stored.parked] == ["b", "a", "d0"]

@@ -15,13 +15,21 @@ import pytest
 from specdecode_operator import manifests
 from specdecode_operator.errors import Conflict
 from specdecode_operator.kube.kinds import Kind
-from specdecode_operator.rollout.draft_objects import draft_writes
 from specdecode_operator.state import learned as learned_module
-from specdecode_operator.state import session as session_module
-from specdecode_operator.state.draft_record import TRAINING_KEY, UNUSED, render_training
-from specdecode_operator.state.learned import STATE_KEY, LearnedState, LoadState, parse_state, render_state
-from specdecode_operator.state.session import Baseline, Session
-from specdecode_operator.state.store import StateStore
+from specdecode_operator.state.learned import (
+    STATE_KEY,
+    TRAINING_KEY,
+    UNUSED,
+    LastReport,
+    LearnedState,
+    LoadState,
+    Session,
+    _reports,
+    parse_state,
+    render_state,
+    render_training,
+)
+from specdecode_operator.state.store import StateStore, draft_writes
 from specdecode_operator.types import ChildProblem, Deployment
 from specdecode_worker.contract import Plan, TreeShape
 from support.operators.canary import canary_with, trying
@@ -257,8 +265,8 @@ def test_parked_drafts_that_do_not_fit_are_left_out_the_least_recently_used_firs
 def test_reports_are_equal_after_they_left_the_cache() -> None:
     report = SimulatedWorker(Truth()).report()
     reports = [report.model_copy(update={"clock_seconds": float(number)}) for number in range(100)]
-    baselines = [Baseline.of(report, "tag") for report in reports]
+    baselines = [LastReport.of(report, "tag") for report in reports]
     assert [baseline.report for baseline in baselines] == reports
     assert baselines[-1].report is baselines[-1].report, "a decision reads it several times"
     assert baselines[0].at(7.0).report.clock_seconds == 7.0
-    assert len(session_module._reports._reports) <= 24
+    assert len(_reports._reports) <= 24

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import LearnedState, parse_state, render_state
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, Session, parse_state, render_state
 from specdecode_operator.telemetry.counters import PAIRS, K
 from specdecode_operator.types import Observation, Worker
 from specdecode_worker.contract import (

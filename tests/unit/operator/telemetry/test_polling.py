@@ -18,11 +18,13 @@ from specdecode_operator.telemetry.polling import (
     NOT_ASKED,
     CallLimits,
     Poller,
+    Reading,
+    Unchanged,
     WorkerAccess,
     WorkerCalls,
+    WorkerClient,
     WorkerPoll,
 )
-from specdecode_operator.telemetry.worker_client import Reading, Unchanged, WorkerClient
 from specdecode_operator.types import Key, Worker
 from specdecode_worker.contract import Plan, Report
 from support.operators.socket_workers import (

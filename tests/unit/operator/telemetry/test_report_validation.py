@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.errors import BadReport
-from specdecode_operator.telemetry.worker_client import read_report, version_problem
+from specdecode_operator.telemetry.polling import read_report, version_problem
 from specdecode_worker.contract import CONTRACT_VERSION, MAX_REPORT_BYTES, SUPPORTED_CONTRACT_VERSIONS
 from support.operators.socket_workers import good_report
 

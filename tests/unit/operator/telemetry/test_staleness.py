@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
-from specdecode_operator.decision.learn_stage import STALE_LOOKS, count_silent, stale_workers
-from specdecode_operator.state.session import Session
+from specdecode_operator.decision.learn import STALE_LOOKS, count_silent, stale_workers
+from specdecode_operator.state.learned import Session
 from specdecode_operator.types import Observation, Worker
 from specdecode_worker.contract import DraftState, Report
 

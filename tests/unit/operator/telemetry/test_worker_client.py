@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from specdecode_operator.errors import BadReport, Unauthorized, WorkerError, WorkerTimeout, WorkerUnreachable
-from specdecode_operator.telemetry.worker_client import Reading, Unchanged, WorkerClient
+from specdecode_operator.telemetry.polling import Reading, Unchanged, WorkerClient
 from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Plan
 from support.operators.socket_workers import (
     Behaviour,

@@ -12,7 +12,7 @@ from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.drafts.job_status import problem_of_draft, published_prefix
 from specdecode_operator.manifests.pods import bucket_environment
-from specdecode_operator.state.draft_record import RunRecord
+from specdecode_operator.state.learned import RunRecord
 from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.__main__ import main
 from specdecode_worker.models import fetch as model_store

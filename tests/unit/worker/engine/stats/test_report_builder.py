@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from specdecode_operator.telemetry.counters import difference
-from specdecode_operator.telemetry.worker_client import read_report
+from specdecode_operator.telemetry.polling import read_report
 from specdecode_worker.contract import (
     MAX_RANKS,
     MAX_REPORT_BYTES,

@@ -7,13 +7,11 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from specdecode_operator import manifests
-from specdecode_operator.controller.caches import Caches
-from specdecode_operator.controller.pods import add_mount_problems
+from specdecode_operator.controller.children import Caches, add_mount_problems
 from specdecode_operator.drafts.job_status import JobState
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import JOBS, PODS, Kind
-from specdecode_operator.state.draft_record import RunRecord
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import RunRecord, Session
 from specdecode_operator.types import Observation
 from support.operators.fleet import DEFAULTS, deployment_with
 

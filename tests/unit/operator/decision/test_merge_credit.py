@@ -8,11 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.decision.merge_stage import choose_merges
-from specdecode_operator.merging.credit import COMMON, carried, counts_of, learn_credit, own_acceptance
-from specdecode_operator.merging.subsets import Credit, TaskDrafts, subsets_of
-from specdecode_operator.merging.tuning import TUNING
-from specdecode_operator.planning.loads import buckets
+from specdecode_operator.decision.merging import (
+    COMMON,
+    TUNING,
+    Credit,
+    TaskDrafts,
+    carried,
+    choose_merges,
+    counts_of,
+    learn_credit,
+    own_acceptance,
+    subsets_of,
+)
+from specdecode_operator.planning.estimates import buckets_for
 from specdecode_operator.state.learned import (
     STATE_KEY,
     AcceptanceCell,
@@ -55,7 +63,7 @@ def test_credit_is_the_difference_of_reports_by_draft() -> None:
     for _ in range(2):
         loop.worker.run(3)
         reports.append(loop.worker.report())
-    delta = difference(*reports, at=1, buckets=buckets(16))
+    delta = difference(*reports, at=1, buckets=buckets_for(16))
     assert delta is not None
     assert {key[:2] for key in delta.credit} == {(TASK, OWN), (TASK, HEAD)}
     before, after = ({(c.draft, c.depth): c for c in report.credit} for report in reports)
@@ -214,7 +222,7 @@ def test_nothing_changes_without_merged_drafts(tasks: list[dict[str, Any]]) -> N
     decision = loop.polls(4)
     learned, deployment = loop.memory.learned, loop.deployment
     observed = Observation(workload=None, workers=(), session=loop.memory)
-    merged = choose_merges(deployment, observed, learned, Delta(draft=OWN), buckets(16), now=loop.now)
+    merged = choose_merges(deployment, observed, learned, Delta(draft=OWN), buckets_for(16), now=loop.now)
     assert merged.learned is learned
     assert merged.deployment is deployment
     assert (merged.changes, merged.texts, decision.shown.merges) == ((), {}, {})
@@ -224,5 +232,5 @@ def test_nothing_changes_without_merged_drafts(tasks: list[dict[str, Any]]) -> N
 def test_a_spec_that_stops_to_merge_leaves_nothing_behind() -> None:
     learned = learnt(polled()).model_copy(update={"merges": (MergeChoice(task=TASK, drafts=(), declared=("head",)),)})
     observed = Observation(workload=None, workers=(), session=loop_over().memory)
-    merged = choose_merges(deployment_with(), observed, learned, None, buckets(16), now=1)
+    merged = choose_merges(deployment_with(), observed, learned, None, buckets_for(16), now=1)
     assert (merged.learned.credit, merged.learned.merges) == ((), ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from specdecode_operator.controller.training_jobs import JobWriter
+from specdecode_operator.controller.children import JobWriter
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient

@@ -9,26 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.merging.choice import (
+from specdecode_operator.decision.merging import (
+    COMMON,
+    Credit,
     Option,
     Step,
+    TaskDrafts,
     all_declared,
     gain_text,
     listed,
     next_step,
     options_of,
     renewed,
+    subsets_of,
 )
-from specdecode_operator.merging.credit import COMMON
-from specdecode_operator.merging.subsets import Credit, TaskDrafts, subsets_of
-from specdecode_operator.planning.acceptance_model import AcceptanceModel
-from specdecode_operator.planning.decision_rule import LoadDecision
-from specdecode_operator.planning.loads import Load
-from specdecode_operator.planning.shape_search import ShapeSearch
-from specdecode_operator.planning.step_time_model import StepTimeModel
-from specdecode_operator.planning.task_bounds import Bounds
-from specdecode_operator.planning.tuning import TUNING
-from specdecode_operator.planning.workload import Objective, tasks_at
+from specdecode_operator.planning.acceptance import AcceptanceModel, Bounds, Objective, tasks_at
+from specdecode_operator.planning.estimates import TUNING, Load, StepTimeModel
+from specdecode_operator.planning.search import LoadDecision, ShapeSearch
 from specdecode_operator.state.learned import CreditCell, LearnedState, LoadState, MergeChoice, RowState
 from specdecode_worker.contract import TreeShape
 from support.operators.estimates import FULL, chances, spec

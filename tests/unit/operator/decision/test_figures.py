@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdecode_operator.planning.figures import figures, saved_seconds, speedup
+from specdecode_operator.decision.plan import figures_of, saved_seconds, speedup
 from specdecode_operator.state.learned import StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Delta, Moments, RequestSums, TaskSums, difference
 from specdecode_operator.types import TaskFigures
@@ -65,7 +65,7 @@ FASTER = dict([steps(3, 1000, 0.016, 2.0), steps(0, 10, PLAIN_SECONDS, 1.0)])
 
 
 def tasks_of(delta: Delta, depth: int = 4) -> dict[str, TaskFigures]:
-    measured = figures([delta], (), {"code": depth, "chat": depth}, synthetic=False)
+    measured = figures_of([delta], (), {"code": depth, "chat": depth}, synthetic=False)
     return dict(measured.tasks)
 
 

@@ -9,8 +9,7 @@ import pytest
 from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import LearnedState, ScalingState
-from specdecode_operator.state.session import Session
+from specdecode_operator.state.learned import LearnedState, ScalingState, Session
 from specdecode_operator.types import Observation, Outcome, Workload
 from support.operators.fleet import DEFAULTS, deployment_with, workload_with
 from support.operators.statuses import conditions, kstatus, states

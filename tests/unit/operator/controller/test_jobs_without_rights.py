@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from specdecode_operator.controller.caches import Caches
+from specdecode_operator.controller.children import Caches
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import Refused, Unavailable

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specdecode_operator.api.v1alpha1 import SpeculationStatus, Status
-from specdecode_operator.controller.status.build import task_sections
-from specdecode_operator.planning.task_bounds import bounds_of
+from specdecode_operator.controller.status import task_sections
+from specdecode_operator.planning.acceptance import bounds_of
 from specdecode_operator.plugin.explain import explain
 from specdecode_worker.contract import TreeShape
 from support.operators.fleet import Loop, with_pin
