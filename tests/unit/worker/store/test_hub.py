@@ -323,8 +323,8 @@ def test_invalid_uri_lists_the_valid_forms(command: Callable[..., Ended], tmp_pa
     assert "write " in ended.said
 
 
-def pod(tmp_path: Path, **draft: Any) -> str:
-    config = {"model": {"uri": "hf://org/model", "served_name": "m"}, "cache_dir": str(tmp_path), "draft": draft}
+def pod(tmp_path: Path, model: str = "hf://org/model", **draft: Any) -> str:
+    config = {"model": {"uri": model, "served_name": "m"}, "cache_dir": str(tmp_path), "draft": draft}
     return WorkerConfig.model_validate(config).model_dump_json()
 
 
@@ -336,6 +336,17 @@ def test_pull_without_the_draft_fails_only_if_it_is_required(
     ended = command()
     assert ended.code == code
     assert "org/no-draft" in ended.said
+
+
+def test_the_last_line_names_the_target_that_is_not_there(
+    command: Callable[..., Ended], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The operator shows the last line of an init container as the cause."""
+    draft = "embedded://smollm2-135m-instruct-eagle3"
+    monkeypatch.setenv(Env.config, pod(tmp_path, model="embedded://nosuch", method="eagle3", uri=draft))
+    ended = command()
+    assert ended.code == 1
+    assert "there is no embedded model 'nosuch'" in ended.said.splitlines()[-1]
 
 
 def test_a_wrong_config_names_the_field(command: Callable[..., Ended], monkeypatch: pytest.MonkeyPatch) -> None:
