@@ -113,7 +113,7 @@ def pair() -> Iterator[Pair]:
     eagle1 = EagleHead(eagle_config(dict(shape, num_hidden_layers=1), config), target).double().requires_grad_(False)
     heads = medusa_config({"medusa_num_heads": 4, "medusa_num_layers": 1}, config)
     medusa = MedusaHeads(heads).double().requires_grad_(False)
-    noised = NoisedCopy(target, noise=0.03)
+    noised = NoisedCopy(target)
     own = OwnDrafts()
     yield Pair(config, target, noised, eagle, steep, peagle, dflash, eagle1, medusa, own)
     own.close()

@@ -28,6 +28,7 @@ from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.rollout import read_states
+from support.lossless.small_requests import plan_of
 from support.tiers import by_effort
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(3600)]
@@ -115,9 +116,7 @@ def answers(local: LocalEngine, submits: Sequence[Submit]) -> list[Answer]:
 
 
 @pytest.fixture
-def speculative(local: LocalEngine, lossless: Any) -> Run:
-    plan_of, *_ = lossless
-
+def speculative(local: LocalEngine) -> Run:
     def run(submits: Sequence[Submit]) -> list[Answer]:
         local.run_shape(SHAPES[0])
         version = local.engine.report().plan.version + 1

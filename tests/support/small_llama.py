@@ -59,7 +59,9 @@ class NoisedCopy(nn.Module):
         generator = torch.Generator().manual_seed(7)
         for parameter in self.llama.parameters():
             spread = parameter.std() if parameter.numel() > 1 else parameter.abs()
-            parameter.data += noise * spread * torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.data += (
+                noise * spread * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(parameter)
+            )
 
     @property
     def reads(self) -> TargetStates:

@@ -21,16 +21,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 from pydantic import Field
 
 from specdecode_worker.capture.records import FolderUnusable, Record, SegmentNotFound, decode, decode_stamp
 from specdecode_worker.contract.wire import Received
-
-if TYPE_CHECKING:
-    from specdecode_worker.capture.recorder import Recorder
 
 log = logging.getLogger(__name__)
 
@@ -699,6 +696,16 @@ class SegmentListing(Received):
     max_age_seconds: float = Field(gt=0, allow_inf_nan=False)
 
 
+class OnlyWriter(Protocol):
+    """Writer of a folder that no other process writes: the recorder, which imports this module."""
+
+    def close_segment(self) -> None:
+        """Close the open segment. The next record begins another one. Blocks, and never raises OSError."""
+
+    def is_closed(self, name: str) -> bool:
+        """Return whether the segment ``name`` of the folder is not open."""
+
+
 class FinishedSegments:
     """Reader of the finished segments of ``folder``. Its methods block, and ``listing`` reads all new segments.
 
@@ -709,7 +716,7 @@ class FinishedSegments:
         self,
         folder: Path,
         retention: Retention,
-        writer: Recorder | None = None,
+        writer: OnlyWriter | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._folder, self._writer, self._clock = folder, writer, clock
