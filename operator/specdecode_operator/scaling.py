@@ -90,9 +90,6 @@ def step_pace(
     return step
 
 
-# The number of workers: capacity of one worker, demand, bounds, and the reasons that hold a change back. Pure.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """Policy constants of the replica decision."""

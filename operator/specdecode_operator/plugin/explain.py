@@ -80,7 +80,7 @@ def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, 
     lines += ["DEPTH", *_indented(_depth(resource, spec, status, learned, now))]
     if learned is not None:
         is_measuring = measuring(status.conditions) is not None
-        measurements = _measurements(learned, spec.speculation.method, is_measuring=is_measuring)
+        measurements = _measurements(learned, spec.speculation.method, now, is_measuring=is_measuring)
         lines += ["", "MEASUREMENTS", *_indented(measurements)]
         lines += _indented(drift_lines(spec, learned.drift, now))
     elif problem:
@@ -165,7 +165,8 @@ def _deciding_mode(mode: str, spec: Spec) -> str:
     return sentences.get(
         mode,
         f"Mode Auto: the depth between {depth.min} and {depth.max} with the least time per token. It changes for a gain"
-        f" of at least {limits.min_gain_percent:g} % and at most once in {limits.min_dwell_seconds:g} s.",
+        f" of at least {limits.min_gain_percent:g} % and at most once in {limits.min_dwell_seconds:g} s,"
+        " unless speculation loses or a trial ends.",
     )
 
 
@@ -200,13 +201,13 @@ def _last_change(decision: Decision, now: float) -> Iterator[str]:
 # --- measurements and workers ---------------------------------------------------------------------------------------
 
 
-def _measurements(learned: LearnedState, method: Method, *, is_measuring: bool) -> Iterator[str]:
+def _measurements(learned: LearnedState, method: Method, now: float, *, is_measuring: bool) -> Iterator[str]:
     yield f"Last load: {learned.load.sequences:.1f} sequences per step, mostly of task {learned.load.task}."
     seen = sum(cell.total for cell in learned.acceptance if (cell.depth, cell.parent) == (1, "main"))
     if is_measuring:
         yield f"The estimates rest on {seen:.0f} drafts so far. They are rough."
     yield from acceptance_lines(learned)
-    yield from step_lines(learned, method)
+    yield from step_lines(learned, method, now)
     yield from row_lines(learned)
 
 

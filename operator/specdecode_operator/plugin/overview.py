@@ -44,9 +44,12 @@ def age(time: str | None, now: float) -> str:
     if not time:
         return ABSENT
     try:
-        seconds = max(0.0, now - seconds_of_timestamp(time))
+        return _age(max(0.0, now - seconds_of_timestamp(time)))
     except ValueError:
         return ABSENT
+
+
+def _age(seconds: float) -> str:
     for unit, size, most in (("s", 1, 120), ("m", 60, 120 * 60), ("h", 3600, 48 * 3600)):
         if seconds < most:
             return f"{seconds / size:.0f}{unit}"
@@ -82,7 +85,7 @@ def acceptance_lines(learned: LearnedState) -> Iterator[str]:
     yield from table(("ACCEPTANCE", *(f"DEPTH {depth}" for depth in depths)), rows, "  ")
 
 
-def step_lines(learned: LearnedState, method: Method) -> Iterator[str]:
+def step_lines(learned: LearnedState, method: Method, now: float) -> Iterator[str]:
     """Yield the step times at the context of the current load, compared with plain steps of as many sequences.
 
     ``method`` is that of the draft. Parallel drafts make one pass at every depth.
@@ -102,11 +105,12 @@ def step_lines(learned: LearnedState, method: Method) -> Iterator[str]:
             figure(steps.per_token, 1),
             percent(steps.gain(timed)),
             f"{steps.count:.0f}",
+            _age(max(0.0, now - steps.at)),
         )
         for steps in timed
     ]
     yield ""
-    head = ("STEP", "SEQUENCES", "MS/STEP", "TOKENS", "MS/TOKEN", "GAIN", "STEPS SEEN")
+    head = ("STEP", "SEQUENCES", "MS/STEP", "TOKENS", "MS/TOKEN", "GAIN", "STEPS SEEN", "LAST")
     yield from table(head, rows, "  ")
 
 
@@ -147,7 +151,7 @@ class _Steps:
 
     def __init__(self, cell: StepTimeCell) -> None:
         moments = Moments(cell.values)
-        self.count = moments.count
+        self.count, self.at = moments.count, cell.at
         self.sequences = moments.mean_of(_SEQUENCES)
         self.nodes = round(moments.mean_of(_VERIFY_TOKENS) / self.sequences - 1) if self.sequences else 0
         self.milliseconds = 1000 * moments.mean_seconds

@@ -127,6 +127,12 @@ def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened
     (deep,) = [line for line in lines if line.startswith("  depth 5")]
     plain, drafted = 21.2, (20 + 2 * 5 + 0.4 * 3 * 6) / 5.7
     assert int(deep.split("+")[1].split()[0]) == pytest.approx(100 * (plain / drafted - 1), abs=15)
+    (later,) = [
+        line
+        for line in explain(resource_of(deepened), remembered(deepened), deepened.now + 3600)
+        if line.startswith("  depth 5")
+    ]
+    assert (deep.split()[-1], later.split()[-1]) == ("0s", "60m")
 
 
 def test_steps_that_workers_timed_before_they_served_count_for_no_tokens(deepened: Loop) -> None:
