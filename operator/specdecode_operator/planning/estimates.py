@@ -431,7 +431,9 @@ class StepTimeModel:
         """Return the kind of step that is nearest in verified tokens (by halves), then in sequences."""
         ratio = TUNING.load_ratio
         cells = (cell for cell in self.near(load) if cell.passes == batch.passes)
-        close = (cell for cell in cells if 1 / ratio < cell.verified / batch.verified < ratio)
+        close = (
+            cell for cell in cells if cell.verified < ratio * batch.verified and batch.verified < ratio * cell.verified
+        )
         return min(close, key=lambda cell: int(2 * abs(cell.verified - batch.verified)), default=None)
 
 

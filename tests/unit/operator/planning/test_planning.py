@@ -27,6 +27,7 @@ from specdecode_operator.planning.estimates import (
 from specdecode_operator.scaling import step_pace
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
 from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, K, Moments, RequestSums
+from specdecode_worker.contract import FEATURES
 from support.operators.estimates import FULL, chances, cost, moments, spec, truth
 
 # --- estimates ----------------------------------------------------------------------------------------------------
@@ -332,6 +333,15 @@ def test_moments_that_no_steps_can_have_do_not_break_the_model() -> None:
     cell = cost(1, 3, 0.03)
     values = [*cell.values]
     values[4 + 2 * K :] = [-1e9 if value else 0.0 for value in values[4 + 2 * K :]]
+    times = StepTimeModel.fit((cell.model_copy(update={"values": tuple(values)}),))
+    assert times is not None
+    assert step(3, Load(1, 500), times).mean > 0
+
+
+def test_steps_that_verified_nothing_do_not_break_the_model() -> None:
+    cell = cost(1, 3, 0.03)
+    values = [*cell.values]
+    values[4 + FEATURES.index("verify_tokens")] = 0.0
     times = StepTimeModel.fit((cell.model_copy(update={"values": tuple(values)}),))
     assert times is not None
     assert step(3, Load(1, 500), times).mean > 0
