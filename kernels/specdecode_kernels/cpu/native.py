@@ -167,6 +167,7 @@ def cpu_facts() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
+@functools.cache
 def cpu_flags() -> frozenset[str]:
     """Return the features of the processor, or an empty set if they cannot be read."""
     return frozenset(cpu_facts().get("flags", "").split())

@@ -1,4 +1,4 @@
-"""What tasks ask for and accept: their bounds, draft trees, acceptance rates and requests. Pure."""
+"""Bounds, draft trees, acceptance rates and requests of tasks, all without I/O."""
 
 from __future__ import annotations
 

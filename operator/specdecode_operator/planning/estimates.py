@@ -1,4 +1,4 @@
-"""What is known of workers: constants of the planner, decayed estimates, loads, and the time of a step. Pure."""
+"""The planner's constants, its estimates from decayed sums, loads, and the model of step times, all without I/O."""
 
 from __future__ import annotations
 

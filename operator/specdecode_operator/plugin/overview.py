@@ -44,12 +44,14 @@ def age(time: str | None, now: float) -> str:
     if not time:
         return ABSENT
     try:
-        return _age(max(0.0, now - seconds_of_timestamp(time)))
+        return _age(now - seconds_of_timestamp(time))
     except ValueError:
         return ABSENT
 
 
 def _age(seconds: float) -> str:
+    """Return seconds as words. Clocks differ, so a time may lie ahead: its age is 0."""
+    seconds = max(0.0, seconds)
     for unit, size, most in (("s", 1, 120), ("m", 60, 120 * 60), ("h", 3600, 48 * 3600)):
         if seconds < most:
             return f"{seconds / size:.0f}{unit}"
@@ -105,7 +107,7 @@ def step_lines(learned: LearnedState, method: Method, now: float) -> Iterator[st
             figure(steps.per_token, 1),
             percent(steps.gain(timed)),
             f"{steps.count:.0f}",
-            _age(max(0.0, now - steps.at)),
+            _age(now - steps.at),
         )
         for steps in timed
     ]

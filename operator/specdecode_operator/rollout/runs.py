@@ -1,4 +1,4 @@
-"""What a rollout is decided from, the assignment of drafts to workers, and training runs. Pure.
+"""Training runs, the assignment of drafts to workers, and the evidence on which a rollout is decided, without I/O.
 
 A run has an id that is never used twice. Its Job is created while ``job_uid`` of the stored run is empty, and is lost
 if it was seen and is gone, so that an operator that was killed at any write creates no second Job.

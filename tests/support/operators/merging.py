@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import strategies as st
+
 from specdecode_operator.planning.estimates import buckets_for
+from specdecode_operator.state.learned import CreditCell
 from specdecode_worker.contract import (
     MAX_RANKS,
     AcceptanceCell,
@@ -130,3 +134,20 @@ def merging_loop(
     for depth in (0, 1, 5) * 20:
         worker._step(depth)
     return Loop(deployment_with(speculation=fields), worker)
+
+
+def any_credit(task: str, drafts: Sequence[str], *, ranks: int, size: int) -> st.SearchStrategy[list[CreditCell]]:
+    """Return lists of at most ``size`` cells of credit of ``task``, with at most so many ``ranks`` and any amounts."""
+    amounts = st.floats(0, 1e6)
+    cell = st.builds(
+        CreditCell,
+        task=st.just(task),
+        draft=st.sampled_from(drafts),
+        depth=st.integers(1, 6),
+        hits=amounts,
+        total=amounts,
+        at=amounts,
+        parent=st.sampled_from(["main", "sibling"]),
+        ranks=st.lists(amounts, max_size=ranks).map(tuple),
+    )
+    return st.lists(cell, max_size=size)

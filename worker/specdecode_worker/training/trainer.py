@@ -342,7 +342,7 @@ class TrainingProgress:
     seconds: float = 0.0
     tokens: int = 0
     most: float = 0.0  # best validation so far, tokens per step
-    worse: int = 0  # validations since the best one
+    is_best: bool = True  # whether the latest validation is the best one
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -495,7 +495,7 @@ class Trainer:
     ) -> None:
         """Validate, save the draft if it is the best so far, and write a checkpoint."""
         log(self.validate(sum(losses) / len(losses)))
-        if self.progress.worse == 0:
+        if self.progress.is_best:
             self.best = {name: tensor.clone() for name, tensor in self.master.state_dict().items()}
             save_draft(self.master)  # before the checkpoint, so that a kill in between loses no draft
         self.save(folder)
@@ -590,7 +590,7 @@ class Trainer:
             **validation_line(self.head, self.data.validation, self.output_VE),
         }
         tokens_per_step = line["tokens_per_step"]
-        at.worse = at.worse + 1 if tokens_per_step < at.most else 0
+        at.is_best = tokens_per_step >= at.most
         at.most = max(at.most, tokens_per_step)
         at.history.append(line)
         return f"validation: {json.dumps(line)}"

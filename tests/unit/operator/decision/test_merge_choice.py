@@ -29,6 +29,7 @@ from specdecode_operator.planning.search import LoadDecision, ShapeSearch
 from specdecode_operator.state.learned import CreditCell, LearnedState, LoadState, MergeChoice, RowState
 from specdecode_worker.contract import TreeShape
 from support.operators.estimates import FULL, chances, spec
+from support.operators.merging import any_credit
 
 NOW = 10_000.0
 TASK = "other"
@@ -177,21 +178,7 @@ def test_names_are_listed_in_one_phrase() -> None:
     assert gain_text(("a",), "kept", 0.5, 1.25, 0.9) == "a kept: +100 % tokens for 20 % shorter steps, 90 % sure"
 
 
-amounts = st.floats(0, 1e6)
-any_cells = st.lists(
-    st.builds(
-        CreditCell,
-        task=st.just(TASK),
-        draft=st.sampled_from([COMMON, "o", "h", "l"]),
-        depth=st.integers(1, 6),
-        hits=amounts,
-        total=amounts,
-        at=amounts,
-        parent=st.sampled_from(["main", "sibling"]),
-        ranks=st.lists(amounts, max_size=3).map(tuple),
-    ),
-    max_size=10,
-)
+any_cells = any_credit(TASK, [COMMON, "o", "h", "l"], ranks=3, size=10)
 times = st.floats(0, 4e9)
 choices = st.builds(
     MergeChoice,

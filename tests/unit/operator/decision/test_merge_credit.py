@@ -33,7 +33,7 @@ from specdecode_operator.state.learned import (
 from specdecode_operator.telemetry.counters import Delta, Hits, difference, fleet
 from specdecode_operator.types import Observation
 from support.operators.fleet import deployment_with, loop_over
-from support.operators.merging import OWN, TASK, MergedTruth, merging_loop
+from support.operators.merging import OWN, TASK, MergedTruth, any_credit, merging_loop
 
 HEAD = "hash-head"
 
@@ -183,21 +183,7 @@ def test_a_lookup_extends_the_main_path_where_it_has_a_match() -> None:
     assert credit.extension(("head",), 2, 0.49) == credit.extension(RUNNING, 0, 1.0) == (0.0, 0.0)
 
 
-positive = st.floats(0, 1e6)
-cells = st.lists(
-    st.builds(
-        CreditCell,
-        task=st.just(TASK),
-        draft=st.sampled_from([COMMON, OWN, HEAD, "l"]),
-        depth=st.integers(1, 6),
-        hits=positive,
-        total=positive,
-        at=positive,
-        parent=st.sampled_from(["main", "sibling"]),
-        ranks=st.lists(positive, max_size=4).map(tuple),
-    ),
-    max_size=12,
-)
+cells = any_credit(TASK, [COMMON, OWN, HEAD, "l"], ranks=4, size=12)
 
 
 @given(cells, st.integers(1, 3))
