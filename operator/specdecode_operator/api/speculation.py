@@ -110,13 +110,21 @@ class NamedDraftSpec(Api):
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
 
 
+USUAL_DEPTH = 3
+"""Depth until the draft was measured, where the spec says nothing."""
+
+
 class DepthSpec(Api):
     """Bounds of the draft depth, in tokens per step."""
 
     min: int = Field(default=0, ge=0, le=16, description="Least depth. 0 allows plain decoding.")
     max: int = Field(default=5, ge=0, le=16, description="Largest depth.")
-    initial: int = Field(
-        default=3, ge=0, le=16, description="Depth until the draft was measured, and always in mode Static."
+    initial: int | None = Field(
+        default=None,
+        ge=0,
+        le=16,
+        description="Depth until the draft was measured, and always in mode Static. Absent: 3, or the nearest that "
+        "min, max and tree.maxNodes allow.",
     )
 
 
@@ -332,12 +340,14 @@ class SpeculationSpec(Api):
                 _MERGE_PLACEMENT_MESSAGE,
             ),
             rule(
-                "self.depth.min <= self.depth.initial && self.depth.initial <= self.depth.max",
-                "depth needs min <= initial <= max; initial is 3 where it is absent",
+                "self.depth.min <= self.depth.max && (!has(self.depth.initial)"
+                " || self.depth.min <= self.depth.initial && self.depth.initial <= self.depth.max)",
+                "depth needs min <= initial <= max",
             ),
             rule(
-                "self.depth.initial <= self.tree.maxNodes",
-                "depth.initial must not exceed tree.maxNodes",
+                "self.depth.min <= self.tree.maxNodes"
+                " && (!has(self.depth.initial) || self.depth.initial <= self.tree.maxNodes)",
+                "depth.min and depth.initial must not exceed tree.maxNodes",
             ),
         )
     )
@@ -387,6 +397,13 @@ class SpeculationSpec(Api):
         description="Kinds of requests with measurements and plan rows of their own.",
         examples=[[{"name": "code", "match": "```"}]],
     )
+
+    @property
+    def initial(self) -> int:
+        """Depth until the draft was measured."""
+        if self.depth.initial is not None:
+            return self.depth.initial
+        return max(self.depth.min, min(USUAL_DEPTH, self.depth.max, self.tree.max_nodes))
 
     @property
     def limits(self) -> StabilityLimits:

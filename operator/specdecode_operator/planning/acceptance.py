@@ -109,7 +109,7 @@ def _depths(speculation: SpeculationSpec, own: TaskDepthSpec) -> tuple[int, int,
     most = own.max if own.max is not None else max([general.max, *given])
     most = min(most, speculation.tree.max_nodes)
     least = min(most, own.min if own.min is not None else min([general.min, *given]))
-    initial = own.initial if own.initial is not None else general.initial
+    initial = own.initial if own.initial is not None else speculation.initial
     return least, most, max(least, min(most, initial))
 
 

@@ -707,7 +707,7 @@ def next_plan(
         draft=draft,
         buckets=found,
         rows=tuple(PlanRow(concurrency=r.concurrency, context=r.context, task=r.task, shape=r.shape) for r in planned),
-        initial=TreeShape.chain(0 if is_off else speculation.depth.initial),
+        initial=TreeShape.chain(0 if is_off else speculation.initial),
         max_depth=max(bounds_of(speculation, name).most for name in names(speculation)),
         top_k=1 if is_off else speculation.tree.top_k,
         explore=0 if is_off else min(0.5, speculation.limits.explore_percent / 100),

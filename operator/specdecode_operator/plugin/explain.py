@@ -159,7 +159,7 @@ def _deciding_mode(mode: str, spec: Spec) -> str:
     sentences = {
         "Paused": "The deployment is paused: the operator updates its status only.",
         "Off": "Mode Off: the draft is loaded but not used.",
-        "Static": f"Mode Static: the depth is speculation.depth.initial, {depth.initial}.",
+        "Static": f"Mode Static: the depth is speculation.depth.initial, {spec.speculation.initial}.",
         "Advisory": "Mode Advisory: the operator recommends a shape and does not change the plan.",
     }
     return sentences.get(

@@ -250,9 +250,9 @@ def _repair_speculation(speculation: Json) -> None:
             speculation[name] = list(items.values())
     depth = speculation.get("depth", {})
     if depth:
-        depth |= {"min": depth.get("min", 0), "initial": depth.get("initial", 3), "max": depth.get("max", 5)}
+        depth |= {"min": depth.get("min", 0), "max": depth.get("max", 5)}
         _order(depth)
-    if speculation.get("tree", {}).get("maxNodes", 63) < depth.get("initial", 3):
+    if speculation.get("tree", {}).get("maxNodes", 63) < depth.get("initial", depth.get("min", 0)):
         speculation["tree"]["maxNodes"] = 63
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -40,6 +41,17 @@ def test_the_first_change_waits_for_reliable_estimates() -> None:
     assert {row.depth for row in held.rows} == {3}, "nor does it change where the guards decode plainly"
     changed = RowState(concurrency=0, context=0, task="other", depth=3, since=100)
     assert depths_of(spec(), few.model_copy(update={"rows": (changed,)}))[0] == 0, "later changes need no such start"
+
+
+@pytest.mark.parametrize(
+    ("spoken", "first"),
+    [({}, 3), ({"depth": {"max": 2}}, 2), ({"depth": {"min": 4}}, 4), ({"tree": {"max_nodes": 2}}, 2)],
+    ids=str,
+)
+def test_the_first_depth_is_within_the_bounds(spoken: dict[str, Any], first: int) -> None:
+    """A spec of bounds alone starts at the usual depth or the nearest that it allows, in rows and in the plan."""
+    assert set(depths_of(spec(**spoken), LearnedState())) == {first}
+    assert spec(**spoken).initial == first
 
 
 def test_low_confidence_stays() -> None:
