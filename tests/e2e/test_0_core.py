@@ -19,7 +19,7 @@ from specdecode_worker.contract import StepTime, SyntheticKnobs, TreeShape
 from support.e2e.endpoint import MODEL, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import assert_explained, names_load, planned_depth
-from support.e2e.release import Release
+from support.e2e.release import ASSIGNED_USER, Release
 from support.e2e.routed import Routed, routed_deployment
 from support.e2e.streams import connect
 from support.e2e.traffic import Traffic
@@ -50,7 +50,8 @@ measured within a minute.
 
 @pytest.fixture(scope="module")
 def routed(release: Release, watched: Namespace) -> Iterator[Routed]:
-    with routed_deployment(watched, NAME) as routed:
+    user = {"securityContext": ASSIGNED_USER}
+    with routed_deployment(watched, NAME, workers={"template": {"spec": user}}, router_pods=user) as routed:
         yield routed
 
 
@@ -69,6 +70,15 @@ def test_applied_deployment_is_ready_and_its_columns_say_so(endpoint: Endpoint) 
     header, row = (line.split() for line in endpoint.namespace.kubectl("get", "sdd", NAME).splitlines())
     assert header == ["NAME", "READY", "MODE", "DEPTH", "ACCEPT", "SPEEDUP", "AGE", "REASON"]
     assert row[:3] == [NAME, "2/2", "Auto"]
+
+
+def test_every_pod_runs_as_an_assigned_user_under_the_restricted_profile(release: Release, watched: Namespace) -> None:
+    for namespace, count in ((release.namespace, 2), (watched, 4)):
+        pods = namespace.list("pods")
+        assert [pod["spec"]["securityContext"]["runAsUser"] for pod in pods] == count * [ASSIGNED_USER["runAsUser"]]
+        # The API server names every pod that the label would refuse.
+        profile = "pod-security.kubernetes.io/enforce=restricted"
+        namespace.kubectl("label", "namespace", namespace.name, profile, "--dry-run=server", "--warnings-as-errors")
 
 
 def test_chat_answer_streams_through_the_routers(routed: Routed) -> None:

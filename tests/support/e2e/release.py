@@ -45,6 +45,8 @@ class Crd:
             self._cluster.kubectl("delete", "crd", *CRDS)
 
 
+ASSIGNED_USER = {"runAsUser": 1_000_650_000, "runAsGroup": 0, "fsGroup": 1_000_650_000}
+"""A user as OpenShift assigns one to a namespace: known to no image, in group 0."""
 REPLICAS = 2
 """Replicas of the operator, as the chart has them: one leader and one standby."""
 
@@ -68,6 +70,7 @@ class Release:
             "watchNamespaces[0]": self._watched,
             "crds.enabled": "false",
             "pollSeconds": "2",
+            **{f"podSecurityContext.{field}": str(number) for field, number in ASSIGNED_USER.items()},
         }
         flags = [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
         self._helm("install", self.name, str(CHART), *flags)

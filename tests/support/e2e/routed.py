@@ -19,7 +19,6 @@ WORKERS: Manifest = {
     "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
 }
 SMALL = {"name": "router", "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
-ROUTERS = {"replicas": 2, "template": {"spec": {"containers": [SMALL]}}}
 TWO_WORKERS = {"owner": "Operator", "minReplicas": 2, "maxReplicas": 2}
 CLIENTS = 8
 
@@ -56,11 +55,17 @@ class Routed:
 
 @contextmanager
 def routed_deployment(
-    namespace: Namespace, name: str = NAME, workers: Manifest | None = None, api_key: str = "none", **spec: Any
+    namespace: Namespace,
+    name: str = NAME,
+    workers: Manifest | None = None,
+    api_key: str = "none",
+    router_pods: Manifest | None = None,
+    **spec: Any,
 ) -> Iterator[Routed]:
-    """Deploy two workers behind two routers for the duration of the block."""
+    """Deploy two workers behind two routers for the duration of the block. ``router_pods`` are fields of routers."""
     fields = {**WORKERS, **(workers or {})}
-    with deployed(namespace, name, {}, fields, router=ROUTERS, scaling=TWO_WORKERS, **spec) as endpoint:
+    router = {"replicas": 2, "template": {"spec": {"containers": [SMALL], **(router_pods or {})}}}
+    with deployed(namespace, name, {}, fields, router=router, scaling=TWO_WORKERS, **spec) as endpoint:
         wait_for_ready_pods(endpoint, 2)
         wait_for("the Service selects routers", lambda: _selected_role(endpoint) == "router")
         with namespace.reach("service", name, 80) as url:
