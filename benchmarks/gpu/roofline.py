@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from shapes import LLAMA_8B
+from shapes import LLAMA_8B, LLAMA_70B, Shapes
 
 LAUNCHES: dict[str, Any] = json.loads(Path(__file__).with_name("launches.json").read_text())
 LAUNCH_MICROSECONDS = 3.1
 """Measured: a plain step of Llama-3.1-8B on an H200, 4.19 ms, over its floor of 3.36 ms, by its 266 launches."""
+ALL_REDUCE_MICROSECONDS = 12.0
+"""Of some rows on eight H100 by NCCL: an assumption, not measured; a one-shot kernel may take about 5."""
 TOKENS_OF_CHAIN_5 = 3.52
 CONTEXT = 8192
 BYTES = 2
@@ -66,66 +69,95 @@ def _layer(shape: dict[str, Any], inputs: int) -> int:
     return inputs * joined + heads * hidden + 3 * hidden * int(shape["intermediate_size"])
 
 
-TARGET, HEAD = LLAMA_8B.target, LLAMA_8B.head
-TARGET_WEIGHTS = TARGET["num_hidden_layers"] * _layer(TARGET, TARGET["hidden_size"]) + (
-    TARGET["vocab_size"] * TARGET["hidden_size"]
-)
-DRAFT_WEIGHTS = _layer(HEAD, 2 * HEAD["hidden_size"]) + HEAD["draft_vocab_size"] * HEAD["hidden_size"]
-FUSE_WEIGHTS = 3 * TARGET["hidden_size"] * HEAD["hidden_size"]
-KEY_NUMBERS = 2 * TARGET["num_key_value_heads"] * TARGET["head_dim"]
-"""Numbers of the keys and values of a token in one layer."""
+def _keys(shape: dict[str, Any]) -> int:
+    """Return the numbers of the keys and values of a token in one layer."""
+    return 2 * int(shape["num_key_value_heads"]) * int(shape["head_dim"])
 
 
-def floor_seconds(gpu: Gpu, batch: int, context: int, nodes: int, passes: int) -> float:
-    """Return the time of a step without launches: ``nodes`` verified per sequence, root included."""
-    keys = batch * context * KEY_NUMBERS
-    numbers = TARGET_WEIGHTS + TARGET["num_hidden_layers"] * keys
-    numbers += passes * (DRAFT_WEIGHTS + keys) + (FUSE_WEIGHTS if passes else 0)
-    products = 2 * batch * (nodes * TARGET_WEIGHTS + passes * DRAFT_WEIGHTS)
-    return max(BYTES * numbers / gpu.bytes_per_second, products / gpu.flops)
+SHAPES = {"plain": (1, 0), "chain:3": (4, 3), "chain:5": (6, 5), "tree:4,2,1": (21, 3)}
+"""Rows that a sequence verifies, root included, and draft passes."""
 
 
-def step_seconds(gpu: Gpu, shape: str, batch: int, context: int) -> float:
-    """Return the expected time of a step of ``plain`` or ``chain:N``."""
-    depth = 0 if shape == "plain" else int(shape.removeprefix("chain:"))
-    launches = LAUNCHES[shape]["launches"]
-    if batch * (depth + 1) > FEW_ROWS:
-        layers = TARGET["num_hidden_layers"]
-        launches += layers * (LAUNCHES["plain, 128 rows"]["per_layer"] - LAUNCHES["plain"]["per_layer"])
-    return floor_seconds(gpu, batch, context, depth + 1, depth) + 1e-6 * LAUNCH_MICROSECONDS * launches
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One rank of a Llama that is split over this many. Its EAGLE-3 head is whole, as rank 0 has it."""
+
+    shapes: Shapes
+    ranks: int = 1
+    layer_bytes: int = BYTES
+    """Bytes of a weight of the layers; all others are bf16."""
+
+    @property
+    def name(self) -> str:
+        """Model, format and split."""
+        form = "fp8" if self.layer_bytes == 1 else "bf16"
+        return f"{self.shapes.name}, {form}" + (f", 1 of {self.ranks}" if self.ranks > 1 else "")
+
+    @property
+    def layers(self) -> int:
+        """Layers of the target."""
+        return int(self.shapes.target["num_hidden_layers"])
+
+    def floor_seconds(self, gpu: Gpu, batch: int, context: int, rows: int, passes: int) -> float:
+        """Return the time of a step without launches and collectives: ``rows`` verified per sequence."""
+        target, head = self.shapes.target, self.shapes.head
+        hidden = target["hidden_size"]
+        layers, table = self.layers * _layer(target, hidden), target["vocab_size"] * hidden
+        draft = _layer(head, 2 * head["hidden_size"]) + head["draft_vocab_size"] * head["hidden_size"]
+        fuse = 3 * hidden * head["hidden_size"] if passes else 0
+        keys = self.layers * batch * context * _keys(target)
+        read = (self.layer_bytes * layers + BYTES * (table + keys)) / self.ranks
+        read += BYTES * (passes * (draft + batch * context * _keys(head)) + fuse)
+        products = 2 * batch * (rows * (layers + table) / self.ranks + passes * draft)
+        return max(read / gpu.bytes_per_second, products / gpu.flops)
+
+    def launches(self, shape: str, batch: int) -> int:
+        """Return the launches of a step of one of SHAPES, without collectives."""
+        counted = LAUNCHES[shape]
+        a_layer = counted["per_layer"]
+        if batch * SHAPES[shape][0] > FEW_ROWS:
+            a_layer += LAUNCHES["plain, 128 rows"]["per_layer"] - LAUNCHES["plain"]["per_layer"]
+        return int(counted["outside_of_layers"] + self.layers * a_layer)
+
+    def step_seconds(self, gpu: Gpu, shape: str, batch: int, context: int) -> float:
+        """Return the expected time of a step of one of SHAPES."""
+        collectives = 2 * self.layers + 2 if self.ranks > 1 else 0
+        fixed = LAUNCH_MICROSECONDS * self.launches(shape, batch) + ALL_REDUCE_MICROSECONDS * collectives
+        return self.floor_seconds(gpu, batch, context, *SHAPES[shape]) + 1e-6 * fixed
+
+
+ONE = Dense(LLAMA_8B)
 
 
 def expectations(gpu: Gpu) -> Iterator[Expectation]:
     """Yield the expected figures P1 to P5."""
-    plain, chain = step_seconds(gpu, "plain", 1, 0), step_seconds(gpu, "chain:5", 1, 0)
+    plain, chain = ONE.step_seconds(gpu, "plain", 1, 0), ONE.step_seconds(gpu, "chain:5", 1, 0)
     launch = "time per launch"
-    yield Expectation("P1 plain over floor", plain / floor_seconds(gpu, 1, 0, 1, 0), 1.10, "x", launch)
-    yield Expectation("P2 chain of 5 over floor", chain / floor_seconds(gpu, 1, 0, 6, 5), 1.15, "x", launch)
+    yield Expectation("P1 plain over floor", plain / ONE.floor_seconds(gpu, 1, 0, 1, 0), 1.10, "x", launch)
+    yield Expectation("P2 chain of 5 over floor", chain / ONE.floor_seconds(gpu, 1, 0, 6, 5), 1.15, "x", launch)
     yield Expectation("P2 chain of 5", TOKENS_OF_CHAIN_5 / chain, 700, "tokens/s", "tokens per step")
     for batch in (1, 4, 16, 64):
-        gain = LLAMA_8B.tokens_per_step * step_seconds(gpu, "plain", batch, CONTEXT)
-        speedup = gain / step_seconds(gpu, "chain:3", batch, CONTEXT)
+        gain = LLAMA_8B.tokens_per_step * ONE.step_seconds(gpu, "plain", batch, CONTEXT)
+        speedup = gain / ONE.step_seconds(gpu, "chain:3", batch, CONTEXT)
         yield Expectation(f"P3 chain of 3 over plain, batch {batch}", speedup, 1.4, "x", "tokens per step")
     for nodes in (6, 21, 60):
         yield Expectation(f"P4 tree of {nodes} over prefix", _tree_ratio(gpu, nodes), 1.1, "x", "matrix units")
-    sampled = 1e-6 * 2 * LAUNCH_MICROSECONDS + BYTES * TARGET["vocab_size"] / gpu.bytes_per_second
+    sampled = 1e-6 * 2 * LAUNCH_MICROSECONDS + BYTES * LLAMA_8B.target["vocab_size"] / gpu.bytes_per_second
     yield Expectation("P5 sampling share of a plain step", 100 * sampled / plain, 3, "%", launch)
 
 
 def _tree_ratio(gpu: Gpu, nodes: int) -> float:
     """Return the attention of a layer with a tree over that of the root alone."""
-    times = []
+    times, target = [], LLAMA_8B.target
     for rows, own in ((1, 0), (nodes, nodes)):
-        read = BYTES * (CONTEXT + own) * KEY_NUMBERS / gpu.bytes_per_second
-        multiplied = 4 * rows * TARGET["num_attention_heads"] * TARGET["head_dim"] * (CONTEXT + own) / gpu.flops
+        read = BYTES * (CONTEXT + own) * _keys(target) / gpu.bytes_per_second
+        multiplied = 4 * rows * target["num_attention_heads"] * target["head_dim"] * (CONTEXT + own) / gpu.flops
         times.append(max(read, multiplied) + 1e-6 * LAUNCH_MICROSECONDS)
     return times[1] / times[0]
 
 
 # Llama 4 in FP8: one rank's step in three parts, and the step times of the simulator.
 
-ALL_REDUCE_MICROSECONDS = 12.0
-"""Of some rows on eight H100 by NCCL: an assumption, not measured; a one-shot kernel may take about 5."""
 REFERENCE_MILLISECONDS = 4.0
 """Per token at batch 1 on eight H100, with EAGLE: arXiv 2508.08192."""
 HIDDEN, VOCABULARY, LAYERS, NO_ROPE_LAYERS = 5120, 202_048, 48, 12
@@ -133,7 +165,7 @@ _ATTENTION = HIDDEN * (40 + 8 + 8) * 128 + 40 * 128 * HIDDEN
 _EXPERT, _DENSE = 3 * HIDDEN * 8192, 3 * HIDDEN * 16384
 DENSE_LAUNCHES = ("norm", "qkv", "rope", "attend", "merge", "o", "add and norm", "gate, up", "gate", "down", "add")
 MOE_LAUNCHES = (*DENSE_LAUNCHES, "router", "group", "experts' gate, up", "experts' down")
-OTHER_LAUNCHES = LAUNCHES["plain"]["launches"] - TARGET["num_hidden_layers"] * LAUNCHES["plain"]["per_layer"]
+OTHER_LAUNCHES = LAUNCHES["plain"]["outside_of_layers"]
 LLAMA_4_HEAD = HIDDEN * (2 * 56 * 128 + 40 * 128) + _EXPERT + 32_000 * HIDDEN
 """Weights of an EAGLE-3 head with the target's heads, the width of an expert and 32,000 tokens, whole on one rank."""
 KV_NODE_SHARE = 0.0756
@@ -244,15 +276,67 @@ def maverick_table(gpu: Gpu) -> list[str]:
     return [*lines, f"{'reference, eight H100':74}{'':10}{REFERENCE_MILLISECONDS:12.2f}"]
 
 
+# Tables of benchmarks/reports/gpu-steps-2026-11-29.md.
+
+PARTS = (ONE, Dense(LLAMA_70B, ranks=4), Dense(LLAMA_70B, ranks=2, layer_bytes=1))
+SHAPES_OF_TABLE, SHORT = ("plain", "chain:5", "tree:4,2,1"), 128
+RESULTS = Path(__file__).parents[1] / "results"
+MEASURED = ("gpu-h200-2026-11-27-first-contact.json", "gpu-h200-2026-11-27-third.json")
+"""What an H200 did before the kernels were changed, and after."""
+
+
+def steps_table(gpu: Gpu) -> Iterator[str]:
+    """Yield the steps of PARTS in Markdown: launches, floor, estimate, and what an H200 took."""
+    before, after = (_steps_of(RESULTS / name) for name in MEASURED)
+    columns = ["one rank", "shape", "batch", "context", "launches", "floor, ms", "estimate, ms", "over floor"]
+    yield _row([*columns, "before, ms", "after, ms", "after, over floor"])
+    yield _row(["---"] * (len(columns) + 3))
+    for part, shape, batch, context in product(PARTS, SHAPES_OF_TABLE, (1, 16, 64), (SHORT, CONTEXT)):
+        floor = 1e3 * part.floor_seconds(gpu, batch, context, *SHAPES[shape])
+        estimate, case = 1e3 * part.step_seconds(gpu, shape, batch, context), (shape, batch, context)
+        took = [part is ONE and one.get(case) for one in (before, after)]
+        figures = [floor, estimate, estimate / floor, *took, took[1] and took[1] / floor]
+        given = [part.name, *map(str, case), str(part.launches(shape, batch))]
+        yield _row([*given, *(f"{figure:.2f}" if figure else "" for figure in figures)])
+
+
+def _steps_of(path: Path) -> dict[tuple[str, int, int], float]:
+    """Return the milliseconds of a file of results by shape, batch and context."""
+    rows = (row for row in json.loads(path.read_text())["rows"] if row["kind"] == "step")
+    return {(row["shape"], row["batch"], row["context"]): row["step_milliseconds"] for row in rows}
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def kernels_table() -> Iterator[str]:
+    """Yield the time of each kernel of a step at batch 1 on an H200 in Markdown, of those over ten microseconds."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for at, name in enumerate(MEASURED):
+        for row in json.loads((RESULTS / name).read_text())["rows"]:
+            if row["kind"] == "kernel" and row["microseconds"] >= 10:
+                kernel = row["name"].removeprefix("void at::native::").partition("<")[0].strip("_")
+                key = (f"{row['shape']}, {row['context']}", kernel, f"{row['launches']:.0f}")
+                found.setdefault(key, ["", ""])[at] = f"{row['microseconds']:.0f}"
+    yield _row(["step at batch 1", "kernel", "launches", "before, us", "after, us"])
+    yield _row(["---"] * 5)
+    yield from (_row([*key, *times]) for key, times in found.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", choices=GPUS, default="H200")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--maverick", action="store_true", help="Llama 4 Maverick in FP8 on eight GPUs instead")
+    parser.add_argument("--table", action="store_true", help="steps of 8B and of ranks of 70B, and kernels as measured")
     parser.add_argument("--steps", action="store_true", help="Llama 4's figures of recordings/steps-composed.json")
     args = parser.parse_args()
     if args.steps:
         print(json.dumps({model.name: step_figures(GPUS[args.gpu], model) for model in (SCOUT, MAVERICK)}, indent=1))
+        return
+    if args.table:
+        print("\n".join([*steps_table(GPUS[args.gpu]), "", *kernels_table()]))
         return
     if args.maverick:
         print(f"computed for eight {args.gpu}, Maverick in FP8, batch 1 (nothing was measured)\n")

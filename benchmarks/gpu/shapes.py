@@ -62,10 +62,12 @@ def _head(target: dict[str, Any], draft_vocabulary: int, **changed: int) -> dict
 
 
 _8B = _llama(4096, 14336, 32, 32, 8, 128_256, 128)
+_70B_WHOLE = _llama(8192, 28672, 80, 64, 8, 128_256, 128)
 _70B = _llama(8192, 28672 // 8, 80, 64 // 8, 8 // 8, 128_256 // 8, 128)
 _TINY = _llama(64, 96, 3, 4, 2, 512, 16)
 
 LLAMA_8B = Shapes("llama-3.1-8b", _8B, _head(_8B, 32_000), 0.7607, 2.78)
+LLAMA_70B = Shapes("llama-3.1-70b", _70B_WHOLE, _head(_70B_WHOLE, 32_000), 0.7973, 2.94)
 LLAMA_70B_EIGHTH = Shapes(
     "llama-3.1-70b, one rank of 8",
     _70B,

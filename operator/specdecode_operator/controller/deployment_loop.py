@@ -97,9 +97,9 @@ class DeploymentLoop:
         self._pushed: tuple[int, dict[str, Plan]] = 0, {}
         """Round of reports before the last push, and what was pushed."""
         self._is_unsaved = False
+        """The session holds a decision that could not be saved."""
         self._unwritten: list[DraftWrite] = []
         """Drafts as that decision has them."""
-        """The session holds a decision that could not be saved."""
         self._verified_at = shared.clock()
         self._woken = asyncio.Event()
         self._changed = asyncio.Event()

@@ -146,6 +146,26 @@ def test_attention_is_compared_with_the_available_baseline(monkeypatch: pytest.M
     assert judge(rows, monkeypatch)["tree attention, share of the copy rate (no FlashInfer)", name] is False
 
 
+def test_the_estimate_reads_all_weights_of_a_rank_once_and_is_near_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(GPU)
+    import roofline
+
+    gpu, model = roofline.Gpu(1e12, 1e18), roofline.LLAMA_70B
+    whole, four, fp8 = (roofline.Dense(model, *split) for split in ((), (4,), (2, 1)))
+    floor = whole.floor_seconds(gpu, 1, 0, 1, 0)
+    assert floor == pytest.approx(2 * (70.55e9 - 128_256 * 8192) / 1e12, rel=0.001), "all but the embedding table"
+    assert four.floor_seconds(gpu, 1, 0, 1, 0) == pytest.approx(floor / 4)
+    assert fp8.floor_seconds(gpu, 1, 0, 1, 0) == pytest.approx(floor / 4, rel=0.02), "and a table in bf16"
+    assert four.step_seconds(gpu, "plain", 1, 0) - floor / 4 == pytest.approx(1e-6 * (3.1 * 730 + 12 * 162))
+    after = roofline._steps_of(roofline.RESULTS / roofline.MEASURED[1])
+    for shape in ("plain", "chain:5"):
+        estimate = 1e3 * roofline.ONE.step_seconds(roofline.GPUS["H200"], shape, 1, 128)
+        assert estimate == pytest.approx(after[shape, 1, 128], rel=0.05)
+    assert sum(line.count("|") == 12 for line in roofline.steps_table(gpu)) == 2 + 3 * 3 * 3 * 2
+
+
 def test_the_computed_maverick_has_its_published_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """400 billion weights, 17 of them for a token; all bytes of a plain step are read once by the eight ranks."""
     monkeypatch.syspath_prepend(GPU)
