@@ -440,15 +440,18 @@ class BlockExchange:
     def _send(self, export: _Export, *, alive: bool) -> bool:
         """Queue blocks while there is room. Return True if there will be no more of them."""
         request = export.request
+        # Since the export began, a swap or a plan may have changed the draft, or the states that drafts read.
+        own = self._parts.sizes(request, draft=True)
+        wanted = [name for name in export.parts if name in own]
         most = max(MAX_FRAME_BYTES // max(sum(export.parts.values()), 1), 1)
         while export.following < export.end:
             stop = min(export.following + most, export.end)
             blocks: list[StoredBlock] = []
             names: tuple[str, ...] = ()
             for k, block in enumerate(self._scheduler.reuse.stored(request, export.following, stop), export.following):
-                has = self._names(export, block)
+                has = self._names(wanted, block)
                 # A block without the draft's keys is about to be replaced, unless the request is past it.
-                is_final = len(has) == len(export.parts) or not alive or k < request.published
+                is_final = len(has) == len(wanted) or not alive or k < request.published
                 if not is_final or (blocks and (has, block.followed) != (names, blocks[0].followed)):
                     break
                 blocks.append(block)
@@ -469,10 +472,10 @@ class BlockExchange:
         return True
 
     @staticmethod
-    def _names(export: _Export, block: StoredBlock) -> tuple[str, ...]:
+    def _names(wanted: Iterable[str], block: StoredBlock) -> tuple[str, ...]:
         """Return the wanted parts that a stored block has."""
         has = {_DRAFT_PART: block.draft, _STATES_PART: block.states}
-        return tuple(name for name in export.parts if has.get(name.partition(" ")[0] + " ", True))
+        return tuple(name for name in wanted if has.get(name.partition(" ")[0] + " ", True))
 
     def close(self) -> None:
         """Stop listening, and withdraw all wants."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
+from specdecode_worker.contract import DraftState, TaskMatch
 from specdecode_worker.core.messages import Submit, Tokens
+from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import remote_prefill, transfer
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.remote_prefill import BlockExchange
@@ -248,6 +250,37 @@ def test_prefill_worker_of_another_key_or_draft_is_left(monkeypatch: pytest.Monk
         assert two.counters == (1, 1, 0)
         assert texts(two.out) == texts(alone(submits))
         prefill.close()
+
+
+def swap_draft(engine: Engine) -> None:
+    engine.set_draft("", LoadedDraft(engine.loaded_draft().drafter, DraftState(method="eagle3", hash="other")))  # type: ignore[union-attr]
+
+
+def change_draft_of_task(engine: Engine) -> None:
+    drafter = engine.loaded_draft().drafter  # type: ignore[union-attr]
+    engine.set_draft("second", LoadedDraft(drafter, DraftState(method="eagle3", hash="other")))
+    tasks = (TaskMatch(name="other", draft="second"),)
+    engine.set_plan(PLAN.model_copy(update={"version": 2, "tasks": tasks}))
+
+
+@pytest.mark.parametrize("change", [swap_draft, change_draft_of_task])
+def test_draft_that_changes_during_an_export_costs_no_more_than_its_keys(change: Callable[[Engine], None]) -> None:
+    prefill = opened("prefill", budget=32)
+    two = Two(prefill, opened("worker", [f"127.0.0.1:{port(prefill)}"]))
+    exchange, changes = prefill._exchange, [change]
+    assert exchange is not None
+
+    def drive() -> None:
+        prefill.step()
+        if changes and any(export.following for export in exchange._exports.values()):
+            changes.pop()(prefill)
+
+    submits = [submit("a", PROMPTS[2], max_tokens=24)]
+    two.run(submits, drive=drive)
+    assert not changes
+    assert two.counters == (1, 0, (len(PROMPTS[2]) - 1) // 16 * 16)
+    assert texts(two.out) == texts(alone(submits))
+    prefill.close()
 
 
 def test_short_prompt_and_fast_engine_stay_local(two: Two) -> None:
