@@ -394,6 +394,8 @@ class ToolCall(RequestModel):
 # Fields that completion and chat requests share.
 
 MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024
+"""Longest stop string. Text that may be its beginning is held back, and copied with every token."""
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 """Most tokens of logit_bias, and of allowed_token_ids, which become biases."""
@@ -412,7 +414,7 @@ def _user_text(value: Any) -> Any:
 
 
 User = Annotated[str, BeforeValidator(_user_text, json_schema_input_type=Any)]
-StopText = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Stops = Annotated[
     list[StopText],
     Field(max_length=MAX_STOPS),
@@ -453,7 +455,7 @@ class GenerationRequest(RequestBody):
     logit_bias: dict[BiasedToken, Bias] = Field(
         default={}, max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
     )
-    bad_words: list[StopText] = Field(default=[], max_length=MAX_BAD_WORDS)
+    bad_words: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=MAX_BAD_WORDS)
     """Texts that the answer must not contain."""
     allowed_token_ids: list[TokenId] | None = Field(default=None, min_length=1, max_length=MAX_BIASES)
     """The only tokens of the answer, as in vLLM. It ends by itself only if an end token is among them."""

@@ -276,6 +276,40 @@ class Detokenizer:
 # Search for stop strings in streamed text; text that may be the start of a stop string is held back.
 
 
+class _StopMatcher:
+    """Search for one stop string by Knuth, Morris and Pratt: the work grows with the text, whatever the two hold."""
+
+    __slots__ = ("_shorter", "length", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.length = 0
+        """Length of the longest proper prefix of the stop string with which the text ends."""
+        self._shorter = [0]
+        """Length of the longest shorter prefix with which each prefix ends, for those that the text has had so far."""
+
+    def push(self, text: str, *, may_end: bool) -> int:
+        """Add ``text``, and return how many of its characters end with the stop string; 0 if none, or not ``may_end``.
+
+        Do not push more text behind a stop string.
+        """
+        for count, char in enumerate(text, start=1):
+            self.length = self._follow(self.length, char)
+            if self.length > len(self._shorter):
+                self._shorter.append(self._follow(self._shorter[-1], char))
+            if self.length == len(self.stop):
+                if may_end:
+                    return count
+                self.length = self._shorter[-1]
+        return 0
+
+    def _follow(self, length: int, char: str) -> int:
+        """Return the length of the longest prefix with which the one of ``length`` characters and ``char`` end."""
+        while length and self.stop[length] != char:
+            length = self._shorter[length - 1]
+        return length + (self.stop[length] == char)
+
+
 class StopFinder:
     """Filter that ends a stream of text at the first stop string.
 
@@ -283,15 +317,13 @@ class StopFinder:
     ``shows_stop`` the stop string itself is returned too.
     """
 
-    __slots__ = ("_held", "_shows_stop", "_stops", "_too_early", "matched")
+    __slots__ = ("_held", "_matchers", "_shows_stop", "matched")
 
     def __init__(self, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
         assert all(stops), "an empty stop string would end every text at once"
-        self._stops = stops
+        self._matchers = [_StopMatcher(stop) for stop in stops]
         self._shows_stop = shows_stop
         self._held = ""
-        self._too_early = 0
-        """Characters of the held text, from its beginning, at which no stop string may end."""
         self.matched: str | None = None
         """Stop string that ended the text; None before that."""
 
@@ -302,32 +334,22 @@ class StopFinder:
         """
         if self.matched is not None:
             return ""
+        before = len(self._held)
         self._held += text
-        if not may_end:
-            self._too_early = len(self._held)
-        places = ((self._held.find(stop, max(0, self._too_early - len(stop) + 1)), stop) for stop in self._stops)
-        first = min(((at, stop) for at, stop in places if at >= 0), default=None)
+        ends = [(one.push(text, may_end=may_end), one.stop) for one in self._matchers]
+        first = min(((before + end - len(stop), stop) for end, stop in ends if end), default=None)
         if first is not None:
             at, self.matched = first
             return self._release(at + (len(self.matched) if self._shows_stop else 0), drop_rest=True)
-        return self._release(len(self._held) - self._possible_begin())
+        return self._release(len(self._held) - max((one.length for one in self._matchers), default=0))
 
     def flush(self) -> str:
         """Return the text held back. Call it at the end of the stream."""
         return self._release(len(self._held))
 
-    def _possible_begin(self) -> int:
-        """Return the length of the longest suffix of the held text that is a prefix of a stop string."""
-        longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                return length
-        return 0
-
     def _release(self, length: int, *, drop_rest: bool = False) -> str:
         """Remove and return the first ``length`` characters of the held text."""
         shown, self._held = self._held[:length], "" if drop_rest else self._held[length:]
-        self._too_early = max(0, self._too_early - length)
         return shown
 
 

@@ -12,6 +12,7 @@ from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
+    MAX_STOP_CHARACTERS,
     IgnoredFieldLog,
     ignored_header,
     parse,
@@ -105,6 +106,8 @@ PATHS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
     ({"logit_bias": {"five": 1}}, "logit_bias.five"),
     ({"stop": ["a", 5]}, "stop[1]"),
+    ({"stop": ["a", "b" * (MAX_STOP_CHARACTERS + 1)]}, "stop[1]"),
+    ({"stop": "b" * (MAX_STOP_CHARACTERS + 1)}, "stop"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]}, "messages[1].role"),
     ({"temperature": "1", "tool_choice": {"type": "function", "function": {}}}, "temperature"),
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,23 @@ def test_only_a_possible_stop_prefix_is_held_back(text: str, stops: list[str]) -
     if finder.matched is None:
         held = text[len(shown) :]
         assert held == "" or any(stop.startswith(held) for stop in stops)
+
+
+@given(text=letters, stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4))
+def test_the_stop_string_that_begins_first_in_a_piece_ends_the_text(text: str, stops: list[str]) -> None:
+    finder = StopFinder(tuple(stops))
+    shown = finder.push(text)
+    begins = [text.find(stop) for stop in stops if stop in text]
+    assert shown + finder.flush() == (text[: min(begins)] if begins else text)
+
+
+def test_work_grows_with_the_text_alone() -> None:
+    count = 400_000
+    finder = StopFinder((" " * count + "x",))
+    began = time.process_time()
+    assert finder.push(" " * count) == ""
+    assert finder.push("y") == " " * count + "y"
+    assert time.process_time() - began < 1, "every length of the held text was compared"
 
 
 def test_an_empty_stop_string_raises() -> None:
