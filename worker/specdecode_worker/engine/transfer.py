@@ -250,7 +250,7 @@ class Outgoing:
     def __init__(self, want: Want, budget: ByteBudget) -> None:
         self.want = want
         self.gone = False
-        """True once nobody waits for the blocks: the peer has left, or is too slow."""
+        """True once nobody waits for the blocks: the peer has left, or is too slow. It may become so during `offer`."""
         self._budget, self._own = budget, ByteBudget(MAX_IN_FLIGHT_BYTES // 4)  # one slow reader leaves room to others
         self._items: queue.SimpleQueue[tuple[Blocks | AllSent | Refused, int, Callable[[], Sequence[memoryview]]]] = (
             queue.SimpleQueue()
@@ -270,6 +270,8 @@ class Outgoing:
             self._own.release(count)
             return False
         self._items.put((blocks, count, read()))
+        if self.gone:  # `close` may have emptied the queue before
+            self.close()
         return True
 
     def finish(self, message: AllSent | Refused) -> None:

@@ -349,6 +349,19 @@ def test_withdrawn_want_reaches_the_server(server: BlockServer) -> None:
     until(lambda: made.ended)
 
 
+def test_blocks_offered_while_the_peer_leaves_are_dropped() -> None:
+    budget = ByteBudget(SIZE)
+    outgoing = Outgoing(WANT, budget)
+
+    def read() -> Callable[[], list[memoryview]]:
+        outgoing.close()  # as the thread that sends does while the engine copies
+        return list
+
+    assert outgoing.offer(BLOCK, SIZE, read)
+    assert not budget._held
+    assert not outgoing._own._held
+
+
 def test_reader_that_is_slow_is_dropped(server: BlockServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "STALL_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
