@@ -95,6 +95,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two schemas": {"response_format": ANSWER, "n": 2, "logprobs": True, "top_logprobs": 1, "max_tokens": 24},
     "regex": {"structured_outputs": {"regex": "(ab|cd){2,9}!"}, "presence_penalty": 1, "ignore_eos": False},
     "choice": {"prompt": "either", "structured_outputs": {"choice": ["yes, sure", "yes, or no"]}, "ignore_eos": False},
+    "ends of a grammar": {"structured_outputs": {"regex": "a|b{6}"}, "n": 3, "temperature": 2},
     "required tool": {"tools": PLANNED, "tool_choice": "required", "max_tokens": 70, "ignore_eos": False},
     "named tool": {
         "tools": PLANNED, "tool_choice": {"type": "function", "function": {"name": "go"}}, "max_tokens": 70,

@@ -303,8 +303,6 @@ class Request:
             taken.append(token)
             self.emitted += 1
             self.finish = self.finish_rule.finish(token, self.emitted)
-            if self.guide is not None and self.guide.ended:
-                self.finish = "stop"
         self.tokens += taken
         self._drop_blocks()
         return taken

@@ -576,7 +576,7 @@ class GrammarQueue:
             request.guide = guide
             # These are the output of an earlier attempt on another worker.
             guide.advance(request.tokens[len(request.submit.prompt) :])
-            yield request, "the tokens to continue are a complete answer" if guide.ended else guide.error
+            yield request, guide.error
 
     def close(self) -> None:
         """End the thread."""

@@ -101,23 +101,30 @@ class FinishRule:
     """Rule that ends one request at a stop token, or at its largest number of output tokens."""
 
     stops: frozenset[int]
-    """Token ids that end the request."""
+    """Token ids that end the request, once it has ``min_tokens``."""
+    ends: frozenset[int]
+    """Token ids that end it in any case: the model's end tokens in a guided answer, whose grammar is complete there."""
     min_tokens: int
     max_tokens: int
 
     @classmethod
     def of(cls, sampling: Sampling, eos_token_ids: Iterable[int]) -> FinishRule:
         """Return the rule for the sampling parameters of a request and the end tokens of the model."""
-        eos = frozenset() if sampling.ignore_eos else frozenset(eos_token_ids)
-        return cls(frozenset(sampling.stop_token_ids) | eos, sampling.min_tokens, sampling.max_tokens)
+        eos, stops = frozenset(eos_token_ids), frozenset(sampling.stop_token_ids)
+        return cls(
+            stops=stops if sampling.ignore_eos else stops | eos,
+            ends=eos if sampling.grammar else frozenset(),
+            min_tokens=sampling.min_tokens,
+            max_tokens=sampling.max_tokens,
+        )
 
     def may_finish(self, tokens: Sequence[int], emitted: int) -> bool:
         """Return whether one of ``tokens`` may end the request; the last one is output token number ``emitted``."""
-        return emitted >= self.max_tokens or not self.stops.isdisjoint(tokens)
+        return emitted >= self.max_tokens or not (self.stops.isdisjoint(tokens) and self.ends.isdisjoint(tokens))
 
     def finish(self, token: int, emitted: int) -> Literal["stop", "length"] | None:
         """Return the finish reason at ``token``, which is output token number ``emitted`` (from 1); None to go on."""
-        if token in self.stops and emitted >= self.min_tokens:
+        if token in self.ends or (token in self.stops and emitted >= self.min_tokens):
             return "stop"
         return "length" if emitted >= self.max_tokens else None
 

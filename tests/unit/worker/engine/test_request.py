@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from specdecode_worker.core.request import Request
+from specdecode_worker.sampling.params import FinishRule
 from support.worker.small_engine import request, submit
 
 
@@ -39,6 +43,15 @@ def test_eos_can_be_ignored_and_stop_ids_cannot(ignore_eos: bool, finish: str | 
     other = Request.of(submit(ignore_eos=ignore_eos, stop_token_ids=(8,)), (2,), arrived_seconds=0)
     other.append_output([8])
     assert other.finish == "stop"
+
+
+@pytest.mark.parametrize("sampling", [{"ignore_eos": True}, {"min_tokens": 3}])
+def test_an_end_token_ends_a_guided_answer_in_any_case_and_when_it_is_replayed(sampling: dict[str, Any]) -> None:
+    guided, free = submit(grammar="g", **sampling), submit(**sampling)
+    assert FinishRule.of(guided.sampling, (2,)).finish(2, 1) == "stop"
+    assert FinishRule.of(free.sampling, (2,)).finish(2, 1) is None
+    with pytest.raises(ValueError, match="complete answer"):
+        Request.of(replace(guided, emitted=(4, 2)), (2,), arrived_seconds=0)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=8), st.integers(1, 20))
