@@ -22,6 +22,7 @@ from specdecode_worker.contract.internal_stream import (
     Resume,
     Step,
 )
+from specdecode_worker.server import internal_stream
 from specdecode_worker.server.service import Service
 from support.internal_client import CHAT, COMPLETIONS, Journal, all_of, answer_of, frames, opened
 from support.worker import fake_engine
@@ -127,6 +128,21 @@ async def test_errors_say_whether_another_worker_may_answer(
     journal = await Journal(request_).follow(admin)
     assert isinstance(journal.last, Error), journal.last
     assert (journal.last.status, journal.last.retryable) == (status, retryable), journal.last.body
+
+
+async def test_body_that_exceeds_a_frame_is_an_error_of_the_request(
+    admin: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = opened(logprobs=1)
+    most = len((await Journal(request).follow(admin)).end.body)
+    for bound, last in ((most, End), (most - 1, Error)):
+        monkeypatch.setattr(internal_stream, "MAX_BODY_BYTES", bound)
+        journal = await Journal(request).follow(admin)
+        assert isinstance(journal.last, last)
+    assert (journal.last.status, journal.last.retryable) == (400, False)
+    error = json.loads(journal.last.body)["error"]
+    assert error["param"] == "logprobs"
+    assert f"{most - 1} bytes" in error["message"]
 
 
 async def test_undecodable_body_gets_400(admin: httpx.AsyncClient) -> None:

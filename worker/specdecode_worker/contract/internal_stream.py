@@ -28,7 +28,9 @@ CONTENT_TYPE = "application/vnd.specdecode.frames"
 ALIVE_SECONDS = 0.25
 """Interval of ``Alive`` frames."""
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-"""Largest frame. A whole body with log-probabilities can have several MB."""
+"""Largest frame."""
+MAX_BODY_BYTES = MAX_FRAME_BYTES - 1024
+"""Largest body of an ``End``, beside its other fields. One with most of a million log-probabilities exceeds it."""
 _LENGTH_BYTES = 4
 
 Logprobs = tuple[float, int, tuple[int, ...], tuple[float, ...]]

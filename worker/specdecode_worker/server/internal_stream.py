@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from specdecode_worker.contract import internal_stream as contract
 from specdecode_worker.contract.internal_stream import (
     ALIVE_SECONDS,
+    MAX_BODY_BYTES,
     Alive,
     End,
     Error,
@@ -190,6 +191,12 @@ class _StreamRun:
         else:
             choices = [one.choice(reader.pieces) for one, reader in zip(started.generations, readers, strict=True)]
             body = await started.encode_whole(choices)
+            if len(body) > MAX_BODY_BYTES:  # refused here, else the router takes it for a failure of this worker
+                raise BadRequest(
+                    f"the answer has {len(body)} bytes, and may have {MAX_BODY_BYTES} bytes behind a router. Stream it, "
+                    "or ask for fewer tokens, choices or logprobs",
+                    param="logprobs",
+                )
         await self._channel.put(_end_frame(started, body))
 
 
