@@ -147,6 +147,19 @@ async def test_files_with_another_hash_are_refused(admin: httpx.AsyncClient, ser
     assert (await admin.put(Route.draft, json=body | {"expected_hash": known})).status_code == 202
 
 
+@pytest.mark.parametrize(("name", "value"), [("block_port", 0), ("sampler", "mss")])
+async def test_a_draft_that_would_be_refused_at_start_is_refused(
+    admin: httpx.AsyncClient, service: Service, tmp_path: Path, name: str, value: object
+) -> None:
+    engine = service.config.engine.model_copy(update={name: value})
+    service.config = service.config.model_copy(update={"engine": engine})
+    body = {"uri": fake_engine.write_draft(tmp_path, "good"), "placement": "own"}
+    refused = await admin.put(Route.draft, json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (409, "placement")
+    assert "placement own" in refused.json()["error"]["message"]
+    assert (await service.report()).draft.pending is None
+
+
 async def test_a_draft_that_cannot_be_tried_is_refused_with_the_reason(
     admin: httpx.AsyncClient, service: Service
 ) -> None:

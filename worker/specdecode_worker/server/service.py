@@ -429,6 +429,11 @@ class Service:
             Unavailable: The model is loading, or the engine is gone.
         """
         self.check_loaded()
+        try:  # the rules for drafts beside other settings are those at start
+            WorkerConfig.model_validate({**self.config.model_dump(), "draft": draft})
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise Conflict(reason, param="placement") from None
         with _engine_errors(Conflict):
             return await self._draft_swapper.begin(draft, name, expected_hash)
 
