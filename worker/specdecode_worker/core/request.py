@@ -126,7 +126,7 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
 
 # Host state of one request.
 #
-# The device's copy of the request's length (step/device_state.py) can be one step ahead of the host's.
+# The device's copy of the request's length (`core/device_state.py`) can be one step ahead of the host's.
 
 
 @dataclass(slots=True, eq=False)

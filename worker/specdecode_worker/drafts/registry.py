@@ -173,7 +173,7 @@ class DraftRegistry:
         """Take over loaded drafts. ``merges`` is False for a sampler that cannot merge drafts."""
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
         self._unusable = {name: one.state for name, one in drafts.items() if isinstance(one, UnusableDraft)}
-        """Drafters of processes of their own, by name."""
+        """States of the drafts that could not be loaded, by name."""
         self._paged: dict[str, PagedDrafter] = {}
         self._state, self._size = state, hidden_size
         self._tasks = TaskDrafts(DEFAULT_DRAFT, self._drafts.__contains__, self._is_mergeable, merges=merges)

@@ -65,7 +65,7 @@ class SamplingParams:
     blocked: tuple[int, ...] = ()
     prompt_tokens: int = 0
     guided: bool = False
-    """True if the answer follows a grammar, whose masks (masks.py) then include ``min_tokens``."""
+    """True if the answer follows a grammar, whose masks (`guided/guide.py`) then include ``min_tokens``."""
 
     @cached_property
     def greedy(self) -> bool:

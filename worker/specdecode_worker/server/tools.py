@@ -543,17 +543,18 @@ def _refuse(constant: str) -> NoReturn:
 
 
 # Parser of the tool call format of Hermes and Qwen models.
-#
-# The output is text, then any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call> elements. Invalid
-# content between the tags remains text, so no output is lost. A closing tag ends a call whose last brace is missing,
-# and further braces before it are dropped. The tag marks a call without doubt, so a call of a function that was not
-# offered is returned too: the client can reply that there is no such function.
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """Streaming parser of the Hermes format, which the module docstring describes."""
+    """Streaming parser of the Hermes format.
+
+    The output is text, then any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call> elements. Invalid
+    content between the tags remains text, so no output is lost. A closing tag ends a call whose last brace is missing,
+    and further braces before it are dropped. The tag marks a call without doubt, so a call of a function that was not
+    offered is returned too: the client can reply that there is no such function.
+    """
 
     def __init__(self) -> None:
         self._held = ""
@@ -636,17 +637,18 @@ def _undecided(text: str) -> int:
 
 
 # Parser of the JSON tool call format of Llama 3.
-#
-# The whole output is {"name": ..., "parameters": {...}}, or several of these objects separated by ``;``. The format has
-# no marker for calls, and JSON can also be the requested text. So the output is a call only if it names a function that
-# the request offers.
 
 _TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
 
 
 class Llama3JsonParser:
-    """Streaming parser of the Llama 3 JSON format, which the module docstring describes."""
+    """Streaming parser of the Llama 3 JSON format.
+
+    The whole output is {"name": ..., "parameters": {...}}, or several of these objects separated by ``;``. The format
+    has no marker for calls, and JSON can also be the requested text. So the output is a call only if it names a
+    function that the request offers.
+    """
 
     def __init__(self, is_offered: IsOffered) -> None:
         self._is_offered = is_offered
@@ -715,17 +717,18 @@ class Llama3JsonParser:
 
 
 # Parser of the pythonic tool call format of Llama 3.2 and 4.
-#
-# The whole output is a Python list of calls, such as [get_weather(city="Oslo"), now()]. It is parsed once it is
-# complete, because only then a list of calls can be distinguished from text in brackets. Llama 4 may write it between
-# two markers.
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser:
-    """Parser of the pythonic format, which the module docstring describes."""
+    """Parser of the pythonic format.
+
+    The whole output is a Python list of calls, such as [get_weather(city="Oslo"), now()]. It is parsed once it is
+    complete, because only then a list of calls can be distinguished from text in brackets. Llama 4 may write it between
+    two markers.
+    """
 
     def __init__(self, is_offered: IsOffered) -> None:
         self._is_offered = is_offered

@@ -245,7 +245,7 @@ def add_capture_deletions(app: FastAPI, service: Service) -> None:
         return JSONResponse(asdict(counts))
 
 
-# Routes of the admin port, which the operator calls with a token of the scope that admin_access.py asks for.
+# Routes of the admin port, which the operator calls with a token of the scope that `AdminAccessCheck` asks for.
 
 
 def admin_app(service: Service, shutdown: GracefulShutdown, tokens: ReloadedSecrets) -> FastAPI:
