@@ -154,7 +154,7 @@ async def serve(policy: str, urls: list[str]) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     # A second attempt would compute a prompt twice. On a busy machine steps are long, and no worker is at fault.
     patient = RouterSettings(min_silence_seconds=300, max_silence_seconds=600, open_seconds=300)
-    async with running_router(patient, lambda: TOKEN, StaticDiscovery(urls), listener) as state:
+    async with running_router(patient, lambda: (TOKEN,), StaticDiscovery(urls), listener) as state:
         state.placement.policy = policy_of(policy)
         await asyncio.sleep(3)  # the reports of all workers were read
         print(f"serving on http://127.0.0.1:{listener.getsockname()[1]}", flush=True)

@@ -70,9 +70,8 @@ def _parser() -> argparse.ArgumentParser:
                        "percents of --backend by name; read again when it changes")  # fmt: skip
     serve.add_argument("--tls-cert-file", metavar="FILE", help="certificate chain of this port, as PEM")
     serve.add_argument("--tls-key-file", metavar="FILE", help="PEM key of the certificate, without a password")
-    serve.add_argument(
-        "--admin-token-file", metavar="FILE", help="token of the workers' admin ports; read again when it changes"
-    )
+    serve.add_argument("--admin-token-file", metavar="FILE",
+                       help="tokens of the workers' admin ports, one a line; read again when it changes")  # fmt: skip
     serve.add_argument("--ca-file", metavar="FILE", help="PEM certificates that sign those of the workers")
     serve.add_argument("--api-keys-path", metavar="PATH",
                        help="folder of tenants' keys, or file with one a line; read again when it changes")  # fmt: skip

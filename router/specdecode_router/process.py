@@ -53,7 +53,7 @@ async def serve(settings: RouterSettings) -> int:
         CannotStart: A port is taken, or the token or a file of certificates is unusable.
     """
     stop, stop_now = _signals()
-    token = _token(settings)
+    tokens = _tokens(settings)
     listener = bind(settings)
     raise_file_limit(settings.max_connections)
     # Modules and classes stay for ever; without this every full collection walks them and delays all streams.
@@ -61,7 +61,7 @@ async def serve(settings: RouterSettings) -> int:
     gc.freeze()
     async with (
         open_sources(settings) as (discovery, demand),
-        running_router(settings, token, discovery, listener, demand) as state,
+        running_router(settings, tokens, discovery, listener, demand) as state,
     ):
         await stop.wait()
         log.info("leaving: %d requests are running", state.lifecycle.running)
@@ -71,7 +71,7 @@ async def serve(settings: RouterSettings) -> int:
 @contextlib.asynccontextmanager
 async def running_router(
     settings: RouterSettings,
-    token: Callable[[], str],
+    tokens: Callable[[], Sequence[str]],
     discovery: Discovery,
     listener: socket.socket,
     demand: DemandWriter | None = None,
@@ -80,7 +80,7 @@ async def running_router(
 
     Args:
         settings: Settings of the router.
-        token: Returns the admin token.
+        tokens: Returns the admin tokens, the current one first.
         discovery: Source of workers.
         listener: Socket of the port.
         demand: Writer of held requests; None without an operator.
@@ -93,9 +93,9 @@ async def running_router(
     backend_tokens = {
         one.name: TokenFile(one.token_file, required=False) for one in settings.backends if one.token_file
     }
-    tokens: dict[str, Callable[[], str]] = {}
+    own_tokens: dict[str, Callable[[], Sequence[str]]] = {}
     client = WorkerClient(
-        lambda url: tokens.get(url, token)(), connect_seconds=settings.connect_seconds, ca_file=settings.ca_file
+        lambda url: own_tokens.get(url, tokens)(), connect_seconds=settings.connect_seconds, ca_file=settings.ca_file
     )
     certificate = read_certificate(settings)
     live = LiveSettings(settings)
@@ -107,16 +107,16 @@ async def running_router(
     registry.on_leave = state.placement.prefixes.remove_worker
 
     def update(endpoints: Sequence[Endpoint]) -> None:
-        """Take the workers, and the token of each deployment that has one of its own."""
-        tokens.clear()
-        tokens.update((one.admin_url, own) for one in endpoints if (own := backend_tokens.get(one.deployment)))
+        """Take the workers, and the tokens of each deployment that has some of its own."""
+        own_tokens.clear()
+        own_tokens.update((one.admin_url, own) for one in endpoints if (own := backend_tokens.get(one.deployment)))
         registry.update(endpoints)
 
     loops = [
         discovery.run(update),
         LoadPoller(registry, client, settings.load_seconds, router, lambda: state.admission.waiting > 0).run(),
         state.relay.monitor.run(),
-        _refresh((token, certificate, *backend_tokens.values(), state.tenants, live), lambda: _apply(live, state)),
+        _refresh((tokens, certificate, *backend_tokens.values(), state.tenants, live), lambda: _apply(live, state)),
     ]
     if demand is not None:
         loops += [demand.run(), _report_held(state.admission, registry, demand)]
@@ -192,13 +192,13 @@ def _signals() -> tuple[asyncio.Event, asyncio.Event]:
     return first, further
 
 
-def _token(settings: RouterSettings) -> Callable[[], str]:
+def _tokens(settings: RouterSettings) -> Callable[[], Sequence[str]]:
     if settings.admin_token_file is not None:
         return TokenFile(settings.admin_token_file)
     fixed = os.environ.get(Env.admin_token, "").strip()
     if not fixed:
         raise CannotStart(f"set ${Env.admin_token} or --admin-token-file to a token of the scope router")
-    return lambda: fixed
+    return lambda: (fixed,)
 
 
 async def _refresh(sources: Iterable[object], on_refresh: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ class BackendSettings(BaseModel):
     workers: tuple[str, ...] = ()
     """Base URLs of its workers' admin ports, instead of ``service``."""
     token_file: str | None = None
-    """File with a token of the scope router for its workers. None: they have the token of the others."""
+    """File with tokens of the scope router for its workers. None: they have those of the others."""
 
     @model_validator(mode="before")
     @classmethod
@@ -68,7 +68,7 @@ class RouterSettings(BaseModel):
     tls_cert_file: str | None = None
     tls_key_file: str | None = None
     admin_token_file: str | None = None
-    """File with a token of the scope router; read again when it changes."""
+    """File with tokens of the scope router, one a line and the current one first; read again when it changes."""
     ca_file: str | None = None
     """Certificates that sign those of the workers, as PEM; None for the system's."""
 

@@ -131,7 +131,7 @@ async def harness(*scripts: Script, cooldown_seconds: float = 0.2) -> AsyncItera
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
         registry = WorkerRegistry(time.monotonic, cooldown_seconds)
         registry.update([Endpoint(f"w{index}", worker.url) for index, worker in enumerate(workers)])
-        client = WorkerClient(lambda url: TOKEN, connect_seconds=0.5)
+        client = WorkerClient(lambda url: (TOKEN,), connect_seconds=0.5)
         stack.push_async_callback(client.close)
         monitor = SilenceMonitor(time.monotonic)
         context = RelayContext(registry, client, monitor, LIMITS, RouterMetrics(), time.monotonic)

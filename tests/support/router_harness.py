@@ -72,7 +72,7 @@ async def _router(
         values = {"max_silence_seconds": 2, "no_worker_seconds": 1, "load_seconds": 0.5, **settings}
         discovery = StaticDiscovery([worker.url for worker in workers])
         checked = RouterSettings.model_validate(values)
-        made = running_router(checked, lambda: TOKEN, discovery, listener, demand)
+        made = running_router(checked, lambda: (TOKEN,), discovery, listener, demand)
         state = await stack.enter_async_context(made)
         client = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
         router = RouterUnderTest(state, workers, client, port)

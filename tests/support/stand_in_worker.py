@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from specdecode_worker.contract.internal_stream import (
     ALIVE_SECONDS,
@@ -113,6 +114,8 @@ class StandInWorker:
     voice: asyncio.Event = field(default_factory=asyncio.Event)
     """Set it to let silent streams go on."""
     url: str = ""
+    token: str = TOKEN
+    """The only token that it accepts."""
     public: dict[str, web.Response] = field(default_factory=dict)
 
     @property
@@ -121,11 +124,17 @@ class StandInWorker:
         return self.clients.total()
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=2**30)
+        app = web.Application(client_max_size=2**30, middlewares=[self._check_token])
         app.router.add_post(INTERNAL_STREAMS, self._stream)
         app.router.add_get(WORKER_LOAD, self._load)
         app.router.add_route("*", "/internal/v1/public/{path:.*}", self._public)
         return app
+
+    @web.middleware
+    async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
+            return web.Response(status=401)
+        return await handler(request)
 
     async def _load(self, request: web.Request) -> web.Response:
         self.routers.add(request.headers[ROUTER_HEADER])
@@ -145,8 +154,6 @@ class StandInWorker:
         return web.json_response(seen)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return web.Response(status=401)
         asked = decode_request(await request.read())
         self.requests.append(asked)
         self.traceparents.append(request.headers.get("traceparent", ""))

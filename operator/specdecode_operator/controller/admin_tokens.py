@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from specdecode_operator import manifests
-from specdecode_operator.errors import ClusterError, Conflict
+from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import SECRETS
 from specdecode_operator.types import Deployment, Key
@@ -94,20 +94,20 @@ class AdminTokens:
         return self._keys.tokens(key, "operator")
 
     async def ensure(self, deployment: Deployment, *, suspicious: bool, mounted: bool = False) -> None:
-        """Create the Secret of a deployment if it may be missing.
+        """Create the Secret of a deployment if it may be missing: once after each start, then on suspicion.
+
+        A rotation of the key deletes the Secret while all pods run. Only a create finds out: the Secret cannot be read.
 
         Args:
             deployment: The deployment.
             suspicious: True if a pod does not start, for which a missing Secret may be the reason.
-            mounted: True if pods run that have mounted the Secret, so that it need not be created.
+            mounted: True if pods run that have mounted the Secret. Then a refusal, as of a full quota, is no problem.
 
         Raises:
             ClusterError: The API server refused the Secret.
         """
         last = self._ensured.get(deployment.uid)
         suspicious = suspicious or deployment.uid in self._suspected
-        if last is None and mounted and not suspicious:
-            return
         if last is not None and (not suspicious or self._clock() - last < ENSURE_SECONDS):
             return
         tokens = {str(scope): self._keys.tokens(deployment.key, scope) for scope in manifests.TokenScope}
@@ -116,6 +116,9 @@ class AdminTokens:
             log.info("%s/%s: created the Secret of its admin tokens", *deployment.key)
         except Conflict:
             pass  # The Secret exists. If another client made it, workers answer 401 and their reports are missing.
+        except Refused:
+            if suspicious or not mounted:
+                raise
         self._ensured[deployment.uid] = self._clock()
         self._suspected.discard(deployment.uid)
 

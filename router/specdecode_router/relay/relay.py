@@ -77,6 +77,8 @@ class Relay:
         self._blocks_at = ""
         """Where the worker that moved the request keeps its cache blocks; for the next attempt."""
         self._deadline = deadline
+        self._stranded_since: float | None = None
+        """Time since which no worker takes the request; None while one has it."""
         self._log = ContinuationLog(context.metrics, self._clock())
 
     async def run(self) -> None:
@@ -144,28 +146,30 @@ class Relay:
     async def _wait_for_worker(self) -> Endpoint:
         """Return the worker of the next attempt.
 
-        While no worker accepts requests at all, the request waits as long as one that is held in the queue.
+        While no worker accepts requests at all, the request waits as long as one that is held in the queue. A stream
+        that has begun also waits for a place at a full worker: its client cannot try again.
 
         Raises:
-            RefusedByWorker: Every worker has refused the request.
+            RefusedByWorker: The request has not begun, and the last worker that was asked has refused it.
             ApiError: No worker can serve the request in time.
         """
         if (chosen := self._choose()) is not None:
             return chosen
         workers, limits = self._context.workers, self._context.limits
-        began = last_empty = self._clock()
+        last_empty = self._clock()
+        began = self._stranded_since = self._stranded_since or last_empty
+        continues = self._journal is not None or self._request.delivered is not None
         with workers.stranded_request():
             while True:
                 now = self._clock()
                 self._check_deadline(now)
                 if (chosen := self._choose()) is not None:
                     return chosen
-                if (refusal := self._history.final_refusal()) is not None:
+                if not continues and (refusal := self._history.final_refusal()) is not None:
                     raise RefusedByWorker(refusal)
                 if not workers.capacity:
                     last_empty = now
                 if now >= min(last_empty + limits.no_worker_seconds, began + limits.hold_seconds):
-                    continues = self._journal is not None or self._request.delivered is not None
                     raise self._history.no_worker(continues=continues)
                 await workers.wait_for_change(_RETRY_SECONDS)
 
@@ -242,6 +246,7 @@ class Relay:
             await self._client.open(opened)
         elif attempt.resumed and opened.compatibility_key != self._journal.open.compatibility_key:
             self._reject(attempt, opened)
+        self._stranded_since = None
 
     def _reject(self, attempt: Attempt, opened: Open) -> NoReturn:
         """Leave a worker out that would give the request another text."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 from aiohttp import AddrInfoType
@@ -27,18 +28,20 @@ _KEEP_ALIVE_SECONDS = 15
 class WorkerClient:
     """HTTP client for all workers. Close it with ``close``."""
 
-    def __init__(self, token: Callable[[str], str], *, connect_seconds: float, ca_file: str | None = None) -> None:
+    def __init__(
+        self, tokens: Callable[[str], Sequence[str]], *, connect_seconds: float, ca_file: str | None = None
+    ) -> None:
         """Open the client on the running event loop.
 
         Args:
-            token: Returns the current admin token of the worker with a base URL.
+            tokens: Returns the admin tokens of the worker with a base URL, the current one first.
             connect_seconds: Time for a connection.
             ca_file: Certificates that sign those of the workers.
 
         Raises:
             CannotStart: The file with certificates is unusable.
         """
-        self._token = token
+        self._tokens = tokens
         # The handshake of TLS is part of the time for a connection.
         timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect_seconds)
         connector = aiohttp.TCPConnector(
@@ -69,39 +72,48 @@ class WorkerClient:
             headers: Further headers.
             on_sent: Called when the headers of the request are sent; its body follows at once.
         """
-        return await self._session.post(
-            URL(admin_url + INTERNAL_STREAMS, encoded=True),
-            data=body,
-            headers={**self._headers(admin_url), "Content-Type": "application/msgpack", **(headers or {})},
-            trace_request_ctx=on_sent,
-        )
+        headers = {"Content-Type": "application/msgpack", **(headers or {})}
+        return await self._request("POST", admin_url, INTERNAL_STREAMS, headers, data=body, trace_request_ctx=on_sent)
 
     async def forward(
         self, admin_url: str, method: str, path: str, body: bytes, headers: Mapping[str, str], seconds: float
     ) -> aiohttp.ClientResponse:
         """Send a public request to a worker. ``path`` is encoded and has the query."""
-        return await self._session.request(
-            method,
-            URL(admin_url + PUBLIC_PREFIX + path, encoded=True),
-            data=body or None,
-            headers={**headers, **self._headers(admin_url)},
-            timeout=aiohttp.ClientTimeout(total=seconds),
-            allow_redirects=False,
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        path = PUBLIC_PREFIX + path
+        return await self._request(
+            method, admin_url, path, headers, data=body or None, timeout=timeout, allow_redirects=False
         )
 
     async def get(self, admin_url: str, path: str, seconds: float, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Return status and body of a GET."""
         timeout = aiohttp.ClientTimeout(total=seconds)
-        url = URL(admin_url + path, encoded=True)
-        async with self._session.get(url, headers={**headers, **self._headers(admin_url)}, timeout=timeout) as response:
+        async with await self._request("GET", admin_url, path, headers, timeout=timeout) as response:
             return response.status, await response.read()
 
     async def close(self) -> None:
         """Close all connections."""
         await self._session.close()
 
-    def _headers(self, admin_url: str) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self._token(admin_url)}"}
+    async def _request(
+        self, method: str, admin_url: str, path: str, headers: Mapping[str, str], **fields: Any
+    ) -> aiohttp.ClientResponse:
+        """Send a request with the first token, and with the next one after a 401.
+
+        While the tokens are replaced, a worker may have read its files earlier or later than this router.
+        """
+        url = URL(admin_url + path, encoded=True)
+        *first, last = self._tokens(admin_url)
+        for token in first:
+            response = await self._session.request(method, url, headers={**headers, **_bearer(token)}, **fields)
+            if response.status != 401:
+                return response
+            response.release()
+        return await self._session.request(method, url, headers={**headers, **_bearer(last)}, **fields)
+
+
+def _bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
 
 
 def _sent_trace() -> aiohttp.TraceConfig:
@@ -138,38 +150,38 @@ def _tls(ca_file: str | None) -> ssl.SSLContext | bool:
 
 
 class TokenFile:
-    """Admin token of a file that is read again when it changes."""
+    """Admin tokens of a file, one a line and the current one first. The file is read again when it changes."""
 
     def __init__(self, path: str, *, required: bool = True) -> None:
         """Read the file.
 
         Args:
             path: Path of the file.
-            required: False for a file that may appear later. Until then the token is empty.
+            required: False for a file that may appear later. Until then the only token is empty.
 
         Raises:
             CannotStart: A required file has no token.
         """
         self._path, self._required = Path(path), required
         self._version: tuple[int, int, int] | None = None
-        self._token = ""
+        self._tokens = [""]
         try:
             self.refresh()
         except OSError as error:
             raise CannotStart(f"admin token file {path}: {error.strerror or error}") from None
-        if required and not self._token:
+        if required and not any(self._tokens):
             raise CannotStart(f"admin token file {path}: it is empty")
 
-    def __call__(self) -> str:
-        """Return the token."""
-        return self._token
+    def __call__(self) -> Sequence[str]:
+        """Return the tokens, at least one."""
+        return self._tokens
 
     def refresh(self) -> None:
-        """Read the file if it changed. Raises OSError; the last token stays in use."""
+        """Read the file if it changed. Raises OSError; the last tokens stay in use."""
         if not self._required and not self._path.exists():
             return
         stat = self._path.stat()
         version = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
         if version != self._version:
-            self._token = self._path.read_text().strip() or self._token
+            self._tokens = self._path.read_text().split() or self._tokens
             self._version = version

@@ -77,14 +77,25 @@ async def test_a_secret_is_created_once_and_again_only_on_suspicion() -> None:
     assert api.created[0] == api.created[2], "the same tokens are written again"
 
 
-async def test_a_secret_that_running_pods_have_mounted_is_not_created_after_a_restart() -> None:
+async def test_a_rotation_writes_the_secret_at_each_restart_although_all_pods_run() -> None:
+    api, deployment = Secrets(), deployment_with()
+    for keys in (TokenKeys(b"new", b"old"), TokenKeys(b"new")):
+        tokens = AdminTokens(cast("KubeClient", api), keys, Clock())
+        for _ in range(2):
+            await tokens.ensure(deployment, suspicious=False, mounted=True)
+    new, old = (derive_token(key, deployment.key, "router") for key in (b"new", b"old"))
+    assert [manifest["stringData"]["router"].split() for manifest in api.created] == [[new, old], [new]]
+
+
+async def test_a_full_quota_is_no_problem_while_pods_have_mounted_the_secret() -> None:
+    """The API server checks the quota first, and only then that the Secret exists."""
     api, clock, deployment = Secrets(), Clock(), deployment_with()
     tokens = AdminTokens(cast("KubeClient", api), TokenKeys(b"key"), clock)
+    api.error = Refused("exceeded quota")
     await tokens.ensure(deployment, suspicious=False, mounted=True)
-    assert not api.created
-    tokens.suspect(deployment.uid)
-    await tokens.ensure(deployment, suspicious=False, mounted=True)
-    assert len(api.created) == 1, "a worker accepts none of the tokens"
+    clock.now = 11
+    with pytest.raises(Refused, match="quota"):
+        await tokens.ensure(deployment, suspicious=True)
 
 
 async def test_a_refused_secret_is_reported_and_tried_again() -> None:

@@ -31,7 +31,7 @@ async def two_deployments(old: Script, new: Script, percent: int, token_file: Pa
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         discovery, demand = await stack.enter_async_context(open_sources(settings))
-        state = await stack.enter_async_context(running_router(settings, lambda: TOKEN, discovery, listener, demand))
+        state = await stack.enter_async_context(running_router(settings, lambda: (TOKEN,), discovery, listener, demand))
         client = await stack.enter_async_context(aiohttp.ClientSession(f"http://127.0.0.1:{port}"))
         router = RouterUnderTest(state, workers, client, port)
         yield router
@@ -83,3 +83,18 @@ async def test_without_a_token_for_the_trial_the_own_deployment_serves(tmp_path:
         assert status == 200
         assert len(router.workers[0].requests) == 1
         assert not router.workers[1].requests
+
+
+async def test_a_worker_may_know_either_token_of_a_file(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(f"next\n{TOKEN}\n")
+    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 100, token) as router:
+        await router.wait_for_reports()
+        trial = router.workers[1]
+        for accepted in (TOKEN, "next"):
+            trial.token = accepted
+            before = len(trial.requests)
+            status, _, _ = await router.post(CHAT, data=turn(1))
+            assert (status, len(trial.requests)) == (200, before + 1), "the worker was asked, and answered"
+            assert (await router.get("/v1/models"))[0] == 200
+            assert router.state.relay.workers.counts() == {"ready": 2, "suspect": 0, "terminating": 0}

@@ -8,11 +8,13 @@ import time
 import pytest
 
 from specdecode_router.errors import ApiError
+from specdecode_router.relay import attempt_history
 from support.relay_harness import LIMITS, chat, harness, wait_until
 from support.router_harness import router_over
-from support.stand_in_worker import Script, text_of
+from support.stand_in_worker import Script, error_frame, text_of
 
 BODY = chat()
+FULL = error_frame(429, "rate_limit_exceeded", retryable=True)
 
 
 class RecordedDemand:
@@ -65,6 +67,26 @@ async def test_request_that_leaves_its_only_worker_out_is_no_demand() -> None:
         assert over.registry.demand == (0, 0.0), "the worker may answer again"
         with pytest.raises(ApiError):
             await task
+
+
+async def test_a_stream_waits_for_a_place_at_a_full_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_history, "_EXCLUDE_SECONDS", 0.1)
+    async with harness(Script(move_at=9), Script(refuse=FULL)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: len(over.workers[1].requests) == 3)
+        over.scripts[1].refuse = None
+        assert (await task).text() == text_of(BODY, 20)
+
+
+async def test_the_wait_for_a_place_ends_although_full_workers_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_history, "_EXCLUDE_SECONDS", 0.1)
+    async with harness(Script(move_at=9), Script(refuse=FULL)) as over:
+        over.context.limits = LIMITS.model_copy(update={"hold_seconds": 0.6})
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY, seconds=3)
+        assert (failed.value.status, failed.value.code) == (503, "no_worker")
+        assert over.client.text() == text_of(BODY, 9)
+        assert len(over.workers[1].requests) > 1
 
 
 async def test_time_of_each_stage_is_observed() -> None:

@@ -21,7 +21,7 @@ async def test_loads_of_live_workers_do_not_wait_for_dead_ones() -> None:
     async with running(StandInWorker(Script(max_num_seqs=7, key="key-7"))) as worker:
         registry = WorkerRegistry(time.monotonic)
         registry.update([Endpoint("silent", f"http://127.0.0.1:{port}"), Endpoint("live", worker.url)])
-        client = WorkerClient(lambda url: TOKEN, connect_seconds=1)
+        client = WorkerClient(lambda url: (TOKEN,), connect_seconds=1)
         task = asyncio.create_task(LoadPoller(registry, client, 0.2, "r1", lambda: False).run())
         async with asyncio.timeout(5):
             while not registry.views()[-1].max_num_seqs or registry.counts()["suspect"] < 1:
