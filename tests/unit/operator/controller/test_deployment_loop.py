@@ -94,6 +94,21 @@ async def test_a_paused_deployment_is_shown_and_not_changed() -> None:
     assert bench.calls.pushed == []
 
 
+async def test_what_was_decided_during_a_pause_is_saved_at_its_end() -> None:
+    bench = Bench()
+    await bench.step()
+    for spec, saved in (({"paused": True, "workers": {"image": "worker:2"}}, 1), ({"paused": False}, 2), ({}, 2)):
+        bench.cluster.edit(**spec)
+        await bench.step()
+        await bench.step()
+        assert bench.cluster.writes.count("ConfigMap/demo-state") == saved
+    assert bench.loop._session is not None
+    again = bench.restart()
+    await again.step()
+    assert again.loop._session is not None
+    assert again.loop._session.learned.template == bench.loop._session.learned.template
+
+
 async def test_a_reading_is_counted_once_however_often_a_step_is_made() -> None:
     bench, worker = Bench(pods=(POD,)), SimulatedWorker(Truth())
     for round_ in range(1, 4):
