@@ -53,7 +53,8 @@ PROBLEM_SECONDS = 2.0
 GAP_SECONDS = 0.2
 """Least time from the end of a step to the next one, however many events come."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 60.0
-"""Pauses after a failed step; they double from failure to failure."""
+"""Longest pauses after a failed step; they double from failure to failure. The next round of reports ends one that is
+longer than FIRST_RETRY_SECONDS, and a change by a user any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +127,11 @@ class DeploymentLoop:
                     failures += 1
                     pause = back_off(failures, first=FIRST_RETRY_SECONDS, most=LAST_RETRY_SECONDS)
                     metrics.RECONCILES.labels("error").inc()
-                    log.warning("%s/%s: again in %.0f s after %s: %s", *self.key, pause, type(error).__name__, error)
+                    log.warning(
+                        "%s/%s: again within %.0f s after %s: %s", *self.key, pause, type(error).__name__, error
+                    )
                     await _wait(self._changed, FIRST_RETRY_SECONDS)
+                    pause -= FIRST_RETRY_SECONDS
                 await _wait(self._changed, GAP_SECONDS)
                 await _wait(self._woken, pause)
         finally:
