@@ -1,4 +1,4 @@
-"""Prometheus metrics of the operator. docs/metrics.md lists them; a test compares."""
+"""Prometheus metrics of the operator. docs/reference/metrics.md lists them; a test compares."""
 
 from __future__ import annotations
 

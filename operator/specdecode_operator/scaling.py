@@ -305,7 +305,8 @@ def take_over(
     """Return ``state`` with the replicas that the next decision starts from.
 
     The running number stays until the owner changes it. With an external owner, or without ``spec.scaling``, that is
-    a change of spec.replicas: a value that was written before the operator scaled is not followed.
+    a change of spec.replicas: a value that was written before the operator scaled is not followed. A deployment that
+    the operator leaves at rest follows it at once, because nobody else would wake the workers.
 
     Args:
         state: State after the previous decision; its defaults if there was none or it was lost.
@@ -316,7 +317,7 @@ def take_over(
     """
     if state.replicas is None or state.spec_replicas is None:
         replicas = _without_state(state, spec_replicas, running, is_owner=is_owner, is_spec_observed=is_spec_observed)
-    elif not is_owner and spec_replicas != state.spec_replicas:
+    elif not is_owner and (spec_replicas != state.spec_replicas or (state.owned and state.replicas == 0)):
         replicas = spec_replicas
     else:
         replicas = state.replicas

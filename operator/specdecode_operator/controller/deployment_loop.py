@@ -53,7 +53,8 @@ PROBLEM_SECONDS = 2.0
 GAP_SECONDS = 0.2
 """Least time from the end of a step to the next one, however many events come."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 60.0
-"""Pauses after a failed step; they double from failure to failure."""
+"""Longest pauses after a failed step; they double from failure to failure. The next round of reports ends one that is
+longer than FIRST_RETRY_SECONDS, and a change by a user any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,8 @@ class DeploymentLoop:
         """The session holds a decision that could not be saved."""
         self._unwritten: list[DraftWrite] = []
         """Drafts as that decision has them."""
+        self._is_urgent = False
+        """The session holds a decision that was made during a pause, or could not be saved: the next step saves it."""
         self._verified_at = shared.clock()
         self._woken = asyncio.Event()
         self._changed = asyncio.Event()
@@ -124,8 +127,11 @@ class DeploymentLoop:
                     failures += 1
                     pause = back_off(failures, first=FIRST_RETRY_SECONDS, most=LAST_RETRY_SECONDS)
                     metrics.RECONCILES.labels("error").inc()
-                    log.warning("%s/%s: again in %.0f s after %s: %s", *self.key, pause, type(error).__name__, error)
+                    log.warning(
+                        "%s/%s: again within %.0f s after %s: %s", *self.key, pause, type(error).__name__, error
+                    )
                     await _wait(self._changed, FIRST_RETRY_SECONDS)
+                    pause -= FIRST_RETRY_SECONDS
                 await _wait(self._changed, GAP_SECONDS)
                 await _wait(self._woken, pause)
         finally:
@@ -242,6 +248,7 @@ class DeploymentLoop:
         observed = replace(observed, session=self._session)
         if deployment.spec.paused:
             self._plans, outcome = {}, Outcome()
+            self._is_urgent |= decision.urgent
         else:
             outcome = await self._apply(deployment, observed, decision, now)
         await self._show(resource, deployment, observed, decision, outcome)
@@ -256,13 +263,14 @@ class DeploymentLoop:
     async def _apply(self, deployment: Deployment, observed: Observation, decision: Decision, now: float) -> Outcome:
         """Save the state of the decision, apply the children in order, and evict pods."""
         shared, session = self._shared, observed.session
-        urgent = decision.urgent or self._is_unsaved
+        urgent = decision.urgent or self._is_urgent
         drafts = shared.caches.drafts(self.key)
         writes = draft_writes(deployment, session.drafts, drafts, now=now)
         unsaved = await shared.store.save_drafts(deployment, writes, surplus(drafts))
         if unsaved is None:
             unsaved = await shared.store.save(deployment, session, urgent=urgent, learnt=decision.learnt, now=now)
-        self._is_unsaved, self._unwritten = unsaved is not None, [] if unsaved is None else writes
+        self._is_unsaved = self._is_urgent = unsaved is not None
+        self._unwritten = [] if unsaved is None else writes
         problems = [problem for problem in (unsaved, await self._ensure_tokens(deployment, observed)) if problem]
         # A pod that starts reads the assignment of its draft from the plan's ConfigMap, so this is written first.
         is_assignable = unsaved is None or not session.drafts.is_used

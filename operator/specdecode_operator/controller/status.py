@@ -602,7 +602,10 @@ def at_zero(deployment: Deployment) -> str:
     scaling = deployment.spec.scaling
     if scaling is None or scaling.owner == "External" or scaling.min_replicas:
         return "spec.replicas is 0"
-    return f"no request came for {scaling.idle_seconds} s; routers hold the next one while a worker starts"
+    idle = f"no request came for {scaling.idle_seconds} s"
+    if deployment.spec.paused or deployment.spec.speculation.mode == "Advisory":
+        return f"{idle}; no worker is started {'while paused' if deployment.spec.paused else 'in mode Advisory'}"
+    return f"{idle}; routers hold the next one while a worker starts"
 
 
 def available(workload: Workload | None, wanted: int, trouble: str | None, *, at_zero: str) -> ConditionState:

@@ -44,7 +44,7 @@ def log_mean(logs: Sequence[float]) -> float:
 #
 # The difference of a pair is symmetric around the candidate's gain, because the order is random and both blocks share
 # worker, rows and time. No variance is estimated and no spread between pods enters. Two e-processes are watched: one
-# against "gain <= minGain" (promote), one against "gain >= 0" (roll back); see `evidence` for their guarantee. A task
+# against "gain <= minGain" (promote), one against "gain >= 0" (roll back); their guarantee is above. A task
 # can veto: a candidate is promoted only when each task is shown not to lose more than a bound.
 
 
@@ -84,7 +84,7 @@ class CrossoverTuning:
     min_gain: float = 0.02
     """Gain in speed that a promotion must exceed (spec: minGainPercent)."""
     max_pairs: int = 120
-    """Pairs after which the test ends undecided (spec: maxPairs)."""
+    """Pairs after which the test ends undecided."""
     evidence: float = 40.0
     """e-value that decides: an error of at most 1 in 40 on each side."""
     max_task_loss: float = 0.10

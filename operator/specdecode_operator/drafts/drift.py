@@ -255,7 +255,7 @@ def worth_of_run(
         losses: Tasks with a shown loss. Shares and losses are clamped to 0..1.
         recovery: Share of the loss that the last runs recovered, or FIRST_RECOVERY.
         decode_seconds_per_day: Device seconds of decoding a day, all workers together.
-        payback_days: Days within which the run must pay (spec: payback).
+        payback_days: Days within which the run must pay.
         run_seconds: Device seconds of the last run, or of its limit before the first.
     """
     lost = sum(_clamped(task.share) * _clamped(task.loss) for task in losses)
@@ -275,7 +275,7 @@ def _hours(seconds: float) -> str:
 
 # Detection of stale drafts: a sequential detector of rising cost per token, task by task.
 #
-# A batch of requests gives one number, the log cost of a token: steps per token of a chain of three (`chain_cost`: from
+# A batch of requests gives one number, the log cost of a token: steps per token of a chain of three (`log_cost`: from
 # the main-path counters, so that it does not move with the planned depth) times the known cost of a step. A step counts
 # as long as in the baseline, so its cost cancels out: a higher load or a slower node is no stale draft. The detector
 # watches how far the cost exceeds the baseline of that half hour.
@@ -283,7 +283,7 @@ def _hours(seconds: float) -> str:
 # It is a Shiryaev-Roberts e-detector: M_n = sum over j of the product of e-values from batch j to n, which is updated
 # as M_n = (M_(n-1) + 1) x e_n, and raises an alarm at M_n >= A. As long as the loss does not exceed the accepted one,
 # M_n - n is a supermartingale, so that A batches pass on average before a false alarm. A is the number of batches in a
-# month. `evidence` has the e-values; they assume symmetric noise around the baseline, not its size.
+# month. `crossover` has the e-values; they assume symmetric noise around the baseline, not its size.
 #
 # References:
 #     Shin, Ramdas and Rinaldo, "E-detectors: a nonparametric framework for sequential change detection", 2022 (arXiv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import KIND, NAME_LABEL
-from specdecode_operator.errors import ClusterError, Refused
+from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.kinds import APPLIED, FIELD_MANAGER, Child, Kind
+from specdecode_operator.kube.kinds import APPLIED, FIELD_MANAGER, HAND_OVER_MANAGER, WORKLOADS, Child, Kind
 from specdecode_operator.times import back_off
 from specdecode_operator.types import ChildProblem, Key, Manifest
 
@@ -326,7 +327,28 @@ class ChildApplier:
             return await self._client.apply(manifest, force=False)
         if is_orphan(current):
             log.info("%s %s/%s has no controller any more and is adopted", *current.child)
+        if current.kind == WORKLOADS.kind and "replicas" not in manifest["spec"]:
+            await self._hand_over_replicas(current)
         return await self._client.apply(manifest, force=True, uid=current.uid)
+
+    async def _hand_over_replicas(self, current: ChildRecord) -> None:
+        """Keep the number of replicas of a Deployment whose manifest leaves it to an autoscaler.
+
+        The API server resets a field that its only owner drops, here to one replica. Another name owns the number
+        therefore, until the autoscaler changes it. A Conflict says that the autoscaler has done so. A Deployment
+        without replicas is left to be reset, because autoscalers pass over it.
+        """
+        resource = await self._client.get(WORKLOADS, current.namespace, current.name)
+        if resource is None or not resource["spec"]["replicas"]:
+            return
+        manifest = {
+            "apiVersion": WORKLOADS.api_version,
+            "kind": WORKLOADS.kind,
+            "metadata": {"namespace": current.namespace, "name": current.name},
+            "spec": {"replicas": resource["spec"]["replicas"]},
+        }
+        with contextlib.suppress(Conflict):
+            await self._client.apply(manifest, force=False, uid=current.uid, manager=HAND_OVER_MANAGER)
 
     async def _read(self, child: Child) -> ChildRecord | None:
         """Read the metadata of an object that the informer does not have."""

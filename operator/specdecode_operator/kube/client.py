@@ -323,13 +323,16 @@ class KubeClient:
         path = kind.path(manifest["metadata"]["namespace"], manifest["metadata"]["name"], subresource)
         return await self._request("put", path, guarded=guarded, body=dict(manifest), field_manager=FIELD_MANAGER)
 
-    async def apply(self, manifest: Mapping[str, Any], *, force: bool, uid: str | None = None) -> dict[str, Any]:
+    async def apply(
+        self, manifest: Mapping[str, Any], *, force: bool, uid: str | None = None, manager: str = FIELD_MANAGER
+    ) -> dict[str, Any]:
         """Apply a manifest on the server and return the object.
 
         Args:
             manifest: Fields that the operator wants to own. Owned fields that it lacks are removed from the object.
             force: Take fields over that other clients own.
             uid: Uid of the object that is meant.
+            manager: Name under which the fields are owned.
 
         Raises:
             Conflict: The object has another uid or is gone, or another client owns a field and force is False.
@@ -337,7 +340,7 @@ class KubeClient:
         metadata = {**manifest["metadata"], **({"uid": uid} if uid else {})}
         path = APPLIED[manifest["kind"]].path(metadata["namespace"], metadata["name"])
         try:
-            return await self._apply(path, {**manifest, "metadata": metadata}, force=force)
+            return await self._apply(path, {**manifest, "metadata": metadata}, force=force, manager=manager)
         except Refused as error:
             # The API server calls another uid a change of an immutable field.
             if uid and "metadata.uid: " in error.sentence:
@@ -461,13 +464,15 @@ class KubeClient:
             if heard_at <= now - seconds:
                 response.close()
 
-    async def _apply(self, path: str, body: Mapping[str, Any], *, force: bool) -> dict[str, Any]:
+    async def _apply(
+        self, path: str, body: Mapping[str, Any], *, force: bool, manager: str = FIELD_MANAGER
+    ) -> dict[str, Any]:
         return await self._request(
             "patch",
             path,
             body=dict(body),
             content_type="application/apply-patch+yaml",
-            field_manager=FIELD_MANAGER,
+            field_manager=manager,
             force_conflicts=force,
         )
 

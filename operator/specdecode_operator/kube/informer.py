@@ -69,11 +69,7 @@ class ObjectStore(Generic[T]):
     def is_current(self, metadata: Mapping[str, Any]) -> bool:
         """Return whether this version of the object is stored, or a newer one that a write returned."""
         stored = self._objects.get((metadata["namespace"], metadata["name"]))
-        if stored is None or stored.uid != metadata["uid"]:
-            return False
-        versions = metadata["resourceVersion"], stored.version
-        are_numbers = all(version.isdecimal() for version in versions)
-        return int(versions[0]) <= int(versions[1]) if are_numbers else versions[0] == versions[1]
+        return stored is not None and stored.uid == metadata["uid"] and _is_shown(metadata, stored.version)
 
     def put(self, metadata: Mapping[str, Any], value: T, key: Key | None) -> tuple[Key, ...]:
         """Store an object. Return the keys that are affected: two if the object moved to another deployment."""
@@ -97,6 +93,13 @@ class ObjectStore(Generic[T]):
         if not siblings:
             del self._by_key[stored.key]
         return (stored.key,)
+
+
+def _is_shown(metadata: Mapping[str, Any], version: str) -> bool:
+    """Return whether an object is not newer than a resource version. Versions that are no numbers must be equal."""
+    versions = metadata["resourceVersion"], version
+    are_numbers = all(one.isdecimal() for one in versions)
+    return int(versions[0]) <= int(versions[1]) if are_numbers else versions[0] == versions[1]
 
 
 # In-memory copy of the objects of one kind, which a list and a watch keep current.
@@ -195,8 +198,14 @@ class Informer(ObjectStore[T]):
         return "" if source is None else source.refusal
 
     def note(self, item: dict[str, Any]) -> None:
-        """Take an object that a write returned, without the call of ``on_change``."""
-        self.put(item["metadata"], self._project(item), parent_key(item))
+        """Take an object that a write returned, without the call of ``on_change``.
+
+        An answer that comes after its watch event is dropped: later events may have changed or removed the object.
+        """
+        metadata = item["metadata"]
+        source = self._sources.get(metadata["namespace"], self._sources.get(None))
+        if source is None or not _is_shown(metadata, source.version):
+            self.put(metadata, self._project(item), parent_key(item))
 
     async def run(self) -> None:
         """Keep the store current for ever."""

@@ -10,6 +10,8 @@ from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION
 
 FIELD_MANAGER = "specdecode"
 """Name under which the API server records the fields that the operator applies."""
+HAND_OVER_MANAGER = f"{FIELD_MANAGER}-hand-over"
+"""Name under which a field keeps its value that the operator applied and leaves to another client."""
 
 Child = tuple[str, str, str]
 """Kind, namespace and name of a child."""

@@ -50,7 +50,8 @@ RESOURCES = {"requests": {"cpu": "250m", "memory": "256Mi"}, "limits": {"memory"
 def router_workload(deployment: Deployment, defaults: Defaults) -> Manifest:
     """Return the Deployment of the routers. A rollout adds a router before it takes one away.
 
-    The number of replicas is absent while an autoscaler sets it, so that it stays the autoscaler's field.
+    The number of replicas is absent while an autoscaler sets it, so that it stays the autoscaler's field; the applier
+    keeps the present number.
 
     Raises:
         SpecError: A template cannot be merged.

@@ -153,7 +153,7 @@ def change_for(command: str, resource: dict[str, Any], drafts: Iterable[dict[str
         raise PluginError(f"no draft is trained, tried or promoted now (phase {phase})")
     else:
         problem = "" if tried or serving else f"there is no draft to return to (phase {phase})"
-        change = DraftChange(draft=tried or serving)
+        change = DraftChange(draft=tried or serving if command == "reject" else serving or tried)
     if problem:
         raise PluginError(problem)
     return change

@@ -240,9 +240,9 @@ def _owner(spec: Spec) -> Iterator[str]:
     """Yield lines that name the owner of the number of workers."""
     scaling = spec.scaling
     if scaling is None:
-        yield f"spec.replicas sets the number of workers to {spec.replicas}; spec.scaling is absent."
+        yield f"The number of workers follows changes of spec.replicas ({spec.replicas}); spec.scaling is absent."
     elif scaling.owner == "External":
-        yield f"spec.replicas sets the number of workers to {spec.replicas}. An HPA, KEDA or a user may change it."
+        yield f"The number of workers follows changes of spec.replicas ({spec.replicas}), by an HPA, KEDA or a user."
     else:
         yield f"The operator scales between {scaling.min_replicas} and {scaling.max_replicas} workers."
         if spec.speculation.mode == "Advisory":

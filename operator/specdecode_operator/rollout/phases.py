@@ -225,7 +225,7 @@ LOSS_LIMIT = 3
 """Losses of a run's Job after which the run fails."""
 FIRST_RETRY_SECONDS = 60.0
 """Time from the loss of a Job to the next one; it doubles from loss to loss."""
-_NO_CANDIDATE: Mapping[str, Any] = {"candidate": "", "canary_losses": 0, "is_confirmed": False}
+_NO_CANDIDATE: Mapping[str, Any] = {"candidate": "", "canary_losses": 0, "is_confirmed": False, "trial": None}
 _OF_SPEC: Mapping[str, Any] = {**_NO_CANDIDATE, "current": "", "previous": None}
 _VERDICTS: Mapping[Verdict, tuple[Outcome, str]] = {
     Verdict.PROMOTE: ("Promoted", "the candidate is faster"),
@@ -335,22 +335,18 @@ def _follow_spec(walk: _Walk) -> None:
             _roll_back(walk, f"the workers' image changed to {image}", "Superseded", cause="user")
 
 
-def _rejection(walk: _Walk) -> str:
-    """Return how a user ended what is tried or in use: its SpecDecodeDraft was retired or deleted. Empty if not.
+def _rejection(walk: _Walk, *, of_tried: bool = False) -> str:
+    """Return how a user ended the draft in use, or the one that is tried. Empty if not.
 
-    What began in this step is not in its SpecDecodeDraft yet.
+    Its SpecDecodeDraft was retired or deleted. What began in this step is not in its SpecDecodeDraft yet.
     """
     record = walk.record
-    if record.since >= walk.facts.now:
+    if record.since >= walk.facts.now or not (record.current or of_tried):
         return ""
-    is_tried = record.phase is Phase.CANARY
-    in_use = record.candidate if is_tried else record.current
-    if not (in_use or is_tried):
-        return ""
-    draft = draft_with(walk.facts, record, in_use)
+    draft = draft_with(walk.facts, record, record.candidate if of_tried else record.current)
     if draft is None:
         return "the SpecDecodeDraft was deleted"
-    is_kept = draft.spec.role == "Serving" or (is_tried and draft.spec.role == "Candidate")
+    is_kept = draft.spec.role == "Serving" or (of_tried and draft.spec.role == "Candidate")
     return "" if is_kept else f"the SpecDecodeDraft {draft.name} has the role {draft.spec.role}"
 
 
@@ -575,13 +571,19 @@ def _promote(walk: _Walk, reason: str, *, candidate: str, previous: str | None =
 def _canary(walk: _Walk) -> None:
     """One worker tries the candidate."""
     record, facts = walk.record, walk.facts
-    if rejected := _rejection(walk):
-        _roll_back(walk, rejected, "Rejected", cause="user")
-        return
+    rejected, retired = _rejection(walk, of_tried=True), _rejection(walk)
     draft = draft_with(facts, record, record.candidate)
     if draft is not None and draft.spec.role == "Serving":
         reason = f"its role is Serving: {evidence_text(record.trial)}"
         _promote(walk, reason, cause="user", candidate=record.candidate)
+        return
+    if rejected:
+        _roll_back(walk, rejected, "Rejected", cause="user")
+    elif retired:
+        _roll_back(walk, f"the draft in use ended: {retired}", "Superseded", cause="user")
+    if retired:
+        _restore(walk, retired, "RolledBack", cause="user")
+    if rejected or retired:
         return
     if record.is_confirmed:
         if record.mode is not Mode.MANUAL:
@@ -656,7 +658,9 @@ def _promoting(walk: _Walk) -> None:
 
 def _rolling_back(walk: _Walk) -> None:
     """All workers return to the draft before."""
-    if refusals := _refusals(walk):
+    if rejected := _rejection(walk):
+        _restore(walk, rejected, "RolledBack", cause="user")
+    elif refusals := _refusals(walk):
         # The incumbent does not load any more: only the draft of the spec is left.
         walk.move(Phase.COOLDOWN, refusals[0], outcome="Refused", current="", previous=None)
     elif converged := _convergence(walk):

@@ -121,10 +121,9 @@ def draft_with(facts: Facts, record: DraftRecord, one: str) -> SpecDecodeDraft |
 
 
 def begun_from(facts: Facts) -> dict[str, object]:
-    """Return the fields of a record that say what a rollout or a training run begins from: spec, image and request."""
+    """Return the fields of a record that say what a rollout or a training run begins from: spec and image."""
     spec = facts.deployment.spec
     return {
-        "request": facts.deployment.spec.distillation.trigger.request or "",
         "spec_draft": spec.speculation.draft.uri if spec.speculation.draft else "",
         "method": spec.speculation.method,
         "target": spec.model.target,

@@ -273,10 +273,11 @@ class Canary:
         """Promote, reject, roll back or distill, as the plugin does."""
         record, spec = self.record, self.deployment.spec
         if (verb in ("promote", "rollback") or record.run is None) and verb != "distill":
-            self.set_role(record.candidate or record.current, "Serving" if verb == "promote" else "Retired")
+            named = record.current or record.candidate if verb == "rollback" else record.candidate or record.current
+            self.set_role(named, "Serving" if verb == "promote" else "Retired")
             return
-        named = {"request": f"at {self.now}"} if verb == "distill" else {"reject": record.run.id if record.run else ""}
-        trigger = spec.distillation.trigger.model_copy(update=named)
+        asked = {"request": f"at {self.now}"} if verb == "distill" else {"reject": record.run.id if record.run else ""}
+        trigger = spec.distillation.trigger.model_copy(update=asked)
         distillation = spec.distillation.model_copy(update={"trigger": trigger})
         self.deployment = replace(self.deployment, spec=spec.model_copy(update={"distillation": distillation}))
 

@@ -94,6 +94,21 @@ async def test_a_paused_deployment_is_shown_and_not_changed() -> None:
     assert bench.calls.pushed == []
 
 
+async def test_what_was_decided_during_a_pause_is_saved_at_its_end() -> None:
+    bench = Bench()
+    await bench.step()
+    for spec, saved in (({"paused": True, "workers": {"image": "worker:2"}}, 1), ({"paused": False}, 2), ({}, 2)):
+        bench.cluster.edit(**spec)
+        await bench.step()
+        await bench.step()
+        assert bench.cluster.writes.count("ConfigMap/demo-state") == saved
+    assert bench.loop._session is not None
+    again = bench.restart()
+    await again.step()
+    assert again.loop._session is not None
+    assert again.loop._session.learned.template == bench.loop._session.learned.template
+
+
 async def test_a_reading_is_counted_once_however_often_a_step_is_made() -> None:
     bench, worker = Bench(pods=(POD,)), SimulatedWorker(Truth())
     for round_ in range(1, 4):
@@ -247,8 +262,19 @@ async def test_a_step_that_fails_is_repeated_with_pauses(
         await until(lambda: caplog.text.count("Unavailable") >= 4)
         bench.cluster.error = None
         await until(lambda: "status" in bench.cluster.writes)
-    assert "again in 0 s" in caplog.text
+    assert "again within 0 s" in caplog.text
     assert not bench.shared.writers.locked()
+
+
+async def test_a_round_of_reports_ends_a_long_pause_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(module, "back_off", lambda *_, **__: module.LAST_RETRY_SECONDS)
+    bench = Bench(period=0.1)
+    bench.cluster.error = Unavailable("put status: no answer")
+    async with running(bench):
+        await until(lambda: bench.cluster.writes)
+        bench.cluster.error = None
+        await until(lambda: "status" in bench.cluster.writes)
 
 
 async def test_steps_of_other_deployments_wait_for_a_place_only_while_one_talks_to_the_api_server() -> None:

@@ -89,6 +89,15 @@ def test_no_workers_of_an_idle_deployment_is_what_the_spec_wants() -> None:
     assert status.ready == "0/0"
 
 
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [({"paused": True}, "while paused"), ({"speculation": {"mode": "Advisory"}}, "in mode Advisory")],
+)
+def test_no_start_is_promised_that_does_not_come(spec: dict[str, Any], words: str) -> None:
+    status = status_with(workload_with(2), workload_with(0), resting=True, **TWO, scaling={"minReplicas": 0}, **spec)
+    assert conditions(status)["Available"].message.endswith(f"no worker is started {words}")
+
+
 def test_no_workers_by_hand_says_so() -> None:
     status = status_with(None, workload_with(0), replicas=0)
     assert conditions(status)["Available"].message == "spec.replicas is 0"

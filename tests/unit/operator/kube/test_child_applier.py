@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import KIND
-from specdecode_operator.errors import ClusterError, NotLeader, Refused, Unavailable
+from specdecode_operator.errors import ClusterError, Conflict, NotLeader, Refused, Unavailable
 from specdecode_operator.kube.apply import ChildApplier, ChildRecord, project_child
 from specdecode_operator.kube.kinds import CONFIG_MAPS, FIELD_MANAGER, Child
 from specdecode_operator.types import ChildProblem
 from support.operators.kube_objects import config_map, owned
 
 KEY = ("ns", "x")
+HPA = "kube-controller-manager"
 CHILD = ("ConfigMap", "ns", "x-plan")
 
 
@@ -296,3 +297,57 @@ async def test_a_deleted_or_a_refused_child_is_not_settled(world: World) -> None
     await world.send(a="2")
     assert not world.applier.is_settled(KEY, ["x-plan"])
     assert world.applier.is_settled(KEY, ["x"]), "another child"
+
+
+class Scaled:
+    """API server with one Deployment, of whose replicas it has the owners, by the rules of server-side apply."""
+
+    def __init__(self, replicas: int, *owners: str) -> None:
+        self.replicas, self.owners = replicas, set(owners)
+        self.scales_to: int | None = None
+        """Number that an autoscaler sets once the Deployment was read."""
+
+    async def get(self, kind: object, namespace: str, name: str) -> dict[str, Any]:
+        replicas = self.replicas
+        if self.scales_to is not None:
+            self.replicas, self.owners = self.scales_to, {HPA}
+        return {"spec": {"replicas": replicas}}
+
+    async def apply(
+        self, manifest: dict[str, Any], *, force: bool, uid: str, manager: str = FIELD_MANAGER
+    ) -> dict[str, Any]:
+        wanted, others = manifest["spec"].get("replicas"), self.owners - {manager}
+        if wanted is None:
+            self.replicas, self.owners = self.replicas if others else 1, others
+        elif wanted != self.replicas and others and not force:
+            raise Conflict(f"conflict with {others}")
+        else:
+            self.replicas, self.owners = wanted, {manager} | (others if wanted == self.replicas else set())
+        return {"metadata": {}}
+
+    async def send(self, **spec: int) -> ChildProblem | None:
+        client: Any = self
+        record = ChildRecord(kind="Deployment", namespace="ns", name="x", uid="uid", controller_uid="me")
+        metadata = {"namespace": "ns", "name": "x"}
+        manifest = owned({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}, "me")
+        return await ChildApplier(client, lambda _: record).apply(manifest, "me")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "owner", "scales_to", "after"),
+    [(8, FIELD_MANAGER, None, 8), (8, FIELD_MANAGER, 10, 10), (8, HPA, None, 8), (0, FIELD_MANAGER, None, 1)],
+    ids=["kept", "scaled meanwhile", "scaled before", "none"],
+)
+async def test_replicas_that_leave_the_manifest_keep_their_number(
+    replicas: int, owner: str, scales_to: int | None, after: int
+) -> None:
+    server = Scaled(replicas, owner)
+    server.scales_to = scales_to
+    assert await server.send() is None
+    assert server.replicas == after
+    server.scales_to, server.replicas, server.owners = None, 12, {HPA}
+    for _ in range(2):
+        assert await server.send() is None
+    assert server.replicas == 12, "the autoscaler's number stays"
+    await server.send(replicas=2)
+    assert (server.replicas, server.owners) == (2, {FIELD_MANAGER})

@@ -232,3 +232,19 @@ def test_a_noted_object_is_not_replaced_by_the_older_one_of_a_late_event() -> No
     assert store.is_current(noted["metadata"])
     assert not store.is_current(item("d", 8, uid="u")["metadata"])
     assert not store.is_current(item("d", 5, uid="another")["metadata"])
+
+
+async def test_the_answer_to_a_write_replaces_nothing_that_the_watch_has_shown_since(pauses: list[float]) -> None:
+    events = [
+        ("ADDED", item("p", 10)),
+        ("ADDED", item("q", 11)),
+        ("MODIFIED", item("p", 12)),
+        ("DELETED", item("q", 13)),
+    ]
+    informer, changes, _ = await play([[page(9)]], [events])
+    before = len(changes)
+    for late in (item("p", 10), item("q", 11)):
+        informer.note(late)
+    assert (informer.get("ns", "p"), informer.get("ns", "q")) == ("12", None)
+    informer.note(item("q", 14))
+    assert (informer.get("ns", "q"), len(changes)) == ("14", before), "an answer before its event is taken"

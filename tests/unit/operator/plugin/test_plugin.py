@@ -239,8 +239,8 @@ def test_explain_without_the_memory_says_why(deepened: Loop) -> None:
         ({"speculation": {"mode": "Static"}}, "Mode Static: the depth is speculation.depth.initial, 3."),
         ({"speculation": {"mode": "Off"}}, "Mode Off"),
         ({"speculation": {"method": "none", "draft": None}}, "No draft is loaded"),
-        ({"scaling": {"owner": "External"}, "replicas": 1}, "An HPA, KEDA or a user may change it"),
-        ({}, "spec.scaling is absent"),
+        ({"scaling": {"owner": "External"}, "replicas": 1}, "changes of spec.replicas (1), by an HPA, KEDA or a user."),
+        ({}, "follows changes of spec.replicas (1); spec.scaling is absent"),
     ],
 )
 def test_explain_says_who_decides(spec: dict[str, object], words: str) -> None:

@@ -12,7 +12,7 @@ from specdecode_operator import metrics as run_metrics
 from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
 from specdecode_operator.controller.deployment_loop import event_notices
 from specdecode_operator.controller.status import status_of
-from specdecode_operator.plugin.drafts import drafts
+from specdecode_operator.plugin.drafts import change_for, drafts
 from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.state.store import manifest_of
 from specdecode_operator.types import Outcome
@@ -174,6 +174,11 @@ def test_commands_that_would_change_nothing_are_refused() -> None:
     shown(canary)
     assert "no draft is trained, tried" in refusal_of("reject", canary)
     assert refusal_of("rollback", canary) == ""
+    canary.offer({"uri": "file:///third", "hash": "third0third0"})
+    canary.ticks(2)
+    known = list(map(manifest_of, canary.drafts))
+    named = {verb: change_for(verb, resource_of(canary), known, "now").draft for verb in ("reject", "rollback")}
+    assert named == {"rollback": "draft-0", "reject": "draft-1"}
     canary.command("rollback")
     canary.ticks(3)
     shown(canary)

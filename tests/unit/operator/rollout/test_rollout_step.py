@@ -312,7 +312,7 @@ def test_a_promoted_draft_that_does_not_come_back_after_a_trial_gives_way_to_tha
     canary = promoted()
     offer_another(canary)
     assert canary.phase == "Canary"
-    canary.command("rollback")
+    canary.command("reject")
     canary.tick()
     assert outcomes(canary)[0] == ("Rejected", "third0third0")
     canary.pods[0].obeys, canary.pods[0].draft, canary.pods[0].swap_problem = False, "", "the folder is gone"
@@ -532,6 +532,37 @@ def test_deleting_a_promoted_draft_takes_it_back() -> None:
     canary.withdraw()
     canary.tick()
     assert (canary.phase, canary.record.current) == ("RollingBack", ""), "its SpecDecodeDraft is what serves"
+
+
+@pytest.mark.parametrize("how", ["retired", "deleted", "after a reject"])
+def test_a_user_ends_the_draft_in_use_while_another_one_is_tried(how: str) -> None:
+    canary = promoted()
+    offer_another(canary)
+    canary.finish_pairs(3, 0.0)
+    if how == "after a reject":
+        canary.command("reject")
+        canary.tick()
+    if how == "deleted":
+        canary.drafts = [one for one in canary.drafts if one.id != NEW]
+    else:
+        canary.command("rollback")
+    canary.tick()
+    assert (canary.phase, canary.record.current) == ("RollingBack", "")
+    tried = "Rejected" if how == "after a reject" else "Superseded"
+    assert outcomes(canary) == [("RolledBack", NEW), (tried, "third0third0")]
+    assert [entry.pairs for entry in canary.record.lineage] == [0, 3]
+    canary.until("Cooldown")
+    assert [pod.draft for pod in canary.pods] == [OLD, OLD]
+    assert {one.spec.role for one in canary.drafts} == {"Retired"}
+
+
+def test_a_tried_draft_is_promoted_although_the_one_in_use_is_retired() -> None:
+    canary = promoted()
+    offer_another(canary)
+    canary.command("promote")
+    canary.command("rollback")
+    canary.tick()
+    assert (canary.phase, canary.record.current) == ("Promoting", "third0third0")
 
 
 def test_manual_mode_waits_for_promote() -> None:

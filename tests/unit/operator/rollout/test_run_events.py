@@ -348,6 +348,23 @@ def test_a_candidate_of_the_user_waits_for_the_run() -> None:
     assert canary.record.candidate == CANDIDATE["hash"]
 
 
+@pytest.mark.parametrize(
+    ("draft", "phase", "words"),
+    [(CANDIDATE["hash"], "Canary", "the phase is Canary"), (OLD, "Collecting", "")],
+    ids=["tried", "refused"],
+)
+def test_a_request_is_answered_also_if_an_offered_draft_is_taken_up_in_the_same_step(
+    draft: str, phase: str, words: str
+) -> None:
+    canary = capturing()
+    canary.offer({**CANDIDATE, "hash": draft})
+    canary.command("distill")
+    canary.tick()
+    assert canary.phase == phase
+    assert canary.record.run_refusal.startswith(words)
+    assert bool(canary.record.run_refusal) == bool(words)
+
+
 def test_a_pause_keeps_the_job() -> None:
     canary = training()
     canary.deployment = with_pause(canary.deployment)

@@ -84,6 +84,16 @@ def test_operator_to_external_keeps_the_running_number(scaling: dict[str, Any] |
     assert set(running.polls(3)) == {1}, "also back to the value at the hand-over"
 
 
+@pytest.mark.parametrize("is_spec_observed", [False, True])
+def test_a_deployment_at_rest_gets_the_workers_of_its_spec(is_spec_observed: bool) -> None:
+    state = ScalingState(replicas=0, spec_replicas=1, owned=True)
+    for spec_replicas in (1, 0, 0, 2):
+        state = take_over(
+            state, spec_replicas=spec_replicas, running=0, is_owner=False, is_spec_observed=is_spec_observed
+        )
+        assert state.replicas == spec_replicas
+
+
 def test_a_number_that_is_written_with_the_hand_over_is_followed() -> None:
     running = scaled_to_four()
     running.polls(1)
