@@ -106,6 +106,7 @@ PATHS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"five": 1}}, "logit_bias.five"),
     ({"stop": ["a", 5]}, "stop[1]"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]}, "messages[1].role"),
+    ({"repetition_penalty": 1e-39}, "repetition_penalty"),
     ({"temperature": "1", "tool_choice": {"type": "function", "function": {}}}, "temperature"),
 ]  # fmt: skip
 
