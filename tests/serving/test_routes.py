@@ -371,12 +371,11 @@ async def test_task_comes_from_header_then_metadata_then_rules(client: httpx.Asy
         (None, {"task": 3}, "x", "other"),
         (None, None, "def f", "code"),
     ):
-        before = {name: counts.drafts for name, counts in service.counts.by_task.items()}
+        before = service.counts.finished.copy()
         headers = {} if header is None else {"X-Specdecode-Task": header}
         body = {**PROMPT, "prompt": prompt, "metadata": metadata, "max_tokens": 3}
         assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
-        after = {name: counts.drafts for name, counts in service.counts.by_task.items()}
-        assert [name for name in after if after[name] > before.get(name, 0)] == [task], (header, metadata)
+        assert [name for name, _ in service.counts.finished - before] == [task], (header, metadata)
 
 
 async def test_requests_whose_text_is_prepared_have_a_place_in_the_queue(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -68,7 +67,7 @@ class FamilyList:
         self.families.append(family)
 
 
-# Counters of the server: speculation by task, sizes and times of requests, and requests by API key.
+# Counters of the server: accepted tokens by position, sizes and times of requests, and requests by API key.
 
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _MILLISECONDS = (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 25, 30, 40, 50, 75, 100, 200, 500, 1000)
@@ -79,16 +78,6 @@ MAX_API_KEYS = 32
 OTHER_API_KEY = "other"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 """vLLM's reasons. A request that the client or a deadline cancelled has ``abort``."""
-
-
-@dataclass(slots=True)
-class TaskCounts:
-    """Speculation counts of one task; ``per_position[i]`` is the number of accepted tokens at depth i + 1."""
-
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted: int = 0
-    per_position: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
 
 class LatencyCounts:
@@ -137,7 +126,8 @@ class ServerCounters:
         self.by_key: dict[str, KeyCounts] = {}
         self._api_keys = api_keys
         self.capture = capture or CaptureCounts()
-        self.by_task: defaultdict[str, TaskCounts] = defaultdict(TaskCounts)
+        self.accepted_by_task: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        """Accepted draft tokens by position in the draft, from 0, of each task that sent a request."""
         self.prompt_tokens = LatencyCounts(_TOKENS)
         self.generation_tokens = LatencyCounts(_TOKENS)
         self.seconds_per_token = LatencyCounts(tuple(edge / 1000 for edge in _MILLISECONDS))
@@ -168,8 +158,8 @@ class ServerCounters:
 class RequestCounter:
     """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
 
-    __slots__ = ("_began", "_continued", "_counts", "_earlier_tokens", "_ended", "_failed", "_first", "_key", "_last",
-                 "_previous", "_prompt_tokens", "_task", "_task_counts", "_tokens")  # fmt: skip
+    __slots__ = ("_accepted", "_began", "_by_position", "_continued", "_counts", "_earlier_tokens", "_ended", "_failed",
+                 "_first", "_key", "_last", "_prompt_tokens", "_task", "_tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -186,17 +176,18 @@ class RequestCounter:
         if not self._continued:
             key.requests += 1
             key.prompt_tokens += prompt_tokens
-        self._task, self._task_counts = task, counts.by_task[task]
+        self._task, self._by_position = task, counts.accepted_by_task[task]
         self._prompt_tokens = prompt_tokens
-        self._previous = Tokens(request_id="", tokens=())
+        self._accepted = 0
         self._tokens = 0
         self._first = self._last = 0.0
         self._ended = self._failed = False
 
     def process(self, tokens: Tokens) -> None:
         """Count the increase since the previous message."""
-        if tokens.drafts > self._previous.drafts:  # the message that ends a cancelled request has no totals
-            self._count_draft(tokens)
+        if tokens.accepted > self._accepted:  # the message that ends a cancelled request has no totals
+            self._by_position.update(range(tokens.accepted - self._accepted))
+            self._accepted = tokens.accepted
         if tokens.tokens:
             self._last = self._counts.clock()
             if not self._tokens:
@@ -209,16 +200,6 @@ class RequestCounter:
             self._counts.timeouts["deadline"] += 1
         elif tokens.finish == "queue_timeout":
             self._counts.timeouts["queue"] += 1
-
-    def _count_draft(self, tokens: Tokens) -> None:
-        task, previous = self._task_counts, self._previous
-        accepted = tokens.accepted - previous.accepted
-        task.drafts += tokens.drafts - previous.drafts
-        task.draft_tokens += tokens.draft_tokens - previous.draft_tokens
-        task.accepted += accepted
-        for position in range(accepted):
-            task.per_position[position] += 1
-        self._previous = tokens
 
     def end(self, finish_reason: str | None, *, moved: bool = False) -> None:
         """Count the ended request, once. Requests without output are not in the histograms.
@@ -304,7 +285,7 @@ def add_traffic(add: FamilyList, report: Report, counts: ServerCounters) -> None
     add.counter(Metric.generation_tokens, "Generated tokens.", outputs, "task")
     ends = {
         (task, reason): counts.finished[task, reason]
-        for task in (OTHER_TASK, *counts.by_task)
+        for task in (OTHER_TASK, *counts.accepted_by_task)
         for reason in FINISHED_REASONS
     }
     add.counter(Metric.request_success, "Requests that ended.", ends, "task", "finished_reason")
@@ -358,18 +339,17 @@ def add_speculation(add: FamilyList, report: Report, counts: ServerCounters) -> 
 
 
 def _add_by_task(add: FamilyList, report: Report, counts: ServerCounters) -> None:
-    """Add the draft counters per task; ``other`` gets the remainder of the report's totals."""
-    for name, text, total, attribute in (
-        (Metric.num_drafts, "Steps of a sequence that verified a draft.", report.drafts, "drafts"),
-        (Metric.num_draft_tokens, "Draft tokens that were verified.", report.draft_tokens, "draft_tokens"),
-        (Metric.num_accepted_tokens, "Draft tokens that were accepted.", report.accepted_tokens, "accepted"),
+    """Add the draft counters per task."""
+    for name, text, attribute in (
+        (Metric.num_drafts, "Steps of a sequence that verified a draft.", "drafts"),
+        (Metric.num_draft_tokens, "Draft tokens that were verified.", "draft_tokens"),
+        (Metric.num_accepted_tokens, "Draft tokens that were accepted.", "accepted_tokens"),
     ):
-        named = {(t,): int(getattr(c, attribute)) for t, c in counts.by_task.items() if t != OTHER_TASK}
-        add.counter(name, text, named | {(OTHER_TASK,): max(0, total - sum(named.values()))}, "task")
+        add.counter(name, text, {(OTHER_TASK,): 0} | {(c.task,): getattr(c, attribute) for c in report.tasks}, "task")
     positions = {
         (task, str(position)): value
-        for task, counted in counts.by_task.items()
-        for position, value in sorted(counted.per_position.items())
+        for task, by_position in counts.accepted_by_task.items()
+        for position, value in sorted(by_position.items())
     }
     text = "Draft tokens that were accepted, by position in the draft."
     add.counter(Metric.num_accepted_tokens_per_pos, text, positions, "task", "position")

@@ -19,18 +19,24 @@ from support.small_llama import engine_of
 CPU = torch.device("cpu")
 
 
-@lru_cache(maxsize=1)
-def networks() -> small_llama.Networks:
+@lru_cache
+def networks(dtype: torch.dtype = torch.float64) -> small_llama.Networks:
     torch.set_num_threads(1)
-    return small_llama.networks(torch.float64)
+    return small_llama.networks(dtype)
 
 
 def small_engine(
-    *, blocks: int = 80, budget: int = 128, max_model_len: int = 200, eos: tuple[int, ...] = (), **options: Any
+    *,
+    dtype: torch.dtype = torch.float64,
+    blocks: int = 80,
+    budget: int = 128,
+    max_model_len: int = 200,
+    eos: tuple[int, ...] = (),
+    **options: Any,
 ) -> Engine:
     """Return an engine with these limits and the other options of ``engine_of``."""
     return engine_of(
-        networks(), blocks=blocks, budget=budget, max_model_len=max_model_len, eos_token_ids=eos, **options
+        networks(dtype), blocks=blocks, budget=budget, max_model_len=max_model_len, eos_token_ids=eos, **options
     )
 
 

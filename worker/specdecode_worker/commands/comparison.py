@@ -165,14 +165,18 @@ def _evaluated(args: argparse.Namespace, shape: TreeShape) -> dict[str, Any]:
     engine = local_engine(args, max_num_seqs=args.concurrency)
     try:
         prompts = engine.prompts(Path(args.prompts))
-        runs = [_run_temperature(engine, prompts, shape, at, args.max_tokens) for at in args.temperature]
+        runs = [_run_temperature(engine, prompts, shape, at, args) for at in args.temperature]
     finally:
         engine.close()
     return {"target_format": engine.target_format, "conversations": len(prompts), "runs": runs}
 
 
 def _run_temperature(
-    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, temperature: float, max_tokens: int
+    engine: LocalEngine,
+    prompts: Sequence[TokenizedPrompt],
+    shape: TreeShape,
+    temperature: float,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Answer all prompts at one temperature, domain by domain, and return the results."""
     by_domain: dict[str, list[TokenizedPrompt]] = {}
@@ -180,24 +184,28 @@ def _run_temperature(
         by_domain.setdefault(prompt.domain, []).append(prompt)
     domains = {}
     for domain, own in sorted(by_domain.items()):
-        domains[domain] = _run_domain(engine, own, shape, temperature, max_tokens)
+        domains[domain] = _run_domain(engine, own, shape, temperature, args)
         print(f"eval: {domain} at temperature {temperature:g}: {len(own)} answers", file=sys.stderr, flush=True)
     return {"temperature": temperature, **_results(domains, max(shape.depths))}
 
 
 def _run_domain(
-    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, temperature: float, max_tokens: int
+    engine: LocalEngine,
+    prompts: Sequence[TokenizedPrompt],
+    shape: TreeShape,
+    temperature: float,
+    args: argparse.Namespace,
 ) -> DomainRun:
     """Answer the prompts plainly, then with ``shape``. Nothing is cached from one run to another.
 
     Suffix decoding would otherwise draft from the plain answers, which are the very texts that it has to draft.
     """
-    sampling = [Sampling(max_tokens=max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
+    sampling = [Sampling(max_tokens=args.max_tokens, temperature=temperature, seed=i) for i in range(len(prompts))]
     engine.run_shape(_PLAIN)
-    plain, plain_timing = engine.answer(prompts, sampling, isolated=True)
+    plain, plain_timing = engine.answer(prompts, sampling, isolated=True, together=args.concurrency)
     engine.run_shape(shape)
     steps = DecodingSteps.of(prompts)
-    drafted, drafted_timing = engine.answer(prompts, sampling, steps.take, isolated=True)
+    drafted, drafted_timing = engine.answer(prompts, sampling, steps.take, isolated=True, together=args.concurrency)
     return DomainRun(plain, drafted, plain_timing, drafted_timing, steps)
 
 
@@ -293,8 +301,11 @@ def compare(
 ) -> dict[str, Any]:
     """Measure plain decoding and ``shape``, and return their speeds, the ratio, and the tokens per step.
 
-    A round runs plain decoding, the shape twice, and plain decoding again.
+    A round runs plain decoding, the shape twice, and plain decoding again. An incomplete last group of prompts is left
+    out.
     """
+    prompts = prompts[: len(prompts) // together * together]
+    sampling = [sampling_of(args, index) for index in range(len(prompts))]
     runs = {"plain": _PLAIN, str(shape): shape}
     for run_shape in runs.values():
         _warm(engine, prompts[:together], run_shape, args)
@@ -302,27 +313,13 @@ def compare(
     timings: dict[str, list[RunTiming]] = {name: [] for name in runs}
     for name in [*runs, *reversed(runs)] * args.rounds:
         engine.run_shape(runs[name])
-        answers[name], timing = _waves(engine, prompts, together, args)
+        answers[name], timing = engine.answer(prompts, sampling, together=together)
         timings[name].append(timing)
         print(f"  {together} at once, {name}: {timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
     plain, drafted = runs
     return _comparison(
         answers[plain], answers[drafted], RunTiming.total(timings[plain]), RunTiming.total(timings[drafted])
     )
-
-
-def _waves(
-    engine: LocalEngine, prompts: Sequence[TokenizedPrompt], together: int, args: argparse.Namespace
-) -> tuple[list[Answer], RunTiming]:
-    """Answer all prompts, ``together`` at a time. An incomplete last group is left out."""
-    answers: list[Answer] = []
-    timings = []
-    for start in range(0, len(prompts) - together + 1, together):
-        wave = range(start, start + together)
-        new, timing = engine.answer([prompts[i] for i in wave], [sampling_of(args, i) for i in wave])
-        answers += new
-        timings.append(timing)
-    return answers, RunTiming.total(timings)
 
 
 def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, args: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -131,17 +132,36 @@ class LocalEngine:
         on_tokens: Callable[[int, Tokens], None] = lambda index, new: None,
         *,
         isolated: bool = False,
+        together: int = sys.maxsize,
     ) -> tuple[list[Answer], RunTiming]:
-        """Run all prompts together and return the answers and the timing.
+        """Answer the prompts, ``together`` at a time, and return the answers and the timing.
 
-        The timing starts at the step in which the last prompt has its first token. ``on_tokens`` is called with
-        the index of the prompt for all new tokens. An ``isolated`` run uses no cached prefix and no earlier answer.
+        The timing of a group starts at the step in which its last prompt has its first token. An incomplete last group
+        is not timed, unless it is the only one. ``on_tokens`` is called with the index of the prompt for all new
+        tokens. An ``isolated`` run uses no cached prefix and no answer of an earlier run.
         """
-        answers = [Answer() for _ in prompts]
         self._runs += 1
         salt = f"run-{self._runs}" if isolated else ""
-        for index, (prompt, how) in enumerate(zip(prompts, sampling, strict=True)):
-            self.engine.add(Submit(request_id=str(index), prompt=prompt.tokens, sampling=how, cache_salt=salt))
+        requests = [
+            Submit(request_id=str(index), prompt=prompt.tokens, sampling=how, cache_salt=salt)
+            for index, (prompt, how) in enumerate(zip(prompts, sampling, strict=True))
+        ]
+        answers: list[Answer] = []
+        timings = []
+        for start in range(0, len(requests), together):
+            group = requests[start : start + together]
+            answers += [Answer() for _ in group]
+            timing = self._run(group, answers, on_tokens)
+            if start == 0 or len(group) == together:
+                timings.append(timing)
+        return answers, RunTiming.total(timings)
+
+    def _run(
+        self, requests: Sequence[Submit], answers: Sequence[Answer], on_tokens: Callable[[int, Tokens], None]
+    ) -> RunTiming:
+        """Run a group of requests, whose answers are the last ones so far, and return its timing."""
+        for request in requests:
+            self.engine.add(request)
         began: float | None = None
         tokens = steps = 0
         while not self.engine.idle:
@@ -153,7 +173,7 @@ class LocalEngine:
             if began is None and all(answer.tokens or answer.finish for answer in answers):
                 began, tokens, steps = time.monotonic(), 0, 0
         now = time.monotonic()
-        return answers, RunTiming(now - (began or now), tokens, steps)
+        return RunTiming(now - (began or now), tokens, steps)
 
 
 def local_engine(args: argparse.Namespace, *, max_num_seqs: int) -> LocalEngine:

@@ -140,7 +140,7 @@ class HistogramCounts(Received):
 
 
 class TaskCell(Received):
-    """Latencies and decoding steps of one task. Tokens per step = decode_tokens / decode_steps."""
+    """Latencies, decoding steps and drafts of one task. Tokens per step = decode_tokens / decode_steps."""
 
     task: str
     ttft: HistogramCounts = HistogramCounts()
@@ -150,6 +150,10 @@ class TaskCell(Received):
     """Sequence-steps after the prompt, with and without a draft."""
     decode_tokens: int = 0
     """Tokens that these steps emitted."""
+    drafts: int = 0
+    """Those of the steps that verified a draft."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class GuardCell(Received):
@@ -299,7 +303,7 @@ class Report(Received):
     memory: MemoryState | None = None
     start: StartSeconds | None = None
     drafts: int = 0
-    """Sequence-steps that verified a draft. Tokens per step = 1 + accepted_tokens / drafts."""
+    """Sequence-steps of all tasks that verified a draft. Tokens per step = 1 + accepted_tokens / drafts."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     plain_steps: int = 0

@@ -99,8 +99,8 @@ class ShapeState:
 
     @property
     def probe_due(self) -> bool:
-        """True if the shape is stopped and has waited long enough for a probe."""
-        return self.suppressed and self.steps_since_decision >= self.probe_wait
+        """True if the shape is stopped, the stop is confirmed, and it has waited long enough for a probe."""
+        return self.is_confirmed_stop and self.steps_since_decision >= self.probe_wait
 
     @property
     def is_confirmed_stop(self) -> bool:

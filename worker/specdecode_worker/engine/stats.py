@@ -248,7 +248,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Traffic:
-    """Requests, tokens, decoding steps and latencies of one task."""
+    """Requests, tokens, decoding steps, drafts and latencies of one task."""
 
     arrivals: int = 0
     finished: int = 0
@@ -257,6 +257,9 @@ class Traffic:
     output_tokens: int = 0
     decode_steps: int = 0
     decode_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     ttft: Histogram = field(default_factory=lambda: Histogram.of("ttft"))
     itl: Histogram = field(default_factory=lambda: Histogram.of("ttit"))
 
@@ -300,13 +303,10 @@ class RankCounts:
 class Statistics:
     """All counters since the engine started.
 
-    ``drafts`` and ``plain_steps`` count sequence-steps with and without draft tokens. ``running_request_seconds`` and
+    ``plain_steps`` counts sequence-steps without draft tokens. ``running_request_seconds`` and
     ``waiting_request_seconds`` are time integrals of the number of running and waiting requests.
     """
 
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
     plain_steps: int = 0
     running_request_seconds: float = 0.0
     waiting_request_seconds: float = 0.0
@@ -361,14 +361,15 @@ class Statistics:
         sums[0] += 1
         sums[1] += accepted
 
-    def record_draft(self, nodes: int, accepted: int) -> None:
+    def record_draft(self, task: str, nodes: int, accepted: int) -> None:
         """Count one step of one sequence with ``nodes`` draft tokens, which may be 0 (a plain step)."""
         if nodes == 0:
             self.plain_steps += 1
             return
-        self.drafts += 1
-        self.draft_tokens += nodes
-        self.accepted_tokens += accepted
+        traffic = self.traffic(task)
+        traffic.drafts += 1
+        traffic.draft_tokens += nodes
+        traffic.accepted_tokens += accepted
 
     def record_request(self, category: AcceptanceCategory, accepted: int, drafts: int) -> None:
         """Count a finished request: sums of its accepted tokens a, its drafts d, and their squares and product."""
@@ -418,7 +419,7 @@ class Statistics:
         return tuple(histogram.cell() for histogram in (self.ttft, self.itl, self.e2e, self.queue))
 
     def task_cells(self) -> tuple[TaskCell, ...]:
-        """Return the latencies and decoding steps by task."""
+        """Return the latencies, decoding steps and drafts by task."""
         return tuple(
             TaskCell(
                 task=task,
@@ -426,6 +427,9 @@ class Statistics:
                 itl=traffic.itl.counted(),
                 decode_steps=traffic.decode_steps,
                 decode_tokens=traffic.decode_tokens,
+                drafts=traffic.drafts,
+                draft_tokens=traffic.draft_tokens,
+                accepted_tokens=traffic.accepted_tokens,
             )
             for task, traffic in self._traffic.items()
         )
@@ -539,7 +543,7 @@ class StepRecorder:
             traffic.decode_steps += 1
             traffic.decode_tokens += len(result.tokens)
             if not row.tree.given:
-                self.statistics.record_draft(row.tree.verified - 1, len(result.tokens) - 1)
+                self.statistics.record_draft(request.submit.task, row.tree.verified - 1, len(result.tokens) - 1)
             if self.block is not None:
                 self.block.add_row(request.id, request.submit.task, len(taken))
             if result.path or result.ranks[0] >= 0:  # else a plain step, in which nothing was ranked
@@ -684,13 +688,14 @@ def build_report(state: Report, statistics: Statistics) -> Report:
     to accumulate, so a later report can include them again.
     """
     share, most_bytes = 1, MAX_REPORT_BYTES - _SERVER_FIELD_BYTES
+    tasks = statistics.task_cells()
     while True:
         counted = {
             "running_request_seconds": statistics.running_request_seconds,
             "waiting_request_seconds": statistics.waiting_request_seconds,
-            "drafts": statistics.drafts,
-            "draft_tokens": statistics.draft_tokens,
-            "accepted_tokens": statistics.accepted_tokens,
+            "drafts": sum(cell.drafts for cell in tasks),
+            "draft_tokens": sum(cell.draft_tokens for cell in tasks),
+            "accepted_tokens": sum(cell.accepted_tokens for cell in tasks),
             "plain_steps": statistics.plain_steps,
             "acceptance": statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
             "credit": statistics.credit_cells(MAX_ACCEPTANCE_CELLS // share),
@@ -699,7 +704,7 @@ def build_report(state: Report, statistics: Statistics) -> Report:
             "steps": statistics.costs.cells(MAX_STEP_CELLS // share),
             "traffic": statistics.traffic_cells(),
             "latency": statistics.latency_cells(),
-            "tasks": statistics.task_cells(),
+            "tasks": tasks,
         }
         report = state.model_copy(update=counted)
         if len(report.model_dump_json().encode()) <= most_bytes or share > MAX_ACCEPTANCE_CELLS:

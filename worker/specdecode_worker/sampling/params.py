@@ -13,13 +13,16 @@ from typing import Any, Literal
 
 import msgspec
 
+GREEDY_BELOW = 1e-5
+"""Temperature below which a request is greedy. Logits divided by a tiny one overflow; vLLM takes at least 0.01."""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of one request.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable truncation. Penalties are those of
-    vLLM: presence and frequency penalties count tokens of the output, the repetition penalty those of prompt and
-    output. ``seed`` is always set: the server draws one for a request without a seed.
+    ``temperature`` 0 is greedy, and one below GREEDY_BELOW becomes 0; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 disable
+    truncation. Penalties are those of vLLM: presence and frequency penalties count tokens of the output, the repetition
+    penalty those of prompt and output. ``seed`` is always set: the server draws one for a request without a seed.
     """
 
     max_tokens: int
@@ -42,6 +45,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Same as ``logprobs``, for every token of the prompt. Such a request does not reuse a cached prefix."""
     grammar: str = ""
     """Grammar that the answer follows (guided/grammars.py); empty for none."""
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < GREEDY_BELOW:
+            msgspec.structs.force_setattr(self, "temperature", 0.0)
 
 
 @dataclass(frozen=True)

@@ -451,7 +451,8 @@ class GenerationRequest(RequestBody):
     min_p: float = Field(default=0.0, ge=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=2)
+    repetition_penalty: float = Field(default=1.0, ge=1e-5, le=2)
+    """As in vLLM, which takes every number above 0. Logits divided by a tiny one overflow."""
     logit_bias: dict[BiasedToken, Bias] = Field(
         default={}, max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}
     )

@@ -37,6 +37,17 @@ def greedy() -> list[int]:
     return plain_text(submit(max_tokens=60))
 
 
+@pytest.mark.parametrize("shape", ["none", "chain:3"])
+def test_a_tiny_temperature_is_greedy(shape: str) -> None:
+    """In fp32, logits divided by this temperature are infinite."""
+    engine = small_engine(dtype=torch.float32)
+    engine.set_plan(plan_of(shape))
+    engine.add(submit("greedy", max_tokens=8))
+    engine.add(submit("tiny", max_tokens=8, temperature=1.2e-38, top_p=0.9))
+    answers = texts(drain(engine))
+    assert answers["tiny"] == answers["greedy"]
+
+
 @pytest.fixture(params=[False, True], ids=["direct", "pipelined"])
 def pipelined(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
@@ -251,6 +262,10 @@ def test_the_report_is_the_sum_of_the_tokens_sent_to_requests() -> None:
         assert sum(cell.a for cell in cells) == sum(last[one].accepted for one in name)
         assert sum(cell.aa for cell in cells) == sum(last[one].accepted ** 2 for one in name)
         assert sum(cell.d for cell in cells) * nodes == sum(last[one].draft_tokens for one in name)
+        (by_task,) = (cell for cell in report.tasks if cell.task == task)
+        assert by_task.drafts == sum(last[one].drafts for one in name)
+        assert by_task.draft_tokens == sum(last[one].draft_tokens for one in name)
+        assert by_task.accepted_tokens == sum(last[one].accepted for one in name)
         (traffic,) = (cell for cell in report.traffic if cell.task == task)
         assert (traffic.arrivals, traffic.finished) == (2, 2)
         assert traffic.prompt_tokens == sum(7 + int(one) for one in name)

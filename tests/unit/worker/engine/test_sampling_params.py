@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from specdecode_worker.core.request import Request, sampling_params_of
+from specdecode_worker.sampling.params import GREEDY_BELOW, Sampling
 from support.worker.small_engine import submit
 
 
@@ -41,6 +43,12 @@ def test_sampling_params_match_the_request() -> None:
     ) == (2, False, True, True)
     plain = sampling_params_of(submit(), (7,))
     assert (plain.greedy, plain.truncated, plain.adjusts, plain.blocks) == (True, False, False, False)
+
+
+def test_temperatures_below_a_bound_are_greedy_also_in_records() -> None:
+    sent = msgspec.msgpack.encode({"max_tokens": 1, "seed": 2, "temperature": 9e-6})
+    assert msgspec.msgpack.decode(sent, type=Sampling).temperature == 0
+    assert not sampling_params_of(submit(temperature=GREEDY_BELOW), ()).greedy
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

@@ -109,6 +109,7 @@ PATHS: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", "b" * (MAX_STOP_CHARACTERS + 1)]}, "stop[1]"),
     ({"stop": "b" * (MAX_STOP_CHARACTERS + 1)}, "stop"),
     ({"messages": [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]}, "messages[1].role"),
+    ({"repetition_penalty": 1e-39}, "repetition_penalty"),
     ({"temperature": "1", "tool_choice": {"type": "function", "function": {}}}, "temperature"),
 ]  # fmt: skip
 

@@ -112,6 +112,14 @@ def test_probe_with_a_large_loss_ends_early() -> None:
     assert run(guard, CHAIN, 2 * PROBE_STEPS, 2.0, 1.5) == SOON
 
 
+def test_stop_is_confirmed_before_a_probe() -> None:
+    """Another task's steps at this load pass the time until a probe, while no plain step confirms the stop."""
+    guard = losing()
+    assert run(guard, DEEP, 10 * PROBE_EVERY, 1.0, 1.5) == 10 * PROBE_EVERY
+    assert not guard.allows(0, 0, CHAIN)
+    assert run(guard, CHAIN, PROBE_EVERY, 1.8, 1.5) == PROBE_STEPS
+
+
 @pytest.mark.parametrize(("seconds", "steps"), [(2.0, SOON), (2.9, SOON), (3.1, EARLY_STOP_RULES[1][0])])
 def test_large_loss_stops_early(seconds: float, steps: int) -> None:
     """A larger loss is stopped sooner. These steps emit 1.5 tokens per sequence."""

@@ -75,8 +75,8 @@ def busy(tasks: int, depth: int, kinds: int) -> Statistics:
 
 def test_every_value_is_in_its_field() -> None:
     statistics = Statistics()
-    statistics.record_draft(5, 3)
-    statistics.record_draft(0, 0)
+    statistics.record_draft("other", 5, 3)
+    statistics.record_draft("other", 0, 0)
     statistics.running_request_seconds, statistics.waiting_request_seconds = 7.0, 8.0
     report = build_report(MOMENT, statistics)
     assert (report.drafts, report.draft_tokens, report.accepted_tokens, report.plain_steps) == (1, 5, 3, 1)
@@ -91,9 +91,9 @@ def test_every_value_is_in_its_field() -> None:
 
 def test_the_operator_reads_what_a_worker_reports_and_what_happened_between() -> None:
     statistics = busy(2, 6, 40)
-    statistics.record_draft(4, 2)
+    statistics.record_draft("other", 4, 2)
     before = build_report(MOMENT, statistics)
-    statistics.record_draft(5, 3)
+    statistics.record_draft("other", 5, 3)
     after = build_report(MOMENT.model_copy(update={"clock_seconds": 14.5}), statistics)
     assert read_report(after.model_dump_json().encode()) == after
     delta = difference(before, after, at=100, buckets=Buckets())

@@ -1,0 +1,29 @@
+"""Tests of the engine in the process of a command, without loading a model."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from specdecode_worker.commands.comparison import _run_domain
+from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
+from specdecode_worker.contract import TreeShape
+from support.worker.small_engine import small_engine
+
+
+class SmallLocalEngine(LocalEngine):
+    """Two requests at once, over a small random Llama."""
+
+    def __init__(self) -> None:
+        self.engine = small_engine(max_num_seqs=2)
+        self._plans = self._runs = 0
+
+
+def test_eval_times_all_full_batches() -> None:
+    """Five prompts are two batches of two, and one prompt that is answered and not timed."""
+    prompts = [TokenizedPrompt((1, 2, 3 + index)) for index in range(5)]
+    run = _run_domain(SmallLocalEngine(), prompts, TreeShape.chain(3), 0.0, Namespace(max_tokens=8, concurrency=2))
+    assert [len(answer.tokens) for answer in run.plain] == [8] * 5
+    assert [answer.tokens for answer in run.drafted] == [answer.tokens for answer in run.plain]
+    assert (run.plain_timing.tokens, run.plain_timing.steps) == (4 * 7, 2 * 7), "their first tokens come from prefill"
+    assert run.drafted_timing.tokens == 4 * 7
+    assert run.drafted_timing.steps < 2 * 7
