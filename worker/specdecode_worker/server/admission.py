@@ -626,8 +626,8 @@ class AdmissionQueue:
 MAX_LOGPROBS_PER_REQUEST = 1_000_000
 """Most log-probabilities that a request may ask for: choices x tokens x (log-probabilities per token + 1).
 
-An answer holds up to 400 bytes for each of them while it is collected and encoded. That of a chat has about 70 bytes for
-each, and behind a router at most ``internal_stream.MAX_BODY_BYTES``.
+An answer holds up to 400 bytes for each of them while it is collected and encoded. The body of a chat has about 70 for
+each, and behind a router at most ``internal_stream.MAX_BODY_BYTES`` in all.
 """
 # A request without max_tokens gets fewer tokens rather than an error, as long as this many are left.
 _LEAST_DEFAULT_TOKENS = 4096

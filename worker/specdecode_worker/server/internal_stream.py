@@ -193,8 +193,8 @@ class _StreamRun:
             body = await started.encode_whole(choices)
             if len(body) > MAX_BODY_BYTES:  # refused here, else the router takes it for a failure of this worker
                 raise BadRequest(
-                    f"the answer has {len(body)} bytes, and may have {MAX_BODY_BYTES} bytes behind a router. Stream it, "
-                    "or ask for fewer tokens, choices or logprobs",
+                    f"the answer has {len(body)} bytes, and behind a router it may have {MAX_BODY_BYTES} bytes. "
+                    "Stream it, or ask for fewer tokens, choices or logprobs",
                     param="logprobs",
                 )
         await self._channel.put(_end_frame(started, body))

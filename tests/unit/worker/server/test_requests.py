@@ -10,9 +10,9 @@ import pytest
 
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests import (
+    MAX_STOP_CHARACTERS,
     ChatRequest,
     CompletionRequest,
-    MAX_STOP_CHARACTERS,
     IgnoredFieldLog,
     ignored_header,
     parse,
