@@ -1,1 +1,1 @@
-"""Matrix product of few rows with a large matrix, fused with what follows it."""
+"""Products of rows with the matrix of their expert, and the grouping of rows by expert."""

@@ -13,7 +13,7 @@ MOST_ROWS = 64
 MOST_ROWS_OF_OLDER_GPUS = 16
 """The same on GPUs before compute capability 9.0, which have less shared memory than larger tiles take."""
 LEAST_OUTPUTS = 2048
-"""Fewest outputs of a matrix. One program serves 32, so a smaller matrix leaves most of a GPU idle."""
+"""Fewest outputs of a matrix. One program serves 16 to 64, so a smaller matrix leaves most of a GPU idle."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -209,8 +209,8 @@ def plan(
 def _tile_queries(tokens: int, batch: int, groups: int) -> int:
     """Return the number of queries of a tile, a power of 2.
 
-    It is the average number of queries of a sequence, limited to 16 to 64 rows of the matrix unit (a row is one query
-    and one head).
+    It is the average number of queries of a sequence, limited to 16 to TILE_ROWS rows of the matrix unit (a row is one
+    query and one head).
     """
     wanted: int = triton.next_power_of_2(triton.cdiv(tokens, batch))
     heads: int = triton.next_power_of_2(groups)

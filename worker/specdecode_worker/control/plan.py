@@ -273,8 +273,6 @@ def _is_slower(time_per_token: TimePerToken, plain_seconds: float, bounds: Seque
     return False
 
 
-# Choice of the shape of a step: the plan's row for load, context and task, or another whose worth is to be known.
-
 # Selection of the plan row for a load. The only decision made here is the bucket of the load.
 
 
@@ -578,7 +576,7 @@ def scores(shadow: ShadowDraft, tokens: list[int]) -> list[Score] | None:
 
 # Budget of exploration: shadow passes and bursts of steps of other shapes, within a share of the worker's time.
 #
-# Bursts go to the shapes whose comparison with the plan is least sure (`burst_allocation`). Exploration diminishes
+# Bursts go to the shapes whose comparison with the plan is least sure (`BurstAllocation`). Exploration diminishes
 # while nothing changes, and starts again with a new plan or a change in the steps themselves (Diminishing Exploration,
 # arXiv 2410.05734). Most of what it costs on a steady load is thereby saved.
 
