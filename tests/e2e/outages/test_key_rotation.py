@@ -1,22 +1,26 @@
-"""Rotation of an API key under traffic, through routers and directly at a worker (``make proofs P=outages``)."""
+"""Rotation of an API key and of the master key of admin tokens under traffic (``make proofs P=outages``)."""
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import pytest
 
-from specdecode_worker.contract import Port
+from specdecode_operator.controller.admin_tokens import KEY_SECRET, derive_token
+from specdecode_operator.manifests.objects import tokens_name
+from specdecode_worker.contract import Port, Route
 from support.e2e.endpoint import MODEL
 from support.e2e.kube import Namespace
 from support.e2e.release import Release
 from support.e2e.routed import Routed, routed_deployment
 from support.e2e.streams import StreamTraffic, failures
-from support.kube import wait_for
+from support.kube import KubectlError, wait_for
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -78,3 +82,44 @@ def test_key_rotation_refuses_no_request(guarded: Routed, watched: Namespace) ->
         print(f"\nkey rotation {place}: {len(traffic.answers)} answers, {len(broken)} broken")
         assert broken == []
     print(f"new key valid everywhere after {both:.0f} s, old key refused everywhere after {gone:.0f} s")
+
+
+def test_rotation_of_the_master_key_fails_no_request(watched: Namespace, release: Release) -> None:
+    """As docs/how-to/secure.md says: the old key is valid until workers have read the tokens of the new one."""
+    release.start()
+    name, home = "rekeyed", release.namespace
+    first: str = home.get("secret", KEY_SECRET)["data"]["current"]
+    second = base64.b64encode(b"another key of the operator").decode()
+    with routed_deployment(watched, name) as routed, ExitStack() as stack:
+        urls = [stack.enter_context(watched.reach("pod", pod, Port.admin)) for pod in routed.endpoint.ready_pods()]
+
+        def accept(key: str) -> set[bool]:
+            token = derive_token(base64.b64decode(key), (watched.name, name), "operator")
+            headers = {"Authorization": f"Bearer {token}"}
+            answers = [httpx.get(f"{url}{Route.report}", headers=headers, timeout=10, trust_env=False) for url in urls]
+            return {answer.status_code == 200 for answer in answers}
+
+        def replace_keys(**keys: str | None) -> None:
+            patch: dict[str, Any] = {"data": keys}
+            home.kubectl("patch", "secret", KEY_SECRET, "--type", "merge", "--patch", json.dumps(patch))
+            release.stop()
+            watched.kubectl("delete", "secret", tokens_name(name))
+            release.start()
+            wait_for("the Secret is there again", lambda: exists(watched, tokens_name(name)), timeout_s=60)
+
+        with routed.unbroken_traffic("rotation of the master key"):
+            replace_keys(current=second, previous=first)
+            wait_for("the new key is valid", lambda: accept(second) == {True}, timeout_s=MOUNT_SECONDS)
+            assert accept(first) == {True}
+            replace_keys(previous=None)
+            wait_for("the old key is not", lambda: accept(first) == {False}, timeout_s=MOUNT_SECONDS)
+            assert accept(second) == {True}
+        routed.endpoint.wait_condition("ReportsFresh", "True")
+
+
+def exists(namespace: Namespace, secret: str) -> bool:
+    try:
+        namespace.get("secret", secret)
+    except KubectlError:
+        return False
+    return True
