@@ -21,6 +21,7 @@ NO_REASONS = {
     "Unknown",
     "Deployment",
     "Off",
+    "Advisory",
     "Operator",
     "External",
     "NotOwned",
