@@ -31,6 +31,8 @@ from specdecode_worker.capture.segments import (
 )
 from specdecode_worker.contract.names import Route
 
+FETCHED_FOLDER = "captured"
+"""Folder of fetched segments in the folder of a run of `distill`."""
 DEFAULT_MAX_BYTES = 4 * 2**30
 _MAX_LISTING_BYTES = 4 * 2**20
 _CONNECT_SECONDS, _READ_SECONDS = 10.0, 120.0
