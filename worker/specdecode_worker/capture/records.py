@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # ├── HookNotFound       the redaction hook cannot be imported
 # ├── FolderUnusable     the folder of segments cannot be created, written or read
 # ├── SegmentNotFound    a folder has no finished segment of a name
-# └── PullFailed         no segments can be fetched from workers
+# └── CapturePullFailed  no segments can be fetched from workers
 
 
 class CaptureError(Exception):
@@ -118,7 +118,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
     """Share of such requests that were captured: this record represents 1/share of them."""
     user: str = ""
-    """Hash of the request's field ``user`` (`subject_keys`); empty without one. Records are deleted by it."""
+    """Hash of the request's field ``user`` (`SubjectKeys.hash_of`); empty without one. Records are deleted by it."""
     permitted: bool = False
     """True if the client expressly permitted the capture. Other records are deleted when consent becomes OptIn."""
 

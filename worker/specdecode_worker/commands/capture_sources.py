@@ -27,7 +27,7 @@ def capture_folders(
     Nothing is fetched once the run has selected its records: a resumed run uses the same ones.
 
     Raises:
-        PullFailed: The workers' segments cannot be fetched.
+        CapturePullFailed: The workers' segments cannot be fetched.
         Interrupted: ``stopped`` returned True.
     """
     if args.capture_from is None:

@@ -155,7 +155,7 @@ def _files(library: Path, module: str) -> list[Path]:
 # Training prompts: topics combined with forms of task, many thousand different questions from a few hundred words.
 #
 # The words are in prompts.toml. A rollout takes most of its questions from here. The target generates the others itself
-# (see ``question_sources``). Held-out prompts are in benchmarks/prompts/ and written by hand; ``overlaps`` keeps
+# (see `TrainingQuestions`). Held-out prompts are in benchmarks/prompts/ and written by hand; ``overlaps`` keeps
 # training prompts apart from them.
 
 SELF_ASKED = "self-asked"
