@@ -31,6 +31,8 @@ from specdecode_worker.capture.segments import (
 )
 from specdecode_worker.contract.names import Route
 
+FETCHED_FOLDER = "captured"
+"""Folder of fetched segments in the folder of a run of `distill`."""
 DEFAULT_MAX_BYTES = 4 * 2**30
 _MAX_LISTING_BYTES = 4 * 2**20
 _CONNECT_SECONDS, _READ_SECONDS = 10.0, 120.0
@@ -74,7 +76,7 @@ def pull_source(address: str, token: str | None, ca_file: str | None, max_bytes:
         max_bytes: Bound of what is stored.
 
     Raises:
-        PullFailed: An argument is unusable; the message says which.
+        CapturePullFailed: An argument is unusable; the message says which.
     """
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
@@ -108,7 +110,7 @@ def pull_segments(
     A stopped or killed pull is repeated: whole segments are kept. If ``stopped`` returns True, the rest is left out.
 
     Raises:
-        PullFailed: The name has no address, no worker answered and the folder is empty, or the disk refuses a write.
+        CapturePullFailed: The name has no address, no worker answered and nothing is stored, or a write is refused.
     """
     result = PullResult()
     try:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 # ├── HookNotFound       the redaction hook cannot be imported
 # ├── FolderUnusable     the folder of segments cannot be created, written or read
 # ├── SegmentNotFound    a folder has no finished segment of a name
-# └── PullFailed         no segments can be fetched from workers
+# └── CapturePullFailed  no segments can be fetched from workers
 
 
 class CaptureError(Exception):
@@ -58,7 +58,7 @@ class Dropped(StrEnum):
     queue_full = "queue_full"
     opted_out = "opted_out"
     not_repeatable = "not_repeatable"
-    """Sampled by multi-round sampling. A replay cannot verify its text."""
+    """Guided by a grammar, or sampled by multi-round sampling. A replay cannot verify its text."""
     redacted = "redacted"
     redaction_error = "redaction_error"
     too_large = "too_large"
@@ -89,7 +89,8 @@ class CaptureCounts:
                 self.dropped[reason] += count
 
 
-# Record of one served request: its token ids and sampling parameters, enough to replay it. It holds no text.
+# Record of one served request: its token ids and sampling parameters, enough to replay it. It holds no text: requests
+# with a grammar, which quotes the client's schemas, choices and words, have no record.
 #
 # On disk a record is a msgpack map by field name. Readers ignore unknown fields.
 
@@ -103,7 +104,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     prompt_length: int
     sampling: Sampling
-    """Sampling parameters with the seed, without the log-probabilities that the client requested."""
+    """Sampling parameters with the seed, without a grammar and the log-probabilities that the client requested."""
     target: str
     """Hash of the target's weights."""
     task: str
@@ -117,9 +118,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     share: float = 1.0
     """Share of such requests that were captured: this record represents 1/share of them."""
     user: str = ""
-    """Hash of the request's field ``user`` (`subject_keys`); empty without one. Records are deleted by it."""
+    """Hash of the request's field ``user`` (`SubjectKeys.hash_of`); empty without one. Records are deleted by it."""
     permitted: bool = False
     """True if the client expressly permitted the capture. Other records are deleted when consent becomes OptIn."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.grammar:
+            raise ValueError("a record holds no grammar")
 
     @property
     def output_length(self) -> int:

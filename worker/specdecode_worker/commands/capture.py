@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from specdecode_worker.capture.puller import FETCHED_FOLDER
 from specdecode_worker.capture.records import CaptureError, FolderUnusable, Record
 from specdecode_worker.capture.segments import (
     RETENTION_FILE,
@@ -30,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     except CaptureError as error:
         print(f"specdecode-worker capture: {error}", file=sys.stderr)
         return 1
-    for folder in args.folders:
+    for folder in args.folders if args.action == "prune" else _with_fetched(args.folders):
         try:
             if args.action == "prune":
                 codes.append(_prune(folder))
@@ -44,6 +46,16 @@ def run(args: argparse.Namespace) -> int:
             print(f"specdecode-worker capture: {error}", file=sys.stderr)
             codes.append(1)
     return max(codes)
+
+
+def _with_fetched(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the folders of records: a run of `distill` has fetched segments, and data once it reads them."""
+    for folder in folders:
+        fetched = folder / FETCHED_FOLDER
+        if fetched.is_dir():
+            yield fetched
+        if (folder / "data").is_dir() or not fetched.is_dir():
+            yield folder
 
 
 def _keys(args: argparse.Namespace) -> list[bytes]:

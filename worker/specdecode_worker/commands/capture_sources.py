@@ -8,12 +8,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from specdecode_worker.capture.puller import pull_segments, pull_source
+from specdecode_worker.capture.puller import FETCHED_FOLDER, pull_segments, pull_source
 from specdecode_worker.contract import Env
 from specdecode_worker.training.distillation.records import Interrupted
-
-_PULLED = "captured"
-"""Folder of fetched segments in the run's folder."""
 
 
 def check_capture_flags(args: argparse.Namespace) -> None:
@@ -30,12 +27,12 @@ def capture_folders(
     Nothing is fetched once the run has selected its records: a resumed run uses the same ones.
 
     Raises:
-        PullFailed: The workers' segments cannot be fetched.
+        CapturePullFailed: The workers' segments cannot be fetched.
         Interrupted: ``stopped`` returned True.
     """
     if args.capture_from is None:
         return tuple(args.capture)
-    folder = args.out / _PULLED
+    folder = args.out / FETCHED_FOLDER
     if not any((args.out / "data" / name).exists() for name in ("selected.json", "summary.json")):
         source = pull_source(args.capture_from, os.environ.get(Env.capture_token), args.capture_ca)
         result = pull_segments(source, folder, log, stopped)
@@ -51,4 +48,4 @@ def capture_folders(
 
 def delete_fetched(out: Path) -> None:
     """Delete the fetched segments of a run that has its verdict. The workers' own copies are not changed."""
-    shutil.rmtree(out / _PULLED, ignore_errors=True)
+    shutil.rmtree(out / FETCHED_FOLDER, ignore_errors=True)

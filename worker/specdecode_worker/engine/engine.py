@@ -303,7 +303,7 @@ class Engine:
             parts: Components of the engine.
             identity: Constant fields of the worker's reports.
             max_model_len: Most tokens of a prompt and its answer together.
-            eos_token_ids: Token ids that end an answer, from the model's configuration.
+            eos_token_ids: Token ids that end an answer, from the model's configuration; all are in its vocabulary.
             pipelined: Launch a step before the previous one is collected.
             load_draft: Loader of another draft while the engine runs; without it no draft can be swapped in.
         """
@@ -314,8 +314,7 @@ class Engine:
         # A request longer than the whole cache could never be admitted and would block the queue behind it.
         self.max_model_len = min(max_model_len, parts.scheduler.kv_tokens_total)
         self.vocab_size = parts.target.vocab_size
-        # Some configurations name end tokens that the model has no embedding for; it never emits them.
-        self.eos_token_ids = tuple(token for token in eos_token_ids if token < self.vocab_size)
+        self.eos_token_ids = eos_token_ids
         self._scheduler, self._target, self._drafts = parts.scheduler, parts.target, parts.drafts
         self._state, self._shape_selector = parts.state, parts.shape_selector
         self._phases, self._step_timer = PhaseTimer(), StepTimer()

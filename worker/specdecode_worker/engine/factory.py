@@ -230,8 +230,7 @@ def _grammars(folder: Path, target: CausalLM) -> GrammarCompiler | None:
     def tokenizer_json() -> str:
         return str(open_tokenizer(folder).to_str())
 
-    ends = tuple(token for token in target.config.eos_token_ids if token < size)
-    return GrammarCompiler(tokenizer_json, size, ends)
+    return GrammarCompiler(tokenizer_json, size, target.config.eos_token_ids)
 
 
 def _scheduler(config: EngineConfig, chunk: int, blocks: int, target: str, device: torch.device) -> Scheduler:

@@ -54,7 +54,9 @@ def prepare_causal_lm(folder: Path, *, max_model_len: int | None = None) -> Unlo
     """Return the unloaded target, or draft model, of ``folder`` for texts of up to ``max_model_len`` tokens."""
     raw = read_config(folder)
     config, facts = causal_lm_config(raw, max_model_len), quantization_facts(folder, raw)
-    config = replace(config, eos_token_ids=end_tokens(folder, config.eos_token_ids))
+    # Some folders name end tokens that the model has no embedding for; it never emits them.
+    ends = tuple(token for token in end_tokens(folder, config.eos_token_ids) if token < config.vocab_size)
+    config = replace(config, eos_token_ids=ends)
     architecture = architecture_of(config)
     checkpoint = open_checkpoint(folder, architecture.tensor_name, architecture.entries)
     if config.tie_word_embeddings and _has_own_output(checkpoint):

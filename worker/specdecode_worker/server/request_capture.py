@@ -63,14 +63,14 @@ class RequestCapture:
         """Return the observer that records one request, or None when the request is not captured.
 
         A request is not captured if it lacks a permission that the recorder needs, if the random sample leaves it out,
-        or if its text could not be verified by a replay (the mss sampler at a temperature above 0).
+        or if its text could not be verified by a replay (a grammar, or the mss sampler at a temperature above 0).
         """
         recorder = self.recorder
         if not recorder.is_on or (recorder.consent == "OptIn" and permitted is None):
             return None
         if not recorder.should_capture(task):
             return None
-        if self._sampler == "mss" and sampling.temperature > 0:
+        if sampling.grammar or (self._sampler == "mss" and sampling.temperature > 0):
             recorder.counts.drop(Dropped.not_repeatable)
             return None
         record = Record(

@@ -62,8 +62,8 @@ class Chat:
 
 # Recorded conversations on disk: tokens and the target's hidden states, in safetensors shards.
 #
-# A shard is written at once and never changed, so a killed rollout resumes with the next one. ``state_recording``
-# writes shards, ``batches`` reads them. The states are stored because the target computes them anyway during
+# A shard is written at once and never changed, so a killed rollout resumes with the next one. ``rollout.record_states``
+# writes shards, `DataSet` reads them. The states are stored because the target computes them anyway during
 # generation; computing them again would cost as much as a training step.
 
 SHARD_TOKENS = 16384
@@ -85,7 +85,7 @@ class Conversation:
     temperature: float
     domain: str
     normalisers_NT: Tensor | None = None
-    """Log normalizers [N, temperatures] fp32, see ``normalizers``; None if not computed."""
+    """Log normalizers [N, temperatures] fp32, see `prompts.normalise`; None if not computed."""
 
 
 def write_shard(folder: Path, index: int, conversations: list[Conversation]) -> Path:

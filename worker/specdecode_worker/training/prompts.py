@@ -155,7 +155,7 @@ def _files(library: Path, module: str) -> list[Path]:
 # Training prompts: topics combined with forms of task, many thousand different questions from a few hundred words.
 #
 # The words are in prompts.toml. A rollout takes most of its questions from here. The target generates the others itself
-# (see ``question_sources``). Held-out prompts are in benchmarks/prompts/ and written by hand; ``overlaps`` keeps
+# (see `TrainingQuestions`). Held-out prompts are in benchmarks/prompts/ and written by hand; ``overlaps`` keeps
 # training prompts apart from them.
 
 SELF_ASKED = "self-asked"
@@ -299,8 +299,8 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """
     try:
         lines = path.read_text().splitlines()
-    except OSError as error:
-        raise PromptFileError(f"{path} cannot be read: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptFileError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
     prompt_lines = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -323,7 +323,10 @@ def greedy(lines: Sequence[PromptLine], chat: Chat) -> Iterator[Question]:
 class TrainingQuestions:
     """Endless training questions: from ``own`` if given, else from the combinatorial set and the target itself.
 
-    Prompts of more than ``longest`` tokens are dropped.
+    Prompts of more than ``longest`` tokens, and those that overlap with a held-out prompt, are dropped.
+
+    Raises:
+        PromptFileError: All of ``own`` are dropped.
     """
 
     def __init__(
@@ -334,8 +337,11 @@ class TrainingQuestions:
         own: Sequence[PromptLine] = (),
         longest: int = LONGEST_PROMPT,
     ) -> None:
-        self._chat, self._own, self._longest, self._rng = chat, own, longest, random.Random(seed)
+        self._chat, self._longest, self._rng = chat, longest, random.Random(seed)
         self._held_out = [ngrams(line.text) for line in held_out]
+        self._own = [usable for line in own if (usable := self._usable(line)) is not None]
+        if own and not self._own:
+            raise PromptFileError(f"all prompts overlap with held-out ones or exceed {longest} tokens; give other ones")
 
     def __iter__(self) -> Iterator[Question]:
         while True:
@@ -348,12 +354,14 @@ class TrainingQuestions:
                 yield Question(ids[0], temperature, ids[1])
 
     def _draw_prompt(self) -> tuple[tuple[int, ...], str] | None:
-        """Return the token ids and domain of a random prompt, or None if it is too long or held out."""
+        """Return the token ids and domain of a random prompt, or None if it is dropped."""
         if self._own:
-            line = self._rng.choice(self._own)
-        else:
-            made = draw(self._rng)
-            line = PromptLine(messages=(Message(role="user", content=made.text),), domain=made.domain)
+            return self._rng.choice(self._own)
+        made = draw(self._rng)
+        return self._usable(PromptLine(messages=(Message(role="user", content=made.text),), domain=made.domain))
+
+    def _usable(self, line: PromptLine) -> tuple[tuple[int, ...], str] | None:
+        """Return the token ids and domain of a prompt, or None if it is too long or held out."""
         ids = line.ids(self._chat)
         wanted = len(ids) <= self._longest and not overlaps(line.text, self._held_out)
         return (ids, line.domain) if wanted else None

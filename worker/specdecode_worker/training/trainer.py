@@ -135,9 +135,9 @@ class LossSettings:
     decay: float
     divergence: float = 1.0
     temperature: float = 1.0
-    """Temperature of the acceptance term; one of ``normalizers.TEMPERATURES``."""
+    """Temperature of the acceptance term; one of ``prompts.TEMPERATURES``."""
     sample_seed: int | None = None
-    """Seed of the roots that are trained at deeper depths, see ``root_sampling``. None trains all roots."""
+    """Seed of the roots that are trained at deeper depths, see `root_order`. None trains all roots."""
 
 
 def root_counts(conversations: Sequence[Conversation], depth: int, share: RootShare = all_roots) -> list[int]:
@@ -292,7 +292,7 @@ class TrainSettings:
     divergence_until: float = 0.1  # share of the run up to which the loss is the divergence alone
     acceptance_from: float = 0.3  # share of the run from which the divergence weight is divergence_floor
     divergence_floor: float = 0.4  # weight of the divergence at the end; acceptance has the rest
-    # Temperatures of the served mix and their shares; 0.3 represents greedy requests (see ``normalizers``).
+    # Temperatures of the served mix and their shares; 0.3 represents greedy requests (see ``prompts.TEMPERATURES``).
     mix: tuple[tuple[float, float], ...] = ((0.3, 0.5), (0.6, 0.15), (0.8, 0.25), (1.0, 0.1))
     seed: int = 0
     validate_every: float = 240.0  # seconds of training between validations, each followed by a checkpoint

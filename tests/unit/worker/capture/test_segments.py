@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.capture.records import FolderUnusable, Record, encode
+from specdecode_worker.capture.records import FolderUnusable, Record, decode, encode
 from specdecode_worker.capture.segments import SUFFIX, ReadStats, SegmentWriter, read_records
 from support.worker.captured import record
 
@@ -84,6 +84,13 @@ def test_a_frame_without_a_record_is_counted_and_skipped(tmp_path: Path) -> None
         segments.append(body)
     records, stats = read(tmp_path)
     assert (records, stats.unreadable) == ([record(0), record(1)], 1)
+
+
+def test_a_record_holds_no_grammar() -> None:
+    document = msgspec.to_builtins(record(0))
+    document["sampling"]["grammar"] = "choice: Ann Smith"
+    with pytest.raises(msgspec.ValidationError, match="grammar"):
+        decode(msgspec.msgpack.encode(document))
 
 
 def test_fields_of_a_newer_writer_are_ignored(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from specdecode_worker.__main__ import main
-from specdecode_worker.capture import Record, opening_hash
+from specdecode_worker.capture import ReadStats, Record, opening_hash, read_records
 from specdecode_worker.capture.segments import derived_key, keyed_hash
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.pool import read_pool
+from support.worker.captured_folders import write
 
 KEY = derived_key("token")
 
@@ -67,6 +69,21 @@ def test_records_of_a_user_are_deleted(run: Path, capsys: pytest.CaptureFixture[
     assert delete_user("alice", run) == 0
     assert left(run) == [0, 2, 10, 12]
     assert "4 records deleted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("selected", [True, False])
+def test_fetched_segments_of_a_run_are_cleaned_too(
+    selected: bool, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = write(run / "captured", [record(0), record(1)])
+    if not selected:
+        shutil.rmtree(run / "data")
+    assert delete_user("alice", run) == 0
+    assert [one.tokens[0] for one in read_records([fetched], ReadStats())] == [0]
+    assert f"{fetched}: 1 records deleted" in capsys.readouterr().out
+    monkeypatch.setattr("specdecode_worker.commands.capture.time.time", lambda: 1e11)
+    assert main(["capture", "sweep", "--max-age", "100", str(run)]) == 0
+    assert list(read_records([fetched], ReadStats())) == []
 
 
 def test_expired_records_are_deleted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,12 +156,6 @@ def test_token_ids_beyond_the_embedding_are_refused(fields: dict[str, Any]) -> N
     engine.add(submit(logit_bias=((0, 1.0), (VOCABULARY - 1, 1.0))))
 
 
-def test_end_tokens_beyond_the_embedding_are_ignored() -> None:
-    engine = small_engine(eos=(5, 10**6))
-    engine.add(submit(min_tokens=2, max_tokens=4))
-    assert drain(engine)[-1].finish == "length"
-
-
 def test_a_small_cache_limits_request_length_and_every_accepted_request_finishes(pipelined: bool) -> None:
     """A small cache limits the length of requests, and every accepted request finishes.
 

@@ -52,6 +52,15 @@ def test_request_that_runs_while_its_user_is_deleted_is_not_captured(tmp_path: P
     assert recorder.counts.records.total() == 2, "later requests of the user are captured"
 
 
+def test_guided_requests_are_not_captured(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, CaptureRules(share=1.0))
+    capture = RequestCapture(recorder, "t", "coupled")
+    sampling = Sampling(max_tokens=3, seed=1, temperature=0.0, grammar="choice: Ann Smith")
+    assert capture.start_record(Prompt((1, 2)), sampling, "other") is None
+    recorder.close()
+    assert recorder.counts.dropped == {Dropped.not_repeatable: 1}
+
+
 def test_record_has_the_share_that_it_was_drawn_with(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path, CaptureRules(share=1.0))
     capture = RequestCapture(recorder, "t", "coupled")

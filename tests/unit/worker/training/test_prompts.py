@@ -89,6 +89,19 @@ def test_held_out_prompts_are_not_used_for_training() -> None:
     assert {q.ids for q in islice(iter(questions), 50)} == {(120, 121, 122)}
 
 
+def test_prompts_that_are_all_held_out_are_reported() -> None:
+    own = [PromptLine(prompt="abc")]
+    with pytest.raises(PromptFileError, match="held-out"):
+        next(iter(TrainingQuestions(Letters(), own, 0, own)))  # type: ignore[arg-type]
+
+
+def test_prompt_file_in_another_encoding_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('{"prompt": "Zürich"}'.encode("latin-1"))
+    with pytest.raises(PromptFileError, match="utf-8"):
+        read_prompts(path)
+
+
 @pytest.mark.parametrize("line", ["{", '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "{}"])
 def test_invalid_prompt_line_is_reported_with_its_number(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"

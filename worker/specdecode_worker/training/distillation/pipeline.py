@@ -147,10 +147,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 # The distillation pipeline: from captured traffic to a candidate draft and a verdict on it.
 #
-#     OUT/data/                      accepted records by split, with the target's states (record_shards.py)
+#     OUT/data/                      accepted records by split, with the target's states (records.py)
 #     OUT/golden/                    answers to the golden prompts
 #     OUT/replay/                    answers to the prompts of --replay-prompts
-#     OUT/checkpoint.pt, OUT/best/   state of the training (student_training.py)
+#     OUT/checkpoint.pt, OUT/best/   state of the training (students.py)
 #     OUT/head/                      the candidate: weights, calibration.json, lineage.json
 #     OUT/verdict.json               written once, at the end; a further run returns it unchanged
 #

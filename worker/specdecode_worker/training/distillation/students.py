@@ -83,7 +83,7 @@ class StudentTraining:
 
     @property
     def best(self) -> int:
-        """Index of the best validation so far, see ``mixture.best_of``."""
+        """Index of the best validation so far, see `best_of`."""
         return best_of(self.round_results, self._data.weights)
 
     @property

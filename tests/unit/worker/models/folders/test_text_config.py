@@ -67,7 +67,8 @@ def test_a_wrong_file_is_named(tmp_path: Path, document: str) -> None:
 def test_a_loaded_target_has_them(tmp_path: Path) -> None:
     """Serving, training and evaluation read them from the target."""
     small_model.write_target(tmp_path, config={"eos_token_id": 1})
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2]}')
+    beyond_embedding = small_model.VOCAB_SIZE
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [2, {beyond_embedding}]}}')
     target = load_causal_lm(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     assert target.config.eos_token_ids == (1, 2, END)
 
