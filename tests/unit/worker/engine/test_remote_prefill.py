@@ -169,7 +169,8 @@ def test_blocks_of_another_text_are_refused(two: Two, monkeypatch: pytest.Monkey
     offer = transfer.Outgoing.offer
 
     def swapped(self: transfer.Outgoing, blocks: Blocks, count: int, read: Callable[[], object]) -> bool:
-        wrong = transfer.msgspec.structs.replace(blocks, digests=blocks.digests[::-1])
+        others = tuple(digest[::-1] for digest in blocks.digests)
+        wrong = transfer.msgspec.structs.replace(blocks, digests=others)
         return offer(self, wrong, count, read)  # type: ignore[arg-type]
 
     monkeypatch.setattr(transfer.Outgoing, "offer", swapped)
