@@ -74,6 +74,11 @@ def _keys(shape: dict[str, Any]) -> int:
     return 2 * int(shape["num_key_value_heads"]) * int(shape["head_dim"])
 
 
+def _collectives(layers: int, ranks: int) -> int:
+    """Return the collectives of a step: two a layer, the rows' tokens to all, and the logits to one."""
+    return 2 * layers + 2 if ranks > 1 else 0
+
+
 SHAPES = {"plain": (1, 0), "chain:3": (4, 3), "chain:5": (6, 5), "tree:4,2,1": (21, 3)}
 """Rows that a sequence verifies, root included, and draft passes."""
 
@@ -121,8 +126,8 @@ class Dense:
 
     def step_seconds(self, gpu: Gpu, shape: str, batch: int, context: int) -> float:
         """Return the expected time of a step of one of SHAPES."""
-        collectives = 2 * self.layers + 2 if self.ranks > 1 else 0
-        fixed = LAUNCH_MICROSECONDS * self.launches(shape, batch) + ALL_REDUCE_MICROSECONDS * collectives
+        fixed = LAUNCH_MICROSECONDS * self.launches(shape, batch)
+        fixed += ALL_REDUCE_MICROSECONDS * _collectives(self.layers, self.ranks)
         return self.floor_seconds(gpu, batch, context, *SHAPES[shape]) + 1e-6 * fixed
 
 
@@ -198,8 +203,8 @@ class Llama4:
 
     @property
     def collectives(self) -> int:
-        """Collectives of a step: two a layer, the rows' tokens to all, and the logits to one."""
-        return 2 * LAYERS + 2 if self.ranks > 1 else 0
+        """Collectives of a step."""
+        return _collectives(LAYERS, self.ranks)
 
 
 MAVERICK = Llama4("maverick", ranks=8, experts=128, moe_layers=24, norm_launches=0)

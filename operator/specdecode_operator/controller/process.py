@@ -21,6 +21,7 @@ from specdecode_operator.controller.readiness import Readiness, serve_probes
 from specdecode_operator.errors import ClusterError, NotLeader
 from specdecode_operator.kube.apply import ChildApplier
 from specdecode_operator.kube.client import KubeClient
+from specdecode_operator.kube.informer import is_shown
 from specdecode_operator.kube.leader_election import LeaderElector
 from specdecode_operator.settings import Settings
 from specdecode_operator.state.store import StateStore
@@ -254,7 +255,7 @@ class Process:
 def _is_older(metadata: Mapping[str, Any], known: Mapping[str, Any]) -> bool:
     """Return whether an object is older than the known one of the same uid, by their resource versions."""
     versions = metadata.get("resourceVersion", ""), known.get("resourceVersion", "")
-    return all(version.isdecimal() for version in versions) and int(versions[0]) < int(versions[1])
+    return versions[0] != versions[1] and is_shown(*versions)
 
 
 def _stop_process(task: asyncio.Task[None]) -> None:

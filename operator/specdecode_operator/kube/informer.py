@@ -69,7 +69,11 @@ class ObjectStore(Generic[T]):
     def is_current(self, metadata: Mapping[str, Any]) -> bool:
         """Return whether this version of the object is stored, or a newer one that a write returned."""
         stored = self._objects.get((metadata["namespace"], metadata["name"]))
-        return stored is not None and stored.uid == metadata["uid"] and _is_shown(metadata, stored.version)
+        return (
+            stored is not None
+            and stored.uid == metadata["uid"]
+            and is_shown(metadata["resourceVersion"], stored.version)
+        )
 
     def put(self, metadata: Mapping[str, Any], value: T, key: Key | None) -> tuple[Key, ...]:
         """Store an object. Return the keys that are affected: two if the object moved to another deployment."""
@@ -95,11 +99,9 @@ class ObjectStore(Generic[T]):
         return (stored.key,)
 
 
-def _is_shown(metadata: Mapping[str, Any], version: str) -> bool:
-    """Return whether an object is not newer than a resource version. Versions that are no numbers must be equal."""
-    versions = metadata["resourceVersion"], version
-    are_numbers = all(one.isdecimal() for one in versions)
-    return int(versions[0]) <= int(versions[1]) if are_numbers else versions[0] == versions[1]
+def is_shown(version: str, by: str) -> bool:
+    """Return whether a resource version is not newer than another. Versions that are no numbers must be equal."""
+    return int(version) <= int(by) if version.isdecimal() and by.isdecimal() else version == by
 
 
 # In-memory copy of the objects of one kind, which a list and a watch keep current.
@@ -204,7 +206,7 @@ class Informer(ObjectStore[T]):
         """
         metadata = item["metadata"]
         source = self._sources.get(metadata["namespace"], self._sources.get(None))
-        if source is None or not _is_shown(metadata, source.version):
+        if source is None or not is_shown(metadata["resourceVersion"], source.version):
             self.put(metadata, self._project(item), parent_key(item))
 
     async def run(self) -> None:

@@ -93,6 +93,12 @@ def test_a_draft_without_memory_for_its_states_changes_nothing(
     assert engine.report().draft.hash == "d"
 
 
+def pass_deadlines(engine: Engine) -> None:
+    """Let the time of all deadlines come."""
+    engine._deadlines.next_seconds = 0.0
+    engine._deadlines._heap = [(0.0, *entry[1:]) for entry in engine._deadlines._heap]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_deadline_cancels_waiting_and_running_requests(greedy: list[int], steps: int, pipelined: bool) -> None:
     """Requests are cancelled in the first step after their deadline; the others keep their text."""
@@ -105,8 +111,7 @@ def test_deadline_cancels_waiting_and_running_requests(greedy: list[int], steps:
     engine.add(structs.replace(submit("queues", max_tokens=5), queue_deadline_seconds=in_one_second))
     outputs = [new for _ in range(steps) for new in engine.step()]
     assert not any(new.finish for new in outputs)
-    engine._deadlines.next_seconds = 0.0  # the time has come
-    engine._deadlines._heap = [(0.0, *entry[1:]) for entry in engine._deadlines._heap]
+    pass_deadlines(engine)
     outputs += engine.step()
     cancelled = {new.request_id: new.finish for new in outputs if new.finish}
     assert cancelled == {"runs": "deadline", "waits": "deadline", "queues": "queue_timeout"}
@@ -124,7 +129,7 @@ def test_queue_deadline_does_not_concern_admitted_requests(pipelined: bool) -> N
     engine = small_engine(pipelined=pipelined)
     engine.add(structs.replace(submit("runs", max_tokens=8), queue_deadline_seconds=time.monotonic() + 60))
     engine.step()
-    engine._deadlines._heap = [(0.0, *entry[1:]) for entry in engine._deadlines._heap]
+    pass_deadlines(engine)
     assert [new.finish for new in drain(engine) if new.finish] == ["length"]
 
 
