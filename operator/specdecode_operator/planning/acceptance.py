@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, reduce
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -125,15 +126,15 @@ Position = tuple[int, bool, int]
 
 
 class Node(NamedTuple):
-    """A node that may be drafted."""
+    """A node that may be drafted. Likeliest first; a parent comes before its children, a better rank before others."""
 
+    minus_survival: float
+    depth: int
     path: Path
-    survival: float
 
     @property
-    def order(self) -> tuple[float, int, Path]:
-        """Likeliest first; a parent comes before its children, and a better rank before a worse one."""
-        return -self.survival, len(self.path), self.path
+    def survival(self) -> float:
+        return -self.minus_survival
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,16 +198,20 @@ class TaskAcceptance:
 
     @lru_cache(maxsize=1000)  # noqa: B019 - bounded, of estimates that live as long as a poll
     def best_nodes(self, depth: int, top_k: int, most: int) -> tuple[Node, ...]:
-        """Return the ``most`` likeliest nodes down to ``depth``, likeliest first. Every prefix is a tree.
+        """Return the ``most`` likeliest nodes down to ``depth``, likeliest first. Every prefix is a tree."""
+        found, reachable = list[Node](), [Node(-1.0, 0, ())]
+        while reachable and len(found) <= most:
+            node = heappop(reachable)
+            found.append(node)
+            if node.depth < depth:
+                for child in self._children(node, top_k):
+                    heappush(reachable, child)
+        return tuple(found[1:])
 
-        The tree grows level by level. A node below none of the best of its level is not among the best of all.
-        """
-        level, found = [Node((), 1.0)], list[Node]()
-        for _ in range(depth):
-            paths = ((*parent.path, rank) for parent in level for rank in range(top_k))
-            level = sorted((Node(path, self.survival(path)) for path in paths), key=lambda node: node.order)[:most]
-            found += level
-        return tuple(sorted(found, key=lambda node: node.order)[:most])
+    def _children(self, parent: Node, top_k: int) -> Iterator[Node]:
+        rates = (self.sibling if any(parent.path) else self.main)[parent.depth]
+        for rank, rate in enumerate(rates[:top_k]):
+            yield Node(parent.minus_survival * rate.mean, parent.depth + 1, (*parent.path, rank))
 
 
 def positions(path: Path) -> Iterable[Position]:

@@ -247,7 +247,7 @@ class ShapeSearch:
             nodes = task.acceptance.best_nodes(min(depth, bounds.most), bounds.top_k, bounds.max_nodes)
             more = [node for node in nodes if node.path not in least]
             found += [(task, node) for node in more[: bounds.max_nodes - bounds.least]]
-        return sorted(found, key=lambda step: (step[1].order, step[0].name))
+        return sorted(found, key=lambda step: (step[1], step[0].name))
 
 
 def batches(
