@@ -30,24 +30,15 @@ DraftHash = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]*$", max_le
 class DraftRolloutSpec(Api):
     """Trial and promotion of drafts (SpecDecodeDraft). Settings of a running trial are those of its beginning."""
 
-    mode: Literal["Canary", "Direct", "Manual"] = Field(
-        default="Canary",
-        description="Canary: one worker tries the candidate, and a better one is promoted. Manual: a better one waits "
-        "for its role Serving. Direct: a draft whose training run found it better is promoted without a "
-        "trial.",
-    )
-    block_requests: int = Field(
-        default=32,
-        ge=1,
-        le=4096,
-        description="Finished requests of a block. A pair is one block of the present draft and one of the candidate.",
-    )
-    max_duration: Duration = Field(
-        default="24h", description="Time after which a trial without a verdict ends, such as 24h or 90m."
-    )
-    min_gain_percent: Percent = Field(
-        default=2, description="Gain in speed that a candidate must be shown to exceed, in percent."
-    )
+    mode: Literal["Canary", "Direct", "Manual"] = "Canary"
+    """Canary: one worker tries the candidate, and a better one is promoted. Manual: a better one waits for its role
+    Serving. Direct: a draft whose training run found it better is promoted without a trial."""
+    block_requests: int = Field(default=32, ge=1, le=4096)
+    """Finished requests of a block. A pair is one block of the present draft and one of the candidate."""
+    max_duration: Duration = "24h"
+    """Time after which a trial without a verdict ends, such as 24h or 90m."""
+    min_gain_percent: Percent = 2
+    """Gain in speed that a candidate must be shown to exceed, in percent."""
 
 
 # Distillation of new drafts from traffic: ``spec.distillation``.
@@ -67,26 +58,20 @@ AWS_REGION = "us-east-1"
 class DistillationCaptureSpec(Api):
     """Capture of served requests by the workers. A change takes effect at once and replaces no workers."""
 
-    percent: Percent = Field(default=5, description="Share of requests to capture, in percent.")
-    percent_by_task: Annotated[dict[str, Percent], Field(max_length=16)] = Field(
-        default={},
-        description="Share of requests to capture by task, in percent. Tasks that are not listed have percent.",
-        examples=[{"code": 20}],
-    )
-    max_age: Duration = Field(
-        default="336h", description="Time after which a captured request is deleted, such as 336h."
-    )
+    percent: Percent = 5
+    """Share of requests to capture, in percent."""
+    percent_by_task: Annotated[dict[str, Percent], Field(max_length=16)] = Field(default={}, examples=[{"code": 20}])
+    """Share of requests to capture by task, in percent. Tasks that are not listed have percent."""
+    max_age: Duration = "336h"
+    """Time after which a captured request is deleted, such as 336h."""
     redact: Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$", max_length=256)] | None = Field(
-        default=None,
-        description="module:function of the worker's image that receives every record and returns it, changed, or None "
-        "to drop it. Absent: none.",
-        examples=["redaction:remove_names"],
+        default=None, examples=["redaction:remove_names"]
     )
-    consent: Literal["OptOut", "OptIn"] = Field(
-        default="OptOut",
-        description="OptOut: requests are captured unless the client forbids it (header X-Specdecode-Capture or "
-        "metadata.capture). OptIn: only requests that permit it are captured.",
-    )
+    """module:function of the worker's image that receives every record and returns it, changed, or None to drop it.
+    Absent: none."""
+    consent: Literal["OptOut", "OptIn"] = "OptOut"
+    """OptOut: requests are captured unless the client forbids it (header X-Specdecode-Capture or metadata.capture).
+    OptIn: only requests that permit it are captured."""
 
 
 class DistillationTriggerSpec(Api):
@@ -98,34 +83,22 @@ class DistillationTriggerSpec(Api):
         )
     )
 
-    mode: Literal["Manual", "Drift"] = Field(
-        default="Manual",
-        description="Manual: only a new value of request starts a run. Drift: also a draft that became slower, if "
-        "a run is worth its device time.",
-    )
+    mode: Literal["Manual", "Drift"] = "Manual"
+    """Manual: only a new value of request starts a run. Drift: also a draft that became slower, if a run is worth its
+    device time."""
     request: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
-        default=None,
-        description="Any new value starts a run, as `kubectl specdecode distill` does with the time. Absent: no run is "
-        "requested.",
-        examples=["2026-11-27 after the new prompt"],
+        default=None, examples=["2026-11-27 after the new prompt"]
     )
-    reject: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
-        default=None,
-        description="Id of a training run that is to end, as status.draft.run has it. Absent: none is.",
-        examples=["6928f3a1"],
-    )
-    baseline: Duration = Field(
-        default="168h",
-        description="Time over which the normal speed of a draft is learnt, at least 5m; whole days where traffic "
-        "differs by the hour.",
-    )
-    min_conversations: int = Field(
-        default=800, ge=1, le=10_000_000, description="Captured conversations of all workers that a run needs."
-    )
-    cooldown: Duration = Field(
-        default="24h",
-        description="Time after a run or a rollout of a draft in which the operator begins no other one by itself.",
-    )
+    """Any new value starts a run, as `kubectl specdecode distill` does with the time. Absent: no run is requested."""
+    reject: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(default=None, examples=["6928f3a1"])
+    """Id of a training run that is to end, as status.draft.run has it. Absent: none is."""
+    baseline: Duration = "168h"
+    """Time over which the normal speed of a draft is learnt, at least 5m; whole days where traffic differs by the
+    hour."""
+    min_conversations: int = Field(default=800, ge=1, le=10_000_000)
+    """Captured conversations of all workers that a run needs."""
+    cooldown: Duration = "24h"
+    """Time after a run or a rollout of a draft in which the operator begins no other one by itself."""
 
 
 class DistillationStorageSpec(Api):
@@ -148,25 +121,19 @@ class DistillationStorageSpec(Api):
             r"|s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[A-Za-z0-9_-]+)*)$",
             max_length=270,
         ),
-    ] = Field(
-        description="pvc://CLAIM: a claim that all workers can mount (ReadWriteMany, or one node). s3://BUCKET/PREFIX: "
-        "a bucket; a new pod of the Job then begins anew. Drafts lie below it in drafts/NAME/HASH.",
-        examples=["pvc://drafts"],
-    )
+    ] = Field(examples=["pvc://drafts"])
+    """pvc://CLAIM: a claim that all workers can mount (ReadWriteMany, or one node). s3://BUCKET/PREFIX: a bucket; a new
+    pod of the Job then begins anew. Drafts lie below it in drafts/NAME/HASH."""
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/ ]+$", max_length=256)] | None = Field(
-        default=None,
-        description="URL of the store of an s3:// uri; http:// is without TLS. Absent: that of AWS in the region.",
-        examples=["https://s3.example.com"],
+        default=None, examples=["https://s3.example.com"]
     )
+    """URL of the store of an s3:// uri; http:// is without TLS. Absent: that of AWS in the region."""
     region: Annotated[str, Field(pattern=r"^[a-z0-9-]+$", max_length=63)] | None = Field(
         default=None, description=f"Region of the bucket. Absent: {AWS_REGION}.", examples=["eu-central-1"]
     )
-    secret_ref: NameRef | None = Field(
-        default=None,
-        description="Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for a temporary key, AWS_SESSION_TOKEN. "
-        "The Job writes, the workers read and list. Absent: the uri is a claim.",
-        examples=[{"name": "models-key"}],
-    )
+    secret_ref: NameRef | None = Field(default=None, examples=[{"name": "models-key"}])
+    """Secret with AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and, for a temporary key, AWS_SESSION_TOKEN. The Job writes,
+    the workers read and list. Absent: the uri is a claim."""
 
     @property
     def claim(self) -> str:
@@ -195,32 +162,20 @@ class DistillationSpec(Api):
         )
     )
 
-    capture: DistillationCaptureSpec | None = Field(
-        default=None,
-        description="Capture of served requests, as token ids, on the workers' disks, at most 2Gi each. Absent: nothing"
-        " is captured, and captures are deleted.",
-        examples=[{"percent": 5}],
-    )
-    trigger: DistillationTriggerSpec = Field(
-        default=DistillationTriggerSpec(), description="Reason for a training run."
-    )
-    storage: DistillationStorageSpec | None = Field(
-        default=None,
-        description="Place of trained drafts and of the state of a run. Absent: no run can be started.",
-        examples=[{"uri": "pvc://drafts"}],
-    )
-    time_limit: Duration = Field(
-        default="4h", description="Longest time of a run, counted over restarts, without time in a queue."
-    )
-    steps: int | None = Field(
-        default=None, ge=1, le=10_000_000, description="Training steps. Absent: the command's default.", examples=[2000]
-    )
-    prompts_config_map_ref: NameRef | None = Field(
-        default=None,
-        description="ConfigMap with golden.jsonl, prompts on which a new draft must not be slower, and replay.jsonl, "
-        "prompts that are mixed in. Absent: captured traffic alone decides and trains.",
-        examples=[{"name": "prompts"}],
-    )
+    capture: DistillationCaptureSpec | None = Field(default=None, examples=[{"percent": 5}])
+    """Capture of served requests, as token ids, on the workers' disks, at most 2Gi each. Absent: nothing is captured,
+    and captures are deleted."""
+    trigger: DistillationTriggerSpec = DistillationTriggerSpec()
+    """Reason for a training run."""
+    storage: DistillationStorageSpec | None = Field(default=None, examples=[{"uri": "pvc://drafts"}])
+    """Place of trained drafts and of the state of a run. Absent: no run can be started."""
+    time_limit: Duration = "4h"
+    """Longest time of a run, counted over restarts, without time in a queue."""
+    steps: int | None = Field(default=None, ge=1, le=10_000_000, examples=[2000])
+    """Training steps. Absent: the command's default."""
+    prompts_config_map_ref: NameRef | None = Field(default=None, examples=[{"name": "prompts"}])
+    """ConfigMap with golden.jsonl, prompts on which a new draft must not be slower, and replay.jsonl, prompts that are
+    mixed in. Absent: captured traffic alone decides and trains."""
     job_template: Anything = Field(
         default_factory=dict,
         description="Pod template of the training Job that is merged over the operator's, as workers.template. The "

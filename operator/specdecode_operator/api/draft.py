@@ -29,10 +29,14 @@ DraftPhase = Literal["Waiting", "Canary", "Promoting", "Serving", "RollingBack",
 class DraftBase(Api):
     """Model and draft that a draft was compared with. It is retired once the deployment has another of either."""
 
-    target: Text = Field(description="Model, with its adapter: spec.model of the deployment.")
-    draft: Text = Field(description="URI of the deployment's own draft: its spec.speculation.draft.uri.")
-    method: Text = Field(description="Method of both drafts.")
-    hash: Text = Field(default="", description="Hash of the deployment's own draft.")
+    target: Text
+    """Model, with its adapter: spec.model of the deployment."""
+    draft: Text
+    """URI of the deployment's own draft: its spec.speculation.draft.uri."""
+    method: Text
+    """Method of both drafts."""
+    hash: Text = ""
+    """Hash of the deployment's own draft."""
 
 
 class DraftResourceSpec(Api):
@@ -47,101 +51,108 @@ class DraftResourceSpec(Api):
         )
     )
 
-    deployment_ref: NameRef = Field(
-        description="SpecDecodeDeployment that uses the draft, in the same namespace.", examples=[{"name": "llama"}]
-    )
+    deployment_ref: NameRef = Field(examples=[{"name": "llama"}])
+    """SpecDecodeDeployment that uses the draft, in the same namespace."""
     uri: ModelUri = Field(
         description=f"Where the draft comes from: {URI_FORMS}. It must be readable as long as the draft is used.",
         examples=["pvc://drafts/week-47"],
     )
-    hash: DraftHash | None = Field(
-        default=None,
-        description="Hash of the draft's files. Workers refuse files with another one. Absent: the operator writes that"
-        " of the first worker's files.",
-        examples=["4f1c9a7be2d05c6e"],
-    )
-    role: Role = Field(
-        default="Candidate",
-        description="Candidate: the draft is tried. Serving: all workers load it, without a trial if it had none. "
-        "Retired: its trial ends; if it serves, the one before it returns. The operator writes Serving and "
-        "Retired; leave the field out in git until then.",
-    )
-    replaces: DraftHash | None = Field(
-        default=None,
-        description="Hash of the draft that serves again if this one is retired; written by the operator. Absent: the "
-        "deployment's own draft.",
-        examples=["4f1c9a7be2d05c6e"],
-    )
+    hash: DraftHash | None = Field(default=None, examples=["4f1c9a7be2d05c6e"])
+    """Hash of the draft's files. Workers refuse files with another one. Absent: the operator writes that of the first
+    worker's files."""
+    role: Role = "Candidate"
+    """Candidate: the draft is tried. Serving: all workers load it, without a trial if it had none. Retired: its trial
+    ends; if it serves, the one before it returns. The operator writes Serving and Retired; leave the field out in git
+    until then."""
+    replaces: DraftHash | None = Field(default=None, examples=["4f1c9a7be2d05c6e"])
+    """Hash of the draft that serves again if this one is retired; written by the operator. Absent: the deployment's own
+    draft."""
     base: DraftBase | None = Field(
-        default=None,
-        description="Model and draft that this one was compared with; written by the operator. Another one of either in"
-        " the deployment retires it. Absent: those of the deployment.",
-        examples=[{"target": "pvc://models/llama", "draft": "pvc://drafts/first", "method": "eagle3"}],
+        default=None, examples=[{"target": "pvc://models/llama", "draft": "pvc://drafts/first", "method": "eagle3"}]
     )
+    """Model and draft that this one was compared with; written by the operator. Another one of either in the deployment
+    retires it. Absent: those of the deployment."""
 
 
 class CountedPair(Api):
     """Differences of one pair of blocks in log cost per token; positive where the candidate is faster."""
 
-    total: float = Field(description="Difference over all tasks.")
-    tasks: dict[str, float] = Field(default={}, description="Difference by task.")
+    total: float
+    """Difference over all tasks."""
+    tasks: dict[str, float] = Field(default={})
+    """Difference by task."""
 
 
 class PairEvidence(Api):
     """Logs of the two e-processes of a trial by tilt, after the counted pairs (`drafts.crossover.Evidence`)."""
 
-    above: tuple[float, ...] = Field(description="Evidence that the candidate is faster.")
-    below: tuple[float, ...] = Field(description="Evidence that it is slower.")
+    above: tuple[float, ...]
+    """Evidence that the candidate is faster."""
+    below: tuple[float, ...]
+    """Evidence that it is slower."""
 
 
 class TrialRecord(Api):
     """Trial of a candidate. Its settings are those of its beginning, because changed ones would void its guarantee."""
 
-    id: Text = Field(default="", description="Name of the trial on its pod. Absent: no pod is ready for it.")
-    block_requests: int = Field(description="Finished requests of a block.")
-    max_pairs: int = Field(description="Pairs after which the trial ends undecided.")
-    min_gain: float = Field(description="Gain that a promotion must exceed, as a share.")
-    pod: Text = Field(default="", description="Pod that tries the candidate. Absent: none is ready for it.")
-    pod_uid: Text = Field(default="", description="Uid of that pod.")
-    boot: Text = Field(default="", description="Start of its worker. Another one means that the worker was lost.")
-    first_pair: int = Field(default=0, description="Index of the first pair of this pod.")
-    next_pair: int = Field(default=0, description="Index after the last pair that was counted.")
-    pairs: tuple[CountedPair, ...] = Field(default=(), description="Counted pairs, in their order.")
-    evidence: PairEvidence | None = Field(default=None, description="Evidence of all tasks together.")
-    task_evidence: dict[str, PairEvidence] = Field(default={}, description="Evidence by task.")
+    id: Text = ""
+    """Name of the trial on its pod. Absent: no pod is ready for it."""
+    block_requests: int
+    """Finished requests of a block."""
+    max_pairs: int
+    """Pairs after which the trial ends undecided."""
+    min_gain: float
+    """Gain that a promotion must exceed, as a share."""
+    pod: Text = ""
+    """Pod that tries the candidate. Absent: none is ready for it."""
+    pod_uid: Text = ""
+    """Uid of that pod."""
+    boot: Text = ""
+    """Start of its worker. Another one means that the worker was lost."""
+    first_pair: int = 0
+    """Index of the first pair of this pod."""
+    next_pair: int = 0
+    """Index after the last pair that was counted."""
+    pairs: tuple[CountedPair, ...] = ()
+    """Counted pairs, in their order."""
+    evidence: PairEvidence | None = None
+    """Evidence of all tasks together."""
+    task_evidence: dict[str, PairEvidence] = Field(default={})
+    """Evidence by task."""
 
 
 class DraftResourceStatus(Api):
     """Phase and outcome of a draft, with the measurements behind them."""
 
-    phase: DraftPhase | None = Field(
-        default=None,
-        description="Waiting: for a worker, or for another trial; Canary: one worker tries it; Promoting: the workers "
-        "load it; Serving; RollingBack: the workers return to the one before; Retired.",
-    )
-    since: Text | None = Field(default=None, description="Time when the phase began.")
-    outcome: Outcome | None = Field(
-        default=None, description="End of its trial or promotion. Absent: there was none yet."
-    )
-    outcome_time: Text | None = Field(default=None, description="Time of the outcome.")
-    reason: Text = Field(default="", description="Reason of phase or outcome in a sentence, with numbers.")
-    pairs: int = Field(default=0, description="Pairs of request blocks that were counted.")
-    gain_percent: float | None = Field(default=None, description="Mean gain in speed of these pairs, in percent.")
-    least_gain_percent: float | None = Field(
-        default=None,
-        description="Lower bound of the gain, valid at any time with 97.5 % confidence, in percent. Absent: too few "
-        "pairs.",
-    )
-    most_gain_percent: float | None = Field(default=None, description="Upper bound, likewise.")
-    is_confirmed: bool = Field(default=False, description="Whether the trial allows the promotion.")
-    canary_losses: int = Field(default=0, description="Times that the worker of the trial was lost.")
-    trial: TrialRecord | None = Field(default=None, description="Trial that runs now, with its evidence.")
-    evaluation: DraftRunEndStatus | None = Field(
-        default=None, description="Verdict of the training run that made it. Absent: a user offered it."
-    )
-    conditions: Annotated[tuple[Condition, ...], Field(max_length=4, json_schema_extra=named_list("type"))] = Field(
-        default=(), description="Serving: whether the workers run the draft, and why not."
-    )
+    phase: DraftPhase | None = None
+    """Waiting: for a worker, or for another trial; Canary: one worker tries it; Promoting: the workers load it;
+    Serving; RollingBack: the workers return to the one before; Retired."""
+    since: Text | None = None
+    """Time when the phase began."""
+    outcome: Outcome | None = None
+    """End of its trial or promotion. Absent: there was none yet."""
+    outcome_time: Text | None = None
+    """Time of the outcome."""
+    reason: Text = ""
+    """Reason of phase or outcome in a sentence, with numbers."""
+    pairs: int = 0
+    """Pairs of request blocks that were counted."""
+    gain_percent: float | None = None
+    """Mean gain in speed of these pairs, in percent."""
+    least_gain_percent: float | None = None
+    """Lower bound of the gain, valid at any time with 97.5 % confidence, in percent. Absent: too few pairs."""
+    most_gain_percent: float | None = None
+    """Upper bound, likewise."""
+    is_confirmed: bool = False
+    """Whether the trial allows the promotion."""
+    canary_losses: int = 0
+    """Times that the worker of the trial was lost."""
+    trial: TrialRecord | None = None
+    """Trial that runs now, with its evidence."""
+    evaluation: DraftRunEndStatus | None = None
+    """Verdict of the training run that made it. Absent: a user offered it."""
+    conditions: Annotated[tuple[Condition, ...], Field(max_length=4, json_schema_extra=named_list("type"))] = ()
+    """Serving: whether the workers run the draft, and why not."""
 
 
 class SpecDecodeDraft(Api):

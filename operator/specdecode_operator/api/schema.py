@@ -132,18 +132,20 @@ class Api(BaseModel):
     that a user misspelled does not come this far, because the API server refuses or prunes it.
     """
 
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+    model_config = ConfigDict(
+        alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True, use_attribute_docstrings=True
+    )
 
 
 class NameRef(Api):
     """Object in the same namespace."""
 
-    name: Name = Field(description="Name of the object, in the same namespace.", examples=["llama"])
+    name: Name = Field(examples=["llama"])
+    """Name of the object, in the same namespace."""
 
 
 class SecretKeyRef(NameRef):
     """One entry of a Secret in the same namespace."""
 
-    key: Annotated[str, Field(max_length=253, min_length=1)] = Field(
-        default="token", description="Entry of the Secret."
-    )
+    key: Annotated[str, Field(max_length=253, min_length=1)] = "token"
+    """Entry of the Secret."""

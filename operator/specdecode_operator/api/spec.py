@@ -94,73 +94,33 @@ class EngineSpec(Api):
 
     model_config = ConfigDict(json_schema_extra=rules(rule(_RULE, _MESSAGE)))
 
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="bfloat16", description="Data type of weights and arithmetic."
-    )
-    quantization: TargetQuantization | None = Field(
-        default=None,
-        description="Quantization of the weights of the model's blocks. Absent: weights are of dtype.",
-    )
-    max_model_len: int | None = Field(
-        default=None,
-        ge=16,
-        le=1048576,
-        description="Maximum tokens of prompt and answer together. Absent: the model's own limit.",
-        examples=[16384],
-    )
-    tensor_parallel_size: int | None = Field(
-        default=None,
-        ge=1,
-        le=64,
-        description="Devices that the target is split over. Absent: workers.accelerator.count, or 1 where that is 0 or "
-        "absent.",
-        examples=[4],
-    )
-    max_num_seqs: int = Field(
-        default=16,
-        ge=1,
-        le=1024,
-        description="Sequences that one worker runs at a time. Others wait. "
-        "`specdecode-worker --device cuda` without a resource takes 64.",
-    )
-    max_num_batched_tokens: int | None = Field(
-        default=None,
-        ge=16,
-        le=1048576,
-        description="Tokens that one step computes at most, prompts included. Absent: 2048 on accelerators, else 512.",
-        examples=[2048],
-    )
-    kv_cache_tokens: int | None = Field(
-        default=None,
-        ge=256,
-        le=1073741824,
-        description="Size of the KV cache in tokens. Absent: what the free memory allows.",
-        examples=[131072],
-    )
-    kv_cache_dtype: KVCacheDtype = Field(
-        default=_ENGINE.kv_cache_dtype,
-        description="Number format of the target's keys and values; auto is that of activations. fp8 rounds them.",
-    )
-    memory_percent: int = Field(
-        default=round(100 * _ENGINE.gpu_memory_utilization),
-        ge=5,
-        le=100,
-        description="Share of the accelerator's memory, or of the memory limit on CPUs, for weights and KV cache, in "
-        "percent (vLLM: gpu-memory-utilization). `specdecode-worker --device cuda` without a resource takes 90.",
-    )
-    sampler: Sampler = Field(
-        default=_ENGINE.sampler,
-        description="How draft tokens are accepted. coupled: for one seed the text of plain decoding, within the "
-        "limits of docs/explanation/losslessness.md. mss: multi-round sampling, with the distribution alone.",
-    )
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Data type of weights and arithmetic."""
+    quantization: TargetQuantization | None = None
+    """Quantization of the weights of the model's blocks. Absent: weights are of dtype."""
+    max_model_len: int | None = Field(default=None, ge=16, le=1048576, examples=[16384])
+    """Maximum tokens of prompt and answer together. Absent: the model's own limit."""
+    tensor_parallel_size: int | None = Field(default=None, ge=1, le=64, examples=[4])
+    """Devices that the target is split over. Absent: workers.accelerator.count, or 1 where that is 0 or absent."""
+    max_num_seqs: int = Field(default=16, ge=1, le=1024)
+    """Sequences that one worker runs at a time. Others wait. `specdecode-worker --device cuda` without a resource takes
+    64."""
+    max_num_batched_tokens: int | None = Field(default=None, ge=16, le=1048576, examples=[2048])
+    """Tokens that one step computes at most, prompts included. Absent: 2048 on accelerators, else 512."""
+    kv_cache_tokens: int | None = Field(default=None, ge=256, le=1073741824, examples=[131072])
+    """Size of the KV cache in tokens. Absent: what the free memory allows."""
+    kv_cache_dtype: KVCacheDtype = _ENGINE.kv_cache_dtype
+    """Number format of the target's keys and values; auto is that of activations. fp8 rounds them."""
+    memory_percent: int = Field(default=round(100 * _ENGINE.gpu_memory_utilization), ge=5, le=100)
+    """Share of the accelerator's memory, or of the memory limit on CPUs, for weights and KV cache, in percent (vLLM:
+    gpu-memory-utilization). `specdecode-worker --device cuda` without a resource takes 90."""
+    sampler: Sampler = _ENGINE.sampler
+    """How draft tokens are accepted. coupled: for one seed the text of plain decoding, within the limits of
+    docs/explanation/losslessness.md. mss: multi-round sampling, with the distribution alone."""
     extra_args: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\n]+$")], ...], Field(max_length=32)
-    ] = Field(
-        default=(),
-        description="Further flags of `specdecode-worker serve`, one word an item. Flags that have a field in the "
-        "spec are refused.",
-        examples=[["--request-timeout-seconds=600", "--max-waiting=512"]],
-    )
+    ] = Field(default=(), examples=[["--request-timeout-seconds=600", "--max-waiting=512"]])
+    """Further flags of `specdecode-worker serve`, one word an item. Flags that have a field in the spec are refused."""
 
 
 # Pods of a deployment: ``spec.workers``.
@@ -181,35 +141,21 @@ class AcceleratorSpec(Api):
 
     resource: Annotated[
         str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-_.A-Za-z0-9]*[A-Za-z0-9])?$", max_length=128)
-    ] = Field(
-        default="nvidia.com/gpu",
-        description="Extended resource of the device plugin. A MIG slice has a resource of its own.",
-        examples=["nvidia.com/mig-1g.10gb"],
-    )
-    count: int | None = Field(
-        default=None,
-        ge=0,
-        le=64,
-        description="Devices of one worker. 0: CPUs, or a device that a resource claim of the template brings. Absent: "
-        "engine.tensorParallelSize, or 1 without that.",
-        examples=[4],
-    )
+    ] = Field(default="nvidia.com/gpu", examples=["nvidia.com/mig-1g.10gb"])
+    """Extended resource of the device plugin. A MIG slice has a resource of its own."""
+    count: int | None = Field(default=None, ge=0, le=64, examples=[4])
+    """Devices of one worker. 0: CPUs, or a device that a resource claim of the template brings. Absent:
+    engine.tensorParallelSize, or 1 without that."""
 
 
 class ResourcesSpec(Api):
     """CPU, memory and other resources of the worker's container."""
 
-    limits: Amounts = Field(
-        default_factory=dict,
-        description="Largest amounts. On CPUs the whole cores of the limit are the engine's threads. The accelerator "
-        "is added by the operator.",
-        examples=[{"cpu": "8", "memory": "48Gi"}],
-    )
-    requests: Amounts = Field(
-        default_factory=dict,
-        description="Amounts that are reserved on the node.",
-        examples=[{"cpu": "4", "memory": "32Gi"}],
-    )
+    limits: Amounts = Field(default_factory=dict, examples=[{"cpu": "8", "memory": "48Gi"}])
+    """Largest amounts. On CPUs the whole cores of the limit are the engine's threads. The accelerator is added by the
+    operator."""
+    requests: Amounts = Field(default_factory=dict, examples=[{"cpu": "4", "memory": "32Gi"}])
+    """Amounts that are reserved on the node."""
 
 
 class StrategySpec(Api):
@@ -231,60 +177,42 @@ class StrategySpec(Api):
         )
     )
 
-    max_surge: CountOrPercent | None = Field(
-        default=None,
-        description="Workers beyond the replicas that an update may create, as a number or a percentage. Absent: 1 on "
-        "CPUs, or where maxUnavailable is 0; else 0.",
-        examples=[1],
-    )
-    max_unavailable: CountOrPercent | None = Field(
-        default=None,
-        description="Workers that an update may take away before their successors are ready, as a number or a "
-        "percentage. Absent: 1 with an accelerator, or where maxSurge is 0; else 0.",
-        examples=["25%"],
-    )
+    max_surge: CountOrPercent | None = Field(default=None, examples=[1])
+    """Workers beyond the replicas that an update may create, as a number or a percentage. Absent: 1 on CPUs, or where
+    maxUnavailable is 0; else 0."""
+    max_unavailable: CountOrPercent | None = Field(default=None, examples=["25%"])
+    """Workers that an update may take away before their successors are ready, as a number or a percentage. Absent: 1
+    with an accelerator, or where maxSurge is 0; else 0."""
 
 
 class WorkersSpec(Api):
     """Pods that serve the model. Changes replace them, except of updatePolicy, recycle and strategy."""
 
     image: Annotated[str, Field(max_length=512)] | None = Field(
-        default=None,
-        description="Image of the workers. Absent: the operator's setting worker.image.",
-        examples=["registry.example.com/specdecode-worker:1.0"],
+        default=None, examples=["registry.example.com/specdecode-worker:1.0"]
     )
+    """Image of the workers. Absent: the operator's setting worker.image."""
     accelerator: AcceleratorSpec = Field(
-        default=AcceleratorSpec(),
-        description="Devices of one worker. count 0 runs it on CPUs.",
-        examples=[{"resource": "nvidia.com/gpu", "count": 4}],
+        default=AcceleratorSpec(), examples=[{"resource": "nvidia.com/gpu", "count": 4}]
     )
-    resources: ResourcesSpec = Field(
-        default=ResourcesSpec(),
-        description="CPU, memory and other resources of the worker's container. The operator adds the accelerator.",
-    )
-    update_policy: Literal["OnSpecChange", "Automatic"] = Field(
-        default="OnSpecChange",
-        description="When an upgrade of the operator may replace workers. OnSpecChange: with the next change of this "
-        "spec. Automatic: at once.",
-    )
-    strategy: StrategySpec = Field(
-        default=StrategySpec(),
-        description="Workers that a rolling update adds and takes away at a time. Absent: with an accelerator one is "
-        "taken away first, on CPUs one is added first.",
-        examples=[{"maxSurge": 1, "maxUnavailable": 0}],
-    )
-    recycle: Literal["Never", "OnCollapse"] = Field(
-        default="Never",
-        description="OnCollapse replaces a worker whose acceptance collapses while that of its peers does not.",
-    )
+    """Devices of one worker. count 0 runs it on CPUs."""
+    resources: ResourcesSpec = ResourcesSpec()
+    """CPU, memory and other resources of the worker's container. The operator adds the accelerator."""
+    update_policy: Literal["OnSpecChange", "Automatic"] = "OnSpecChange"
+    """When an upgrade of the operator may replace workers. OnSpecChange: with the next change of this spec. Automatic:
+    at once."""
+    strategy: StrategySpec = Field(default=StrategySpec(), examples=[{"maxSurge": 1, "maxUnavailable": 0}])
+    """Workers that a rolling update adds and takes away at a time. Absent: with an accelerator one is taken away first,
+    on CPUs one is added first."""
+    recycle: Literal["Never", "OnCollapse"] = "Never"
+    """OnCollapse replaces a worker whose acceptance collapses while that of its peers does not."""
     template: Anything = Field(
         default_factory=dict,
-        description="Pod template that is merged over the operator's. Containers are merged by name: 'worker', and the "
-        "init container 'pull'. null removes a field. Of fields that exclude each other the one that is "
-        "given stays. Variables of the worker, and mounts of volumes that the template adds, reach pull and"
-        " training Jobs too.",
         examples=[{"spec": {"tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]}}],
     )
+    """Pod template that is merged over the operator's. Containers are merged by name: 'worker', and the init container
+    'pull'. null removes a field. Of fields that exclude each other the one that is given stays. Variables of the
+    worker, and mounts of volumes that the template adds, reach pull and training Jobs too."""
 
     @property
     def has_claims(self) -> bool:
@@ -302,13 +230,10 @@ _MAX_DEPLOYMENTS = 4
 class TrafficShareSpec(Api):
     """Another deployment that gets a share of the traffic, for the trial of a new model."""
 
-    deployment: Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_LENGTH)] = Field(
-        description="Name of a SpecDecodeDeployment in the same namespace. It has the same model.servedName.",
-        examples=["llama-next"],
-    )
-    percent: Percent = Field(
-        description="Share of the conversations in percent. 0: none, also when the others have no worker."
-    )
+    deployment: Annotated[str, Field(pattern=NAME_PATTERN, max_length=MAX_NAME_LENGTH)] = Field(examples=["llama-next"])
+    """Name of a SpecDecodeDeployment in the same namespace. It has the same model.servedName."""
+    percent: Percent
+    """Share of the conversations in percent. 0: none, also when the others have no worker."""
 
 
 _SPLIT_SUM = " + ".join(
@@ -331,38 +256,22 @@ class RouterSpec(Api):
         )
     )
 
-    replicas: int = Field(
-        default=2,
-        ge=0,
-        le=100,
-        description="Number of routers. 0: the Service selects the workers, clients reach them directly, and a lost "
-        "worker breaks its streams.",
-    )
-    autoscaled: bool = Field(
-        default=False,
-        description="true: an autoscaler sets the number of routers on the Deployment NAME-router. replicas then only "
-        "says whether there are routers.",
-    )
-    hold_timeout: Duration = Field(
-        default="10m",
-        description="Longest time that a request waits while no worker is ready. After scaling to zero, a worker must "
-        "start in this time.",
-        json_schema_extra=bounds("1s", "24h"),
-    )
+    replicas: int = Field(default=2, ge=0, le=100)
+    """Number of routers. 0: the Service selects the workers, clients reach them directly, and a lost worker breaks its
+    streams."""
+    autoscaled: bool = False
+    """true: an autoscaler sets the number of routers on the Deployment NAME-router. replicas then only says whether
+    there are routers."""
+    hold_timeout: Duration = Field(default="10m", json_schema_extra=bounds("1s", "24h"))
+    """Longest time that a request waits while no worker is ready. After scaling to zero, a worker must start in this
+    time."""
     traffic_split: Annotated[
         tuple[TrafficShareSpec, ...], Field(max_length=_MAX_DEPLOYMENTS, json_schema_extra=named_list("deployment"))
-    ] = Field(
-        default=(),
-        description="Other deployments that get a share of the conversations; this one has the rest. It needs "
-        "scaling.minReplicas of at least 1.",
-        examples=[[{"deployment": "llama-next", "percent": 10}]],
-    )
-    template: Anything = Field(
-        default_factory=dict,
-        description="Pod template that is merged over the operator's, as workers.template. The container is 'router', "
-        "on one core.",
-        examples=[{"spec": {"nodeSelector": {"pool": "cpu"}}}],
-    )
+    ] = Field(default=(), examples=[[{"deployment": "llama-next", "percent": 10}]])
+    """Other deployments that get a share of the conversations; this one has the rest. It needs scaling.minReplicas of
+    at least 1."""
+    template: Anything = Field(default_factory=dict, examples=[{"spec": {"nodeSelector": {"pool": "cpu"}}}])
+    """Pod template that is merged over the operator's, as workers.template. The container is 'router', on one core."""
 
     @property
     def hold_seconds(self) -> int:
@@ -385,21 +294,12 @@ class PrefillSpec(Api):
         )
     )
 
-    replicas: int = Field(
-        default=0,
-        ge=0,
-        le=256,
-        description="Number of prefill workers, or the least one with maxReplicas. They have the pods of the workers "
-        "and are in no Service. Tasks that merge drafts with weights do not use them.",
-    )
-    max_replicas: int | None = Field(
-        default=None,
-        ge=1,
-        le=256,
-        description="Largest number of prefill workers, which then follows the prompt tokens that no cache has. "
-        "Absent: it is replicas.",
-        examples=[4],
-    )
+    replicas: int = Field(default=0, ge=0, le=256)
+    """Number of prefill workers, or the least one with maxReplicas. They have the pods of the workers and are in no
+    Service. Tasks that merge drafts with weights do not use them."""
+    max_replicas: int | None = Field(default=None, ge=1, le=256, examples=[4])
+    """Largest number of prefill workers, which then follows the prompt tokens that no cache has. Absent: it is
+    replicas."""
 
     @property
     def is_used(self) -> bool:
@@ -448,28 +348,20 @@ class ModelSpec(Api):
         description=f"Where the model comes from: {URI_FORMS}.",
         examples=["hf://meta-llama/Llama-3.1-8B-Instruct@0e9e39f249a16976918f6564b8830bc894c89659"],
     )
-    adapter: ModelUri | None = Field(
-        default=None,
-        description="Where a LoRA adapter of the target comes from, in PEFT's format, as uri. It is read with the "
-        "model's token and merged into the weights when they are loaded. Absent: none.",
-        examples=["pvc://adapters/support"],
-    )
+    adapter: ModelUri | None = Field(default=None, examples=["pvc://adapters/support"])
+    """Where a LoRA adapter of the target comes from, in PEFT's format, as uri. It is read with the model's token and
+    merged into the weights when they are loaded. Absent: none."""
     served_name: Annotated[str, Field(max_length=128, min_length=1)] | None = Field(
-        default=None,
-        description="Name of the model in the OpenAI API. Absent: the last part of the uri.",
-        examples=["llama-3.1-8b"],
+        default=None, examples=["llama-3.1-8b"]
     )
+    """Name of the model in the OpenAI API. Absent: the last part of the uri."""
     chat_template: Annotated[str, Field(max_length=65536, pattern="[{]")] | None = Field(
         default=None,
-        description="Text of a chat template, in Jinja. Absent: the template of the model's folder.",
         examples=["{% for message in messages %}...{% endfor %}"],  # without the braces that Helm reads
     )
-    token_secret_ref: SecretKeyRef | None = Field(
-        default=None,
-        description="Token of the hub, for gated models. Only the download sees it. Absent: models are downloaded "
-        "without a token.",
-        examples=[{"name": "hub-token"}],
-    )
+    """Text of a chat template, in Jinja. Absent: the template of the model's folder."""
+    token_secret_ref: SecretKeyRef | None = Field(default=None, examples=[{"name": "hub-token"}])
+    """Token of the hub, for gated models. Only the download sees it. Absent: models are downloaded without a token."""
 
     @property
     def target(self) -> str:
@@ -484,28 +376,17 @@ class ScalingSpec(Api):
         json_schema_extra=rules(rule("self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas"))
     )
 
-    owner: Literal["Operator", "External"] = Field(
-        default="Operator",
-        description="Operator: the number of workers follows demand. External: kubectl scale, an HPA or KEDA sets it.",
-    )
-    min_replicas: int = Field(
-        default=1,
-        ge=0,
-        le=1000,
-        description="Least number of workers. 0: without requests for idleAfter no worker runs, and routers, which it "
-        "needs, hold the next requests while one starts.",
-    )
-    max_replicas: int = Field(default=4, ge=1, le=1000, description="Largest number of workers.")
-    scale_down_window: Duration = Field(
-        default="5m",
-        description="Time for which demand must stay low before a worker is removed. The highest demand in it counts.",
-        json_schema_extra=bounds("0s", "24h"),
-    )
-    idle_after: Duration = Field(
-        default="5m",
-        description="Time without requests after which the last workers are removed, where minReplicas is 0.",
-        json_schema_extra=bounds("10s", "168h"),
-    )
+    owner: Literal["Operator", "External"] = "Operator"
+    """Operator: the number of workers follows demand. External: kubectl scale, an HPA or KEDA sets it."""
+    min_replicas: int = Field(default=1, ge=0, le=1000)
+    """Least number of workers. 0: without requests for idleAfter no worker runs, and routers, which it needs, hold the
+    next requests while one starts."""
+    max_replicas: int = Field(default=4, ge=1, le=1000)
+    """Largest number of workers."""
+    scale_down_window: Duration = Field(default="5m", json_schema_extra=bounds("0s", "24h"))
+    """Time for which demand must stay low before a worker is removed. The highest demand in it counts."""
+    idle_after: Duration = Field(default="5m", json_schema_extra=bounds("10s", "168h"))
+    """Time without requests after which the last workers are removed, where minReplicas is 0."""
 
     @property
     def scale_down_window_seconds(self) -> int:
@@ -521,17 +402,11 @@ class ScalingSpec(Api):
 class DrainSpec(Api):
     """Shutdown of a worker, and of a router."""
 
-    endpoint_delay: Duration = Field(
-        default="5s",
-        description="Time after SIGTERM during which new requests are served, until no endpoint lists the pod.",
-        json_schema_extra=bounds("0s", "5m"),
-    )
-    grace_period: Duration = Field(
-        default="60s",
-        description="Time after that for running requests to finish. Requests that came by a router "
-        "do not need it: they move to another worker at SIGTERM.",
-        json_schema_extra=bounds("1s", "2h"),
-    )
+    endpoint_delay: Duration = Field(default="5s", json_schema_extra=bounds("0s", "5m"))
+    """Time after SIGTERM during which new requests are served, until no endpoint lists the pod."""
+    grace_period: Duration = Field(default="60s", json_schema_extra=bounds("1s", "2h"))
+    """Time after that for running requests to finish. Requests that came by a router do not need it: they move to
+    another worker at SIGTERM."""
 
     @property
     def endpoint_delay_seconds(self) -> int:
@@ -548,11 +423,10 @@ class ApiKeysRef(NameRef):
     """Secret with the API keys of the public port. It is read again when it changes, without a restart."""
 
     key: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=253)] | None = Field(
-        default=None,
-        description="Entry that lists all API keys, one `name=key` or `key` a line; tenants.json is then not read. "
-        "Absent: each entry is named after a client and has its keys, one a line. The entry tenants.json is no key.",
-        examples=["keys.txt"],
+        default=None, examples=["keys.txt"]
     )
+    """Entry that lists all API keys, one `name=key` or `key` a line; tenants.json is then not read. Absent: each entry
+    is named after a client and has its keys, one a line. The entry tenants.json is no key."""
 
 
 class Spec(Api):
@@ -585,86 +459,58 @@ class Spec(Api):
         )
     )
 
-    model: ModelSpec = Field(
-        description="Target model: the one whose text is served.",
-        examples=[{"uri": "hf://meta-llama/Llama-3.1-8B-Instruct"}],
-    )
+    model: ModelSpec = Field(examples=[{"uri": "hf://meta-llama/Llama-3.1-8B-Instruct"}])
+    """Target model: the one whose text is served."""
     speculation: SpeculationSpec = Field(
         default_factory=lambda: SpeculationSpec(method="none"),
-        description="How tokens are drafted, and what decides how many. Absent: plain decoding.",
         examples=[{"method": "eagle3", "draft": {"uri": "hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}}],
     )
-    engine: EngineSpec = Field(
-        default=EngineSpec(), description="Settings of the inference engine. A change replaces the workers."
-    )
-    replicas: int = Field(
-        default=1,
-        ge=0,
-        le=1000,
-        description="Number of workers. With scaling.owner Operator it is only the number to start with.",
-    )
+    """How tokens are drafted, and what decides how many. Absent: plain decoding."""
+    engine: EngineSpec = EngineSpec()
+    """Settings of the inference engine. A change replaces the workers."""
+    replicas: int = Field(default=1, ge=0, le=1000)
+    """Number of workers. With scaling.owner Operator it is only the number to start with."""
     scaling: ScalingSpec | None = Field(
-        default=None,
-        description="Owner and bounds of the number of workers. Absent: there are as many workers as replicas says.",
-        examples=[{"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}],
+        default=None, examples=[{"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}]
     )
-    prefill: PrefillSpec = Field(
-        default=PrefillSpec(),
-        description="Prefill workers, which keep long prompts away from running streams. No change replaces a worker.",
-        examples=[{"replicas": 1}],
-    )
-    paused: bool = Field(
-        default=False,
-        description="true: the operator changes nothing of this deployment, whatever the spec says. Workers and "
-        "routers serve on with the plan that they have.",
-    )
-    workers: WorkersSpec = Field(default=WorkersSpec(), description="Pods that serve the model.")
-    router: RouterSpec = Field(
-        default=RouterSpec(),
-        description="Routers before the workers: one endpoint whose streams survive their worker.",
-        examples=[{"replicas": 3}],
-    )
+    """Owner and bounds of the number of workers. Absent: there are as many workers as replicas says."""
+    prefill: PrefillSpec = Field(default=PrefillSpec(), examples=[{"replicas": 1}])
+    """Prefill workers, which keep long prompts away from running streams. No change replaces a worker."""
+    paused: bool = False
+    """true: the operator changes nothing of this deployment, whatever the spec says. Workers and routers serve on with
+    the plan that they have."""
+    workers: WorkersSpec = WorkersSpec()
+    """Pods that serve the model."""
+    router: RouterSpec = Field(default=RouterSpec(), examples=[{"replicas": 3}])
+    """Routers before the workers: one endpoint whose streams survive their worker."""
     image_pull_secrets: Annotated[tuple[NameRef, ...], Field(max_length=8, json_schema_extra=named_list("name"))] = (
-        Field(
-            default=(),
-            description="Secrets with the credentials of the images' registry, for workers, routers and training Jobs.",
-            examples=[[{"name": "registry"}]],
-        )
+        Field(default=(), examples=[[{"name": "registry"}]])
     )
-    api_keys_secret_ref: ApiKeysRef | None = Field(
-        default=None,
-        description="API keys of the public port. Absent: every client is served.",
-        examples=[{"name": "llama-keys"}],
-    )
-    tls_secret_ref: NameRef | None = Field(
-        default=None,
-        description="Certificate of the ports 8000 and 8001, a Secret of type kubernetes.io/tls; the Service then "
-        "listens on port 443. Absent: HTTP, on port 80 of the Service.",
-        examples=[{"name": "llama-tls"}],
-    )
-    drain: DrainSpec = Field(default=DrainSpec(), description="Shutdown of a worker, and of a router.")
+    """Secrets with the credentials of the images' registry, for workers, routers and training Jobs."""
+    api_keys_secret_ref: ApiKeysRef | None = Field(default=None, examples=[{"name": "llama-keys"}])
+    """API keys of the public port. Absent: every client is served."""
+    tls_secret_ref: NameRef | None = Field(default=None, examples=[{"name": "llama-tls"}])
+    """Certificate of the ports 8000 and 8001, a Secret of type kubernetes.io/tls; the Service then listens on port 443.
+    Absent: HTTP, on port 80 of the Service."""
+    drain: DrainSpec = DrainSpec()
+    """Shutdown of a worker, and of a router."""
     model_cache: Anything | None = Field(
-        default=None,
-        description="Volume of downloaded models: the source of a volume as in a pod, writable for the workers' user. "
-        "Absent: the operator's setting worker.modelCache, an emptyDir with a sizeLimit of 64Gi.",
-        examples=[{"persistentVolumeClaim": {"claimName": "llama-cache"}}],
+        default=None, examples=[{"persistentVolumeClaim": {"claimName": "llama-cache"}}]
     )
+    """Volume of downloaded models: the source of a volume as in a pod, writable for the workers' user. Absent: the
+    operator's setting worker.modelCache, an emptyDir with a sizeLimit of 64Gi."""
     prefetch_node_selector: Annotated[dict[str, str], Field(min_length=1, max_length=16)] | None = Field(
-        default=None,
-        description="Labels of the nodes on which a DaemonSet downloads the models before a worker starts there. It "
-        "needs modelCache.hostPath, that is Pod Security level privileged. Absent: there is none.",
-        examples=[{"models": "llama"}],
+        default=None, examples=[{"models": "llama"}]
     )
-    draft_rollout: DraftRolloutSpec = Field(
-        default=DraftRolloutSpec(),
-        description="Way of a new draft, a SpecDecodeDraft, into service. No change of it replaces workers.",
-        examples=[{"mode": "Manual"}],
-    )
+    """Labels of the nodes on which a DaemonSet downloads the models before a worker starts there. It needs
+    modelCache.hostPath, that is Pod Security level privileged. Absent: there is none."""
+    draft_rollout: DraftRolloutSpec = Field(default=DraftRolloutSpec(), examples=[{"mode": "Manual"}])
+    """Way of a new draft, a SpecDecodeDraft, into service. No change of it replaces workers."""
     distillation: DistillationSpec = Field(
         default=DistillationSpec(),
-        description="Capture of traffic, and training of new drafts from it. Only storage replaces workers.",
         examples=[{"capture": {}, "trigger": {"mode": "Drift"}, "storage": {"uri": "pvc://drafts"}}],
     )
+    """Capture of traffic, and training of new drafts from it. Only storage replaces workers."""
 
     @property
     def devices(self) -> int:

@@ -74,12 +74,10 @@ class DraftSpec(Api):
         examples=["hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"],
     )
     quantization: DraftQuantization | None = Field(default=None, description=_QUANTIZATION)
-    placement: Literal["Shared", "Own"] = Field(
-        default="Shared",
-        description="Device of the draft. Shared: that of the target, the first of several. Own: a process of its own, "
-        "with an accelerator of its own where workers have one; for eagle3, eagle and draft-model, with "
-        "engine.sampler coupled. Drafts of speculation.drafts are always Shared.",
-    )
+    placement: Literal["Shared", "Own"] = "Shared"
+    """Device of the draft. Shared: that of the target, the first of several. Own: a process of its own, with an
+    accelerator of its own where workers have one; for eagle3, eagle and draft-model, with engine.sampler coupled.
+    Drafts of speculation.drafts are always Shared."""
 
     @property
     def is_own(self) -> bool:
@@ -97,10 +95,10 @@ class NamedDraftSpec(Api):
         )
     )
 
-    name: TaskName = Field(description="Name by which tasks choose the draft.", examples=["sql-head"])
-    method: Literal["eagle3", "peagle", "dflash", "eagle", "draft-model", "medusa", "ngram", "suffix"] = Field(
-        default="eagle3", description="Kind of the draft, as in speculation.method."
-    )
+    name: TaskName = Field(examples=["sql-head"])
+    """Name by which tasks choose the draft."""
+    method: Literal["eagle3", "peagle", "dflash", "eagle", "draft-model", "medusa", "ngram", "suffix"] = "eagle3"
+    """Kind of the draft, as in speculation.method."""
     uri: ModelUri | None = Field(
         default=None,
         description=f"Where the draft comes from: {URI_FORMS}. Absent for the methods ngram and suffix, and only for "
@@ -117,27 +115,22 @@ USUAL_DEPTH = 3
 class DepthSpec(Api):
     """Bounds of the draft depth, in tokens per step."""
 
-    min: int = Field(default=0, ge=0, le=16, description="Least depth. 0 allows plain decoding.")
-    max: int = Field(default=5, ge=0, le=16, description="Largest depth.")
-    initial: int | None = Field(
-        default=None,
-        ge=0,
-        le=16,
-        description="Depth until the draft was measured, and always in mode Static. Absent: 3, or the nearest that "
-        "min, max and tree.maxNodes allow.",
-    )
+    min: int = Field(default=0, ge=0, le=16)
+    """Least depth. 0 allows plain decoding."""
+    max: int = Field(default=5, ge=0, le=16)
+    """Largest depth."""
+    initial: int | None = Field(default=None, ge=0, le=16)
+    """Depth until the draft was measured, and always in mode Static. Absent: 3, or the nearest that min, max and
+    tree.maxNodes allow."""
 
 
 class TreeSpec(Api):
     """Bounds of the draft's trees. Chains are trees of width 1."""
 
-    max_nodes: int = Field(default=16, ge=1, le=63, description="Maximum draft tokens of a sequence in one step.")
-    top_k: int = Field(
-        default=4,
-        ge=1,
-        le=8,
-        description="Maximum alternatives after one token. 1 allows chains only.",
-    )
+    max_nodes: int = Field(default=16, ge=1, le=63)
+    """Maximum draft tokens of a sequence in one step."""
+    top_k: int = Field(default=4, ge=1, le=8)
+    """Maximum alternatives after one token. 1 allows chains only."""
 
 
 class ObjectiveSpec(Api):
@@ -145,29 +138,14 @@ class ObjectiveSpec(Api):
 
     model_config = ConfigDict(json_schema_extra=rules(rule(_PERCENTILE_RULE, _PERCENTILE_MESSAGE)))
 
-    ttft: Latency | None = Field(
-        default=None,
-        description="Largest time to the first token (TTFT): the mean, or percentile. Absent: no objective.",
-        examples=["500ms"],
-        json_schema_extra=bounds("1ms", "10m"),
-    )
-    itl: Latency | None = Field(
-        default=None,
-        description="Largest inter-token latency (ITL) of every task: the mean, or percentile. Absent: no objective.",
-        examples=["30ms"],
-        json_schema_extra=bounds("1ms", "10m"),
-    )
-    percentile: Literal[50, 90, 95, 99] | None = Field(
-        default=None,
-        description="Percentile of TTFT and ITL that the objectives bound. Absent: the mean.",
-        examples=[99],
-    )
-    min_gain_percent: int = Field(
-        default=0,
-        ge=0,
-        le=900,
-        description="Least gain over plain decoding, in percent. Speculation below it is stopped.",
-    )
+    ttft: Latency | None = Field(default=None, examples=["500ms"], json_schema_extra=bounds("1ms", "10m"))
+    """Largest time to the first token (TTFT): the mean, or percentile. Absent: no objective."""
+    itl: Latency | None = Field(default=None, examples=["30ms"], json_schema_extra=bounds("1ms", "10m"))
+    """Largest inter-token latency (ITL) of every task: the mean, or percentile. Absent: no objective."""
+    percentile: Literal[50, 90, 95, 99] | None = Field(default=None, examples=[99])
+    """Percentile of TTFT and ITL that the objectives bound. Absent: the mean."""
+    min_gain_percent: int = Field(default=0, ge=0, le=900)
+    """Least gain over plain decoding, in percent. Speculation below it is stopped."""
 
     @property
     def ttft_seconds(self) -> float | None:
@@ -221,27 +199,22 @@ class TaskDepthSpec(Api):
         )
     )
 
-    min: int | None = Field(default=None, ge=0, le=16, description="Least depth. Absent: speculation.depth.min.")
-    max: int | None = Field(default=None, ge=0, le=16, description="Largest depth. Absent: speculation.depth.max.")
-    initial: int | None = Field(
-        default=None,
-        ge=0,
-        le=16,
-        description="Depth until the draft was measured, and always in mode Static. Absent: speculation.depth.initial.",
-    )
+    min: int | None = Field(default=None, ge=0, le=16)
+    """Least depth. Absent: speculation.depth.min."""
+    max: int | None = Field(default=None, ge=0, le=16)
+    """Largest depth. Absent: speculation.depth.max."""
+    initial: int | None = Field(default=None, ge=0, le=16)
+    """Depth until the draft was measured, and always in mode Static. Absent: speculation.depth.initial."""
 
 
 class MergeSpec(Api):
     """Draft that proposes into the trees of a task together with the task's own draft."""
 
-    draft: TaskName = Field(description="Name of one of speculation.drafts.", examples=["lookup"])
-    depth: int = Field(
-        default=0,
-        ge=0,
-        le=16,
-        description="Depth to which a draft of the methods ngram and suffix extends the tree where it has a match. 0: "
-        "the draft stays within the planned tree.",
-    )
+    draft: TaskName = Field(examples=["lookup"])
+    """Name of one of speculation.drafts."""
+    depth: int = Field(default=0, ge=0, le=16)
+    """Depth to which a draft of the methods ngram and suffix extends the tree where it has a match. 0: the draft stays
+    within the planned tree."""
 
 
 class TaskSpec(Api):
@@ -257,51 +230,30 @@ class TaskSpec(Api):
         )
     )
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)] = Field(
-        description="Name of the task in the header X-Specdecode-Task, in status and in metrics.", examples=["code"]
-    )
-    match: Annotated[str, Field(max_length=256, min_length=1)] | None = Field(
-        default=None,
-        description="Text in the prompt of requests that belong to the task, unless the header says otherwise. "
-        "Absent: header, metadata.task and clients decide.",
-        examples=["```"],
-    )
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=32)] = Field(examples=["code"])
+    """Name of the task in the header X-Specdecode-Task, in status and in metrics."""
+    match: Annotated[str, Field(max_length=256, min_length=1)] | None = Field(default=None, examples=["```"])
+    """Text in the prompt of requests that belong to the task, unless the header says otherwise. Absent: header,
+    metadata.task and clients decide."""
     clients: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=253)], ...], Field(max_length=MAX_CLIENTS)
-    ] = Field(
-        default=(),
-        description="Customers whose requests belong to the task, unless the header says otherwise: names of API keys "
-        "of spec.apiKeysSecretRef, which are tenants at routers. With match, both must hold.",
-        examples=[["acme"]],
-    )
-    mode: Literal["Off", "Static", "Auto"] | None = Field(
-        default=None,
-        description="Mode of this task where speculation.mode is Auto, Advisory or Static. Absent: speculation.mode.",
-    )
-    pin: Pinned | None = Field(
-        default=None,
-        description="Shape of this task at every load, in every mode, also Off. Absent: speculation.pin.",
-        examples=["chain:6"],
-    )
-    depth: TaskDepthSpec | None = Field(
-        default=None,
-        description="Bounds of the depth of this task. Absent: speculation.depth.",
-        examples=[{"max": 8}],
-    )
-    draft: TaskName | None = Field(
-        default=None,
-        description="Name of one of speculation.drafts. Absent: speculation.draft.",
-        examples=["sql-head"],
-    )
+    ] = Field(default=(), examples=[["acme"]])
+    """Customers whose requests belong to the task, unless the header says otherwise: names of API keys of
+    spec.apiKeysSecretRef, which are tenants at routers. With match, both must hold."""
+    mode: Literal["Off", "Static", "Auto"] | None = None
+    """Mode of this task where speculation.mode is Auto, Advisory or Static. Absent: speculation.mode."""
+    pin: Pinned | None = Field(default=None, examples=["chain:6"])
+    """Shape of this task at every load, in every mode, also Off. Absent: speculation.pin."""
+    depth: TaskDepthSpec | None = Field(default=None, examples=[{"max": 8}])
+    """Bounds of the depth of this task. Absent: speculation.depth."""
+    draft: TaskName | None = Field(default=None, examples=["sql-head"])
+    """Name of one of speculation.drafts. Absent: speculation.draft."""
     merge: Annotated[tuple[MergeSpec, ...], Field(max_length=MAX_MERGED, json_schema_extra=named_list("draft"))] = (
-        Field(
-            default=(),
-            description="Further drafts whose proposals are merged into the trees of the task. They need "
-            "engine.sampler coupled and, for a task without a draft of its own, speculation.draft.placement Shared. In "
-            "mode Auto the operator decides which take part; in mode Static all do.",
-            examples=[[{"draft": "lookup", "depth": 8}]],
-        )
+        Field(default=(), examples=[[{"draft": "lookup", "depth": 8}]])
     )
+    """Further drafts whose proposals are merged into the trees of the task. They need engine.sampler coupled and, for a
+    task without a draft of its own, speculation.draft.placement Shared. In mode Auto the operator decides which take
+    part; in mode Static all do."""
 
     def for_worker(self) -> TaskMatch:
         """Return the task in the form of the plan."""
@@ -352,51 +304,37 @@ class SpeculationSpec(Api):
         )
     )
 
-    method: Method = Field(
-        default="eagle3",
-        description="Kind of the draft. eagle3, eagle: a head; peagle, dflash: a head that drafts all depths in one "
-        "pass; medusa: several heads; draft-model: a smaller model; ngram: lookup in the "
-        "prompt, without a draft; suffix: lookup in the prompt and in earlier answers; none: plain decoding.",
-    )
-    draft: DraftSpec | None = Field(
-        default=None,
-        description="Draft that all tasks use unless they name another one. Absent for the methods ngram, suffix and "
-        "none, and only for those.",
-        examples=[{"uri": "hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}],
-    )
-    drafts: Annotated[tuple[NamedDraftSpec, ...], Field(max_length=4, json_schema_extra=named_list("name"))] = Field(
-        default=(), description="Additional drafts, which tasks choose by name."
-    )
-    mode: Literal["Off", "Static", "Advisory", "Auto"] = Field(
-        default="Auto",
-        description="Off: the draft is loaded and not used. Static: a chain of depth.initial. Advisory: plan and "
-        "replicas do not change, and status.speculation.recommended shows what Auto would run. Auto: the plan follows "
-        "measurements.",
-    )
-    pin: Pinned | None = Field(
-        default=None,
-        description="Shape at every load, in every mode: none, chain:3 or tree:4,2,1 (children per node, level by "
-        "level). The guard stays active. Absent: mode decides.",
-        examples=["chain:3"],
-    )
-    depth: DepthSpec = Field(default=DepthSpec(), description="Bounds of the draft depth, in tokens per step.")
-    tree: TreeSpec = Field(default=TreeSpec(), description="Bounds of the draft's trees.")
+    method: Method = "eagle3"
+    """Kind of the draft. eagle3, eagle: a head; peagle, dflash: a head that drafts all depths in one pass; medusa:
+    several heads; draft-model: a smaller model; ngram: lookup in the prompt, without a draft; suffix: lookup in the
+    prompt and in earlier answers; none: plain decoding."""
+    draft: DraftSpec | None = Field(default=None, examples=[{"uri": "hf://yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"}])
+    """Draft that all tasks use unless they name another one. Absent for the methods ngram, suffix and none, and only
+    for those."""
+    drafts: Annotated[tuple[NamedDraftSpec, ...], Field(max_length=4, json_schema_extra=named_list("name"))] = ()
+    """Additional drafts, which tasks choose by name."""
+    mode: Literal["Off", "Static", "Advisory", "Auto"] = "Auto"
+    """Off: the draft is loaded and not used. Static: a chain of depth.initial. Advisory: plan and replicas do not
+    change, and status.speculation.recommended shows what Auto would run. Auto: the plan follows measurements."""
+    pin: Pinned | None = Field(default=None, examples=["chain:3"])
+    """Shape at every load, in every mode: none, chain:3 or tree:4,2,1 (children per node, level by level). The guard
+    stays active. Absent: mode decides."""
+    depth: DepthSpec = DepthSpec()
+    """Bounds of the draft depth, in tokens per step."""
+    tree: TreeSpec = TreeSpec()
+    """Bounds of the draft's trees."""
     objective: ObjectiveSpec = Field(
-        default=ObjectiveSpec(),
-        description="Latency and speed-up that shapes and replicas are chosen for. Absent: the most tokens per second.",
-        examples=[{"ttft": "500ms", "itl": "30ms", "minGainPercent": 10}],
+        default=ObjectiveSpec(), examples=[{"ttft": "500ms", "itl": "30ms", "minGainPercent": 10}]
     )
-    stability: Literal["Low", "Medium", "High"] = Field(
-        default="Medium",
-        description="How slowly the plan follows measurements. Medium: a row changes for a gain of 3 %, once a minute "
-        "and 6 times an hour at most; 1 % of the time measures other shapes. High: 10 %, every 10 minutes, "
-        "twice an hour; 0.5 %. Low, for trying out: 3 %, every 5 seconds, 120 times an hour; 20 %.",
-    )
+    """Latency and speed-up that shapes and replicas are chosen for. Absent: the most tokens per second."""
+    stability: Literal["Low", "Medium", "High"] = "Medium"
+    """How slowly the plan follows measurements. Medium: a row changes for a gain of 3 %, once a minute and 6 times an
+    hour at most; 1 % of the time measures other shapes. High: 10 %, every 10 minutes, twice an hour; 0.5 %. Low, for
+    trying out: 3 %, every 5 seconds, 120 times an hour; 20 %."""
     tasks: Annotated[tuple[TaskSpec, ...], Field(max_length=7, json_schema_extra=named_list("name"))] = Field(
-        default=(),
-        description="Kinds of requests with measurements and plan rows of their own.",
-        examples=[[{"name": "code", "match": "```"}]],
+        default=(), examples=[[{"name": "code", "match": "```"}]]
     )
+    """Kinds of requests with measurements and plan rows of their own."""
 
     @property
     def initial(self) -> int:
