@@ -9,7 +9,7 @@ from functools import reduce
 from statistics import median
 from typing import NamedTuple
 
-from specdecode_operator.planning.acceptance import effect_of, follows
+from specdecode_operator.planning.acceptance import bounds_of, effect_of, follows, names
 from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState
 from specdecode_operator.telemetry.counters import NO_REQUESTS, CellKey, Delta, Hits, Moments, RequestSums
 from specdecode_operator.types import Deployment, Observation, Remediation, UnhealthyWorker, Worker
@@ -321,7 +321,8 @@ def heal(
     known = [(worker, states[worker.uid]) for worker in workers if worker.uid in states and not worker.leaving]
     peers = [pod for _, pod in known]  # a worker that has left is nobody's peer
     collapsed = [(worker, pod) for worker, pod in known if pod.collapsed_since is not None]
-    can_disable = follows(spec.speculation) and not spec.paused and spec.speculation.depth.min == 0
+    may_be_plain = all(bounds_of(spec.speculation, name).least == 0 for name in names(spec.speculation))
+    can_disable = follows(spec.speculation) and not spec.paused and may_be_plain
     disabled = [worker for worker, _ in collapsed if worker.address] if can_disable else []
     recycled_at = now if _is_replaced(learned.recycling, workers) else learned.recycled_at
     is_early = recycled_at is not None and now - recycled_at < TUNING.replace_interval_seconds

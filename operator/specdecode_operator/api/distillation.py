@@ -193,9 +193,10 @@ class DistillationSpec(Api):
 
     @property
     def job_devices(self) -> int:
-        """Number of devices of the Job; 0 if it trains on the CPU."""
+        """Number of devices of the Job; 0 if it trains on the CPU. An adapter of the network beside them is none."""
         limits = object_in(self.job_resources, "limits")
-        return sum(int(amount) for name, amount in limits.items() if is_extended(name) and str(amount).isdecimal())
+        counts = (int(amount) for name, amount in limits.items() if is_extended(name) and str(amount).isdecimal())
+        return max(counts, default=0)
 
     @property
     def time_limit_seconds(self) -> int:

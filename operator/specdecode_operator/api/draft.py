@@ -83,15 +83,6 @@ class CountedPair(Api):
     """Difference by task."""
 
 
-class PairEvidence(Api):
-    """Logs of the two e-processes of a trial by tilt, after the counted pairs (`drafts.crossover.Evidence`)."""
-
-    above: tuple[float, ...]
-    """Evidence that the candidate is faster."""
-    below: tuple[float, ...]
-    """Evidence that it is slower."""
-
-
 class TrialRecord(Api):
     """Trial of a candidate. Its settings are those of its beginning, because changed ones would void its guarantee."""
 
@@ -99,8 +90,6 @@ class TrialRecord(Api):
     """Name of the trial on its pod. Absent: no pod is ready for it."""
     block_requests: int
     """Finished requests of a block."""
-    max_pairs: int
-    """Pairs after which the trial ends undecided."""
     min_gain: float
     """Gain that a promotion must exceed, as a share."""
     pod: Text = ""
@@ -115,10 +104,6 @@ class TrialRecord(Api):
     """Index after the last pair that was counted."""
     pairs: tuple[CountedPair, ...] = ()
     """Counted pairs, in their order."""
-    evidence: PairEvidence | None = None
-    """Evidence of all tasks together."""
-    task_evidence: dict[str, PairEvidence] = Field(default={})
-    """Evidence by task."""
 
 
 class DraftResourceStatus(Api):

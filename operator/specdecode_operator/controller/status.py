@@ -120,7 +120,7 @@ def draft_fresh(deployment: Deployment, observed: Observation, now: float) -> Co
         return None
     if drift.stale:
         tasks = "; ".join(_slower(task) for task in drift.stale)
-        message = f"{tasks}. {_sentence(worth_of_drift(deployment.spec, drift).sentence())}"
+        message = f"{tasks}. {_sentence(worth_of_drift(deployment.spec, observed.session.drafts, drift).sentence())}"
         return ConditionState(kind, "False", "DraftStale", message, True)
     trigger = deployment.spec.distillation.trigger
     if not drift.watched:

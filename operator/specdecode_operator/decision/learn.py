@@ -594,8 +594,8 @@ def watch_drift(
         return DriftStep(learned.model_copy(update={"drift": DriftState()}) if is_watched else learned)
     if not learned.draft or record.phase in _MOVING:
         return DriftStep(learned)
-    before = _with_last_run(learned.drift, record)
-    state = _with_identity(before, deployment, learned, now)
+    before = learned.drift
+    state = _with_identity(before, deployment, learned)
     changes = [] if state.tasks else [_ended(task, state.renewed, now) for task in before.stale]
     if delta is not None and not delta.idle:
         used = _with_usage(state, delta, now)
@@ -611,20 +611,10 @@ def watched_tasks(speculation: SpeculationSpec) -> tuple[str, ...]:
     return (*(task.name for task in speculation.tasks if task.draft is None), OTHER_TASK)
 
 
-# --- last run and identity --------------------------------------------------------------------------------------
+# --- identity --------------------------------------------------------------------------------------
 
 
-def _with_last_run(state: DriftState, record: DraftRecord) -> DriftState:
-    """Return the state with the figures of the last training run."""
-    update = {"run_seconds": record.run_device_seconds, "recovery": record.recovery}
-    return (
-        state
-        if all(getattr(state, name) == value for name, value in update.items())
-        else state.model_copy(update=update)
-    )
-
-
-def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedState, now: float) -> DriftState:
+def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedState) -> DriftState:
     """Return the state of this draft, target and image. Another one of them begins a new baseline."""
     target = deployment.spec.model.target
     # The image is known after the first decision, which makes the pod template.
@@ -633,7 +623,7 @@ def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedSt
     if (state.draft, state.target, state.image) == (learned.draft, target, image):
         return state
     if not state.draft:
-        return state.model_copy(update={**present, "began": now})
+        return state.model_copy(update=present)
     if state.target != target:
         renewed = "the target changed (TargetChanged)"
     elif image != state.image != "":
@@ -642,7 +632,7 @@ def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedSt
         renewed = f"the draft changed to {learned.draft[:12]}"
     else:
         return state.model_copy(update=present)
-    return state.model_copy(update={**present, "tasks": (), "began": now, "renewed": renewed})
+    return state.model_copy(update={**present, "tasks": (), "renewed": renewed})
 
 
 # --- measurements -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations
 from typing import Literal
 
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
@@ -19,13 +20,13 @@ from specdecode_operator.decision.plan import measured, read_pin_state
 from specdecode_operator.planning.acceptance import (
     AcceptanceModel,
     Bounds,
-    Objective,
     Position,
     TaskAcceptance,
     TaskLoad,
     bounds_of,
     design_effect,
     idle,
+    objective_of,
     task_acceptance,
     tasks_at,
 )
@@ -297,9 +298,8 @@ class Credit:
 
 def subsets_of(running: Sequence[str]) -> list[Names]:
     """Return all subsets of the drafts that run, in their order, the largest first."""
-    count = len(running)
-    masks = sorted(range(1 << count), key=lambda mask: (-mask.bit_count(), mask))
-    return [tuple(name for index, name in enumerate(running) if mask >> index & 1) for mask in masks]
+    sizes = range(len(running), -1, -1)
+    return [names for size in sizes for names in combinations(running, size)]
 
 
 # Rule for the drafts that a task merges: an axis of the planner's search, decided by the planner's rule. Pure.
@@ -662,7 +662,9 @@ def _rule(stage: _Stage, learned: LearnedState, task: str) -> LoadDecision | Non
         return None
     load = times.typical(stage.buckets, *at, stage.deployment.spec.engine.max_num_seqs)
     tasks = tasks_at(AcceptanceModel(learned, speculation), busy, load, kv_tokens(stage.observed))
-    search = ShapeSearch(times, load, tasks, Objective(speculation.objective))
+    step_tokens = stage.deployment.spec.step_tokens
+    objective = objective_of(speculation.objective, learned, stage.observed.last_reports, step_tokens)
+    search = ShapeSearch(times, load, tasks, objective)
     return LoadDecision(speculation, learned, search, busy, stage.now, is_suspended=False, is_present=True)
 
 

@@ -14,9 +14,9 @@ from specdecode_operator.api.speculation import Pin, pin_text, read_pin
 from specdecode_operator.api.v1alpha1 import Cause, Decision
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.errors import SpecError
-from specdecode_operator.planning.acceptance import follows, objective_of, plans
+from specdecode_operator.planning.acceptance import bounds_of, follows, names, objective_of, plans
 from specdecode_operator.planning.estimates import TUNING, bucket_of, bucket_text, present_row
-from specdecode_operator.planning.search import Change, Chosen, choose, next_plan
+from specdecode_operator.planning.search import Change, Chosen, choose
 from specdecode_operator.rollout.runs import assignment_of
 from specdecode_operator.scaling import kv_tokens
 from specdecode_operator.state.learned import (
@@ -36,6 +36,7 @@ from specdecode_worker.contract import (
     Buckets,
     Method,
     Plan,
+    PlanRow,
     PlanState,
     TreeShape,
     draft_passes,
@@ -433,7 +434,8 @@ def _other_changes(
     if scaling is not None and scaling.owner == "Operator":
         counts = before.scaling.replicas, after.scaling.replicas
         evidence = measured(after, after.load.task)
-        records.append(scaled(*counts, evidence, sized.reason or f"demand asks for {sized.wanted} workers", now))
+        bounds = f"spec.scaling allows {scaling.min_replicas} to {scaling.max_replicas} workers"
+        records.append(scaled(*counts, evidence, sized.reason or bounds, now))
     return tuple(record for record in records if record)
 
 
@@ -588,19 +590,33 @@ def _next_plan(
     rows: Iterable[RowState],
     pin: Pin | None,
 ) -> Plan:
-    return next_plan(
-        deployment.spec.speculation,
-        uid=deployment.uid,
+    """Return the plan before if nothing changed, else the next version, which is above those that workers run.
+
+    Workers may run a higher version than the stored one if the state was lost; they would refuse a lower one.
+    """
+    speculation, before, uid = deployment.spec.speculation, learned.plan, deployment.uid
+    is_off = speculation.method == "none" or speculation.mode == "Off"
+    planned = rows if plans(speculation) and learned.draft != "" else ()
+    plan = Plan(
+        uid=uid,
         draft=learned.draft,
-        found=buckets,
-        rows=rows,
-        before=learned.plan,
-        running=[report.plan for report in observed.reports],
-        pin=pin,
+        buckets=buckets,
+        rows=tuple(PlanRow(concurrency=r.concurrency, context=r.context, task=r.task, shape=r.shape) for r in planned),
+        initial=TreeShape.chain(0 if is_off else speculation.initial),
+        max_depth=max(bounds_of(speculation, name).most for name in names(speculation)),
+        top_k=1 if is_off else speculation.tree.top_k,
+        explore=0 if is_off else min(0.5, speculation.limits.explore_percent / 100),
+        tasks=tuple(task.for_worker() for task in speculation.tasks),
         assignment=assignment_of(observed.session.drafts, deployment),
         capture=capture_rules(deployment, observed.session.drafts),
         prefill=observed.prefill_addresses,
     )
+    plan = pin.over(plan) if pin else plan
+    version = before.version if before and before.uid == uid else 0
+    seen = max((report.plan.version for report in observed.reports if report.plan.uid == uid), default=0)
+    if before is not None and plan.model_copy(update={"version": before.version}) == before and seen <= version:
+        return before
+    return plan.model_copy(update={"version": max(version, seen) + 1})
 
 
 def records(

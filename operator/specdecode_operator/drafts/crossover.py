@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -22,6 +23,10 @@ TILTS = (0.25, 0.5, 1.0)
 """Values of l, for observations in units of their standard deviation. The best one is mean / (variance + mean^2).
 Doubling their number would cost 0.7 in log evidence.
 """
+FIRST_SCALE = 0.1
+"""Assumed size of a pair's log difference before the first pair. It affects power only, not validity."""
+_MEDIAN = 0.6745
+"""Median of the size of a normal variable, in standard deviations."""
 CLIP = 1.0
 """Largest size of an observation in units of its scale. Symmetry survives the clip. A low one makes the test robust: a
 stall of a few seconds in one block then weighs no more than an ordinary difference.
@@ -91,8 +96,6 @@ class CrossoverTuning:
     """Loss in speed that each task must be shown not to exceed."""
     task_evidence: float = 20.0
     """e-value that shows it: a task that loses more is promoted over in at most 1 of 20 cases."""
-    first_scale: float = 0.1
-    """Assumed size of a pair's log difference before the first pair. It affects power only, not validity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +108,9 @@ class Evidence:
     """Against "the gain is at least 0"."""
     sizes: tuple[float, ...] = ()
 
-    def add(self, difference: float, margin: float, first_scale: float) -> Evidence:
+    def add(self, difference: float, margin: float) -> Evidence:
         """Add one pair. The scale comes from earlier pairs, so that the products stay supermartingales."""
-        scale = self.scale(first_scale)
+        scale = self.scale()
         above, below = increments((difference - margin) / scale), increments(-difference / scale)
         return Evidence(
             tuple(a + b for a, b in zip(self.above, above, strict=True)),
@@ -115,24 +118,14 @@ class Evidence:
             (*self.sizes, abs(difference)),
         )
 
-    def scale(self, first_scale: float) -> float:
-        """Return the standard deviation by which the next difference is divided."""
-        return _scale(self.sizes, first_scale)
-
-    @property
-    def log_above(self) -> float:
-        """Log e-value against a gain of at most the margin."""
-        return log_mean(self.above)
-
-    @property
-    def log_below(self) -> float:
-        """Log e-value against a gain of at least 0."""
-        return log_mean(self.below)
+    def scale(self) -> float:
+        """Return the standard deviation by which the next difference is divided: by the median of earlier sizes."""
+        return max(statistics.median((*self.sizes, _MEDIAN * FIRST_SCALE)) / _MEDIAN, 1e-4)
 
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """State of one canary test. It is stored with the deployment, so that a restart continues it."""
+    """State of one canary test, after the pairs so far."""
 
     pairs: int = 0
     total: Evidence = field(default_factory=Evidence)
@@ -143,24 +136,23 @@ class Crossover:
         gain, loss = math.log1p(tuning.min_gain), math.log1p(-tuning.max_task_loss)
         known = dict(self.tasks)
         for task, value in tasks.items():
-            known[task] = known.get(task, Evidence()).add(value, loss, tuning.first_scale)
-        return replace(
-            self, pairs=self.pairs + 1, total=self.total.add(difference, gain, tuning.first_scale), tasks=known
-        )
+            known[task] = known.get(task, Evidence()).add(value, loss)
+        return Crossover(self.pairs + 1, self.total.add(difference, gain), known)
 
     @property
     def log_loss(self) -> float:
         """Log e-value against "neither the whole nor any task loses": the mean of the whole's and of the tasks'."""
+        whole = log_mean(self.total.below)
         if len(self.tasks) < 2:
-            return self.total.log_below
-        return log_mean((self.total.log_below, log_mean([task.log_below for task in self.tasks.values()])))
+            return whole
+        return log_mean((whole, log_mean([log_mean(task.below) for task in self.tasks.values()])))
 
     def verdict(self, tuning: CrossoverTuning) -> Verdict:
         """Return what the evidence says now. It may be read after every pair."""
         needed = math.log(tuning.evidence)
         if self.log_loss >= needed:
             return Verdict.ROLL_BACK
-        if self.total.log_above >= needed and not self.vetoes(tuning):
+        if log_mean(self.total.above) >= needed and not self.vetoes(tuning):
             return Verdict.PROMOTE
         return Verdict.UNDECIDED if self.pairs >= tuning.max_pairs else Verdict.CONTINUE
 
@@ -169,7 +161,7 @@ class Crossover:
         if len(self.tasks) < 2:
             return ()
         needed = math.log(tuning.task_evidence)
-        return tuple(sorted(task for task, evidence in self.tasks.items() if evidence.log_above < needed))
+        return tuple(sorted(task for task, evidence in self.tasks.items() if log_mean(evidence.above) < needed))
 
 
 def pair_difference(incumbent: Block, candidate: Block, task: str | None = None) -> float | None:
@@ -204,10 +196,3 @@ def task_differences(incumbent: Block, candidate: Block, tasks: Iterable[str]) -
 def _is_measured(cost: Cost) -> bool:
     """Return whether the cell has a usable cost."""
     return cost.tokens > 0 and cost.sequence_seconds > 0
-
-
-def _scale(sizes: tuple[float, ...], first_scale: float) -> float:
-    """Return the standard deviation that the sizes of earlier differences suggest, by their median."""
-    ordered = sorted((*sizes, 0.6745 * first_scale))
-    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-    return max(middle / 0.6745, 1e-4)

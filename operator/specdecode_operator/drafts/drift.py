@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
 from dataclasses import dataclass
+
+import numpy as np
 
 from specdecode_operator.drafts.crossover import TILTS, increments, log_mean
 
@@ -185,10 +187,7 @@ class LearningBaseline:
     def _day_deviation(self) -> float:
         """Return the standard deviation of the daily means."""
         means = [total / count for count, total in self.days if count]
-        if len(means) < 2:
-            return 0.0
-        centre = sum(means) / len(means)
-        return math.sqrt(sum((mean - centre) ** 2 for mean in means) / (len(means) - 1))
+        return statistics.stdev(means) if len(means) > 1 else 0.0
 
 
 def slot_of(at: float) -> int:
@@ -207,15 +206,6 @@ COST_FACTOR = 2.0
 """Least ratio of saved to spent device time. The saving is an estimate, and the run competes with serving."""
 FIRST_RECOVERY = 0.5
 """Share of a loss that a run is expected to recover before any run of this deployment showed a figure."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskLoss:
-    """A task that got slower. ``share`` is that of decode device time, ``loss`` the part of it that is lost."""
-
-    task: str
-    share: float
-    loss: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,33 +229,6 @@ class Worth:
             f"expected to save {_hours(self.saved_seconds)}, {relation} than twice the last run's device time "
             f"({_hours(self.needed_seconds)})"
         )
-
-
-def worth_of_run(
-    losses: Sequence[TaskLoss],
-    *,
-    recovery: float,
-    decode_seconds_per_day: float,
-    payback_days: float,
-    run_seconds: float,
-) -> Worth:
-    """Return the worth of a run: share x loss x recovery x decode device time, against twice the last run's time.
-
-    Args:
-        losses: Tasks with a shown loss. Shares and losses are clamped to 0..1.
-        recovery: Share of the loss that the last runs recovered, or FIRST_RECOVERY.
-        decode_seconds_per_day: Device seconds of decoding a day, all workers together.
-        payback_days: Days within which the run must pay.
-        run_seconds: Device seconds of the last run, or of its limit before the first.
-    """
-    lost = sum(_clamped(task.share) * _clamped(task.loss) for task in losses)
-    seconds = min(lost, 1.0) * max(decode_seconds_per_day, 0.0) * max(payback_days, 0.0)
-    return Worth(seconds, seconds * _clamped(recovery), COST_FACTOR * max(run_seconds, 0.0))
-
-
-def _clamped(share: float) -> float:
-    """Return a share within 0 and 1; a value that is no number counts as 0."""
-    return min(max(share, 0.0), 1.0) if share == share else 0.0
 
 
 def _hours(seconds: float) -> str:
@@ -312,9 +275,7 @@ class DriftDetector:
     def add(self, excess: float) -> DriftDetector:
         """Add one batch. ``excess`` is the loss beyond the accepted one, in standard deviations of a batch."""
         steps = increments(excess)
-        return DriftDetector(
-            tuple(_log_plus_one(value) + step for value, step in zip(self.logs, steps, strict=True)), self.batches + 1
-        )
+        return DriftDetector(tuple((np.logaddexp(0.0, self.logs) + steps).tolist()), self.batches + 1)
 
     @property
     def log_evidence(self) -> float:
@@ -341,8 +302,3 @@ def excess_loss(baseline: Baseline, at: float, log_cost: float) -> float:
 def batches_between_alarms(baseline: Baseline, tasks: int) -> float:
     """Return the threshold that lets all ``tasks`` together raise one false alarm a month on average."""
     return max(baseline.batches_per_month * max(tasks, 1), 1.0)
-
-
-def _log_plus_one(log_value: float) -> float:
-    """Return log(1 + x) for x given by its logarithm."""
-    return log_value + math.log1p(math.exp(-log_value)) if log_value > 0 else math.log1p(math.exp(log_value))

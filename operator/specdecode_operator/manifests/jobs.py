@@ -214,7 +214,9 @@ def _distill(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: S
     written = run_mount(run)
     models = [mount for mount in pull_mounts(spec) if mount["mountPath"] != written["mountPath"]]
     threads = (
-        None if spec.distillation.job_devices else whole_cores(object_in(spec.distillation.job_resources, "limits"))
+        None
+        if spec.distillation.job_devices
+        else whole_cores(object_in(spec.distillation.job_resources, "limits"), "distillation.jobTemplate: limits")
     )
     env = [
         {"name": "HOME", "value": "/tmp"},

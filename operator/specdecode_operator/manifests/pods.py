@@ -156,26 +156,22 @@ def is_pinned(uri: str) -> bool:
 
 def threads(spec: Spec) -> int | None:
     """Return the torch threads of a CPU worker; None on another device, or without a limit of its cores."""
-    return whole_cores(spec.workers.resources.limits) if device(spec) == "cpu" else None
+    return whole_cores(spec.workers.resources.limits, "workers.resources.limits") if device(spec) == "cpu" else None
 
 
-def whole_cores(limits: Mapping[str, Any]) -> int | None:
-    """Return the whole cores of a limit, because more threads would be throttled in a step. None without a limit."""
-    if "cpu" not in limits:
-        return None
-    return max(1, int(min(cores(limits["cpu"]), Decimal(MAX_THREADS))))
-
-
-def cores(quantity: object) -> Decimal:
-    """Return the value of a CPU quantity such as ``2``, ``1.5`` or ``500m``.
+def whole_cores(limits: Mapping[str, Any], field: str) -> int | None:
+    """Return the whole cores of a limit, because more threads would be throttled in a step. None without a limit.
 
     Raises:
-        SpecError: The text is no quantity.
+        SpecError: The limit in this field is no quantity.
     """
+    if "cpu" not in limits:
+        return None
     try:
-        return quantity_value(quantity)
+        cores = quantity_value(limits["cpu"])
     except InvalidOperation:
-        raise SpecError(f"workers.resources.limits.cpu is {quantity!r}; write cores such as 2, 1.5 or 500m") from None
+        raise SpecError(f"{field}.cpu is {limits['cpu']!r}; write cores such as 2, 1.5 or 500m") from None
+    return max(1, int(min(cores, Decimal(MAX_THREADS))))
 
 
 def quantity_value(quantity: object) -> Decimal:

@@ -10,7 +10,6 @@ from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple
 
-from specdecode_operator.api.speculation import Pin
 from specdecode_operator.api.v1alpha1 import Cause, SpeculationSpec
 from specdecode_operator.planning.acceptance import (
     AcceptanceModel,
@@ -27,7 +26,6 @@ from specdecode_operator.planning.acceptance import (
     lacking,
     names,
     paths_of,
-    plans,
     shape_of,
     tasks_at,
 )
@@ -47,11 +45,6 @@ from specdecode_operator.state.learned import LearnedState, MergeChoice, RowStat
 from specdecode_worker.contract import (
     OTHER_TASK,
     Buckets,
-    CaptureRules,
-    DraftAssignment,
-    Plan,
-    PlanRow,
-    PlanState,
     TreeShape,
 )
 
@@ -680,48 +673,6 @@ def rows_of(speculation: SpeculationSpec, learned: LearnedState, found: Buckets)
                 least = min(shape, changed.get(context, shape), key=attrgetter("depth", "nodes"))
                 row = row.running(bounds.nearest(least))
             yield row
-
-
-def next_plan(
-    speculation: SpeculationSpec,
-    *,
-    uid: str,
-    draft: str,
-    found: Buckets,
-    rows: Iterable[RowState],
-    before: Plan | None,
-    running: Iterable[PlanState],
-    pin: Pin | None = None,
-    assignment: DraftAssignment | None = None,
-    capture: CaptureRules | None = None,
-    prefill: tuple[str, ...] = (),
-) -> Plan:
-    """Return ``before`` if nothing changed, else the next version, which is above those that workers run.
-
-    Workers may run a higher version than the stored one if the state was lost; they would refuse a lower one.
-    """
-    is_off = speculation.method == "none" or speculation.mode == "Off"
-    planned = rows if plans(speculation) and draft != "" else ()
-    plan = Plan(
-        uid=uid,
-        draft=draft,
-        buckets=found,
-        rows=tuple(PlanRow(concurrency=r.concurrency, context=r.context, task=r.task, shape=r.shape) for r in planned),
-        initial=TreeShape.chain(0 if is_off else speculation.initial),
-        max_depth=max(bounds_of(speculation, name).most for name in names(speculation)),
-        top_k=1 if is_off else speculation.tree.top_k,
-        explore=0 if is_off else min(0.5, speculation.limits.explore_percent / 100),
-        tasks=tuple(task.for_worker() for task in speculation.tasks),
-        assignment=assignment,
-        capture=capture,
-        prefill=prefill,
-    )
-    plan = pin.over(plan) if pin else plan
-    version = before.version if before and before.uid == uid else 0
-    seen = max((state.version for state in running if state.uid == uid), default=0)
-    if before is not None and plan.model_copy(update={"version": before.version}) == before and seen <= version:
-        return before
-    return plan.model_copy(update={"version": max(version, seen) + 1})
 
 
 def _due(

@@ -9,22 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdecode_operator.api.draft import DRAFT_KIND, UNRESOLVED, DraftResourceSpec, SpecDecodeDraft
-from specdecode_operator.api.v1alpha1 import GROUP, VERSION, DraftStatus, NameRef, Spec
+from specdecode_operator.api.v1alpha1 import GROUP, VERSION, DraftStatus, NameRef
 from specdecode_operator.drafts.drift import BATCH_REQUESTS
 from specdecode_operator.drafts.job_status import obstacle_in_phase, obstacle_in_spec
 from specdecode_operator.errors import PluginError
 from specdecode_operator.plugin.overview import ABSENT, age, figure, percent, spec_of, status_of, table, wrapped
-from specdecode_operator.rollout.runs import worth_of_drift
 from specdecode_operator.state.learned import ALL_TASKS, DriftState, TaskDrift
 
-# Lines of ``explain`` on the drift of the draft: speed by task against the baseline, and the worth of a run. Pure.
+# Lines of ``explain`` on the drift of the draft: speed by task against the baseline. Pure.
 
 DRIFT_HEAD = ("TASK", "BASELINE", "NOW", "SPEED", "EVIDENCE")
 MAX_EVIDENCE = 999_999.0
 """Largest evidence that is shown. It grows without a bound where all tasks together are slower because one is."""
 
 
-def drift_lines(spec: Spec, drift: DriftState, now: float) -> Iterator[str]:
+def drift_lines(drift: DriftState, now: float) -> Iterator[str]:
     """Yield the speed of each task against its baseline. Nothing is yielded before a worker reported its draft."""
     if not drift.draft:
         return
@@ -39,9 +38,6 @@ def drift_lines(spec: Spec, drift: DriftState, now: float) -> Iterator[str]:
         yield f"The baseline of the draft's speed is learnt from the first {BATCH_REQUESTS} requests on."
     if drift.renewed:
         yield f"The baseline began anew: {drift.renewed}."
-    if drift.stale:
-        worth = worth_of_drift(spec, drift).sentence()
-        yield f"{worth[:1].upper()}{worth[1:]}."
 
 
 def _row(task: TaskDrift, now: float) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ def explain(resource: dict[str, Any], learned: LearnedState | None, now: float, 
         is_measuring = measuring(status.conditions) is not None
         measurements = _measurements(learned, spec.speculation.method, now, is_measuring=is_measuring)
         lines += ["", "MEASUREMENTS", *_indented(measurements)]
-        lines += _indented(drift_lines(spec, learned.drift, now))
+        lines += _indented(drift_lines(learned.drift, now))
     elif problem:
         lines += ["", *wrapped(f"The stored measurements cannot be shown: {problem}", "  ")]
     lines += ["", "WORKERS", *_indented(_workers(spec, status, now))]

@@ -17,7 +17,6 @@ from specdecode_operator.api.draft import (
     UNRESOLVED,
     CountedPair,
     Mode,
-    PairEvidence,
     Phase,
     SpecDecodeDraft,
     TrialRecord,
@@ -73,8 +72,6 @@ GAIN_LIMIT = 3.0
 BISECTIONS = 20
 """Halvings of the interval that has a bound; the rest is below a thousandth of a percent."""
 
-FIRST_SCALE = CrossoverTuning().first_scale
-
 
 @dataclass(frozen=True, slots=True)
 class Gain:
@@ -105,42 +102,17 @@ def count_pairs(trial: TrialRecord, pairs: Iterable[TrialPair], tasks: Collectio
         if pair.index < trial.next_pair:
             continue
         counted = _counted(pair, tasks)
-        trial = (_with_pair(trial, counted) if counted else trial).model_copy(update={"next_pair": pair.index + 1})
+        known = (*trial.pairs, counted) if counted else trial.pairs
+        trial = trial.model_copy(update={"pairs": known, "next_pair": pair.index + 1})
     return trial
 
 
 def verdict_of(trial: TrialRecord) -> Verdict:
     """Return what the counted pairs say. It may be read after every pair."""
-    return _crossover(trial).verdict(_tuning(trial))
-
-
-def _tuning(trial: TrialRecord) -> CrossoverTuning:
-    return CrossoverTuning(min_gain=trial.min_gain, max_pairs=trial.max_pairs)
-
-
-def _with_pair(trial: TrialRecord, pair: CountedPair) -> TrialRecord:
-    after = _crossover(trial).add(pair.total, pair.tasks, _tuning(trial))
-    stored = {
-        task: PairEvidence(above=evidence.above, below=evidence.below)
-        for task, evidence in ((None, after.total), *after.tasks.items())
-    }
-    return trial.model_copy(
-        update={"pairs": (*trial.pairs, pair), "evidence": stored.pop(None), "task_evidence": stored}
-    )
-
-
-def _crossover(trial: TrialRecord) -> Crossover:
-    """Return the test as it is after the counted pairs, from the stored logs: a replay takes a tenth of a second."""
-    if trial.evidence is None:
-        return Crossover()
-    total = Evidence(trial.evidence.above, trial.evidence.below, tuple(abs(pair.total) for pair in trial.pairs))
-    by_task = {
-        task: Evidence(
-            logs.above, logs.below, tuple(abs(pair.tasks[task]) for pair in trial.pairs if task in pair.tasks)
-        )
-        for task, logs in trial.task_evidence.items()
-    }
-    return Crossover(len(trial.pairs), total, by_task)
+    tuning, test = CrossoverTuning(min_gain=trial.min_gain), Crossover()
+    for pair in trial.pairs:
+        test = test.add(pair.total, pair.tasks, tuning)
+    return test.verdict(tuning)
 
 
 def gain_of(trial: TrialRecord) -> Gain | None:
@@ -182,8 +154,8 @@ def _gain(differences: tuple[float, ...]) -> Gain:
     """Return the gain, cached: status, metrics and Events ask for it again and again between two pairs."""
     scales, evidence = [], Evidence()
     for difference in differences:
-        scales.append(evidence.scale(FIRST_SCALE))
-        evidence = evidence.add(difference, 0.0, FIRST_SCALE)
+        scales.append(evidence.scale())
+        evidence = evidence.add(difference, 0.0)
     least = _bound(differences, scales)
     most = _bound([-difference for difference in differences], scales)
     mean = min(max(sum(differences) / len(differences), -GAIN_LIMIT), GAIN_LIMIT)
@@ -217,8 +189,6 @@ REFUSAL_SECONDS = 10.0
 """Time after an assignment before a worker's problem counts as a refusal of it: reports may show an older problem."""
 MOVING_SECONDS = 1800.0
 """Time in which all workers must have loaded the assigned draft, long enough for a download by each of them."""
-MAX_PAIRS = 120
-"""Pairs after which a trial without a verdict ends as undecided."""
 FAILURE_LIMIT = 3
 """Losses of the canary pod after which the candidate is rolled back."""
 LOSS_LIMIT = 3
@@ -742,9 +712,7 @@ def _run_canary(walk: _Walk) -> None:
     if record.is_confirmed:
         return
     spec = facts.deployment.spec.draft_rollout
-    trial = record.trial or TrialRecord(
-        block_requests=spec.block_requests, max_pairs=MAX_PAIRS, min_gain=spec.min_gain_percent / 100
-    )
+    trial = record.trial or TrialRecord(block_requests=spec.block_requests, min_gain=spec.min_gain_percent / 100)
     worker = None if trial.pod else choose_canary(facts.observed, record.current or record.spec_hash)
     if worker is not None and worker.report is not None:
         # Another id for every pod: a worker that restarted may run counted pairs again, by the plan that it mounts.

@@ -13,7 +13,7 @@ from typing import Any
 from specdecode_operator.api.draft import UNRESOLVED, Phase, SpecDecodeDraft
 from specdecode_operator.api.status import RunOutcome
 from specdecode_operator.api.v1alpha1 import Cause, DraftRunEndStatus, Spec
-from specdecode_operator.drafts.drift import FIRST_RECOVERY, TaskLoss, Worth, worth_of_run
+from specdecode_operator.drafts.drift import COST_FACTOR, FIRST_RECOVERY, Worth
 from specdecode_operator.drafts.job_status import (
     deletion_id,
     obstacle_in_phase,
@@ -379,20 +379,17 @@ LEAST_DAYS = 0.25
 """Days of measurements below which the decode time a day is that of this time, so that a busy minute is no busy day."""
 
 
-def worth_of_drift(spec: Spec, drift: DriftState) -> Worth:
+def worth_of_drift(spec: Spec, record: DraftRecord, drift: DriftState) -> Worth:
     """Return the worth of a run that repairs the present drift. Without drift nothing is lost."""
-    return worth_of_run(
-        _losses(drift),
-        recovery=FIRST_RECOVERY if drift.recovery is None else drift.recovery,
-        decode_seconds_per_day=decode_seconds_per_day(spec, drift),
-        payback_days=PAYBACK_DAYS,
-        run_seconds=drift.run_seconds or first_run_seconds(spec),
-    )
+    lost = lost_share(drift) * decode_seconds_per_day(spec, drift) * PAYBACK_DAYS
+    recovery = FIRST_RECOVERY if record.recovery is None else record.recovery
+    return Worth(lost, recovery * lost, COST_FACTOR * (record.run_device_seconds or first_run_seconds(spec)))
 
 
 def lost_share(drift: DriftState) -> float:
     """Return the share of the decode device time that stale drafts cost."""
-    return sum(task.share * task.loss for task in _losses(drift))
+    steps = sum(task.steps for task in drift.own_tasks)
+    return sum(task.steps * max(0.0, task.loss) for task in drift.stale) / steps if steps else 0.0
 
 
 def decode_seconds_per_day(spec: Spec, drift: DriftState) -> float:
@@ -403,11 +400,6 @@ def decode_seconds_per_day(spec: Spec, drift: DriftState) -> float:
 def first_run_seconds(spec: Spec) -> float:
     """Return the device seconds that a run may take at most: the estimate before the first one."""
     return spec.distillation.time_limit_seconds * max(1, spec.distillation.job_devices)
-
-
-def _losses(drift: DriftState) -> list[TaskLoss]:
-    steps = sum(task.steps for task in drift.own_tasks)
-    return [TaskLoss(task.task, task.steps / steps if steps else 0.0, max(0.0, task.loss)) for task in drift.stale]
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,10 +416,11 @@ class TrainingReason:
 
 def reason_to_train(facts: Facts) -> TrainingReason | None:
     """Return the reason for a run that no user requested: a stale draft whose repair is worth its device time."""
-    spec, drift = facts.deployment.spec, facts.observed.session.learned.drift
+    spec, session = facts.deployment.spec, facts.observed.session
+    drift = session.learned.drift
     if spec.distillation.trigger.mode == "Manual" or spec.speculation.mode == "Off" or not drift.stale:
         return None
-    worth = worth_of_drift(spec, drift)
+    worth = worth_of_drift(spec, session.drafts, drift)
     if not worth.is_worth_it:
         return None
     tasks = ", ".join(f"task {task.task} lost {100 * task.loss:.0f} %" for task in drift.stale)

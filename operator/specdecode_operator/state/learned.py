@@ -343,8 +343,6 @@ class DriftState(Stored):
     draft: str = ""
     target: str = ""
     image: str = ""
-    began: float = 0.0
-    """Time from which these three hold, in seconds since the epoch."""
     renewed: str = ""
     """Change that began a new baseline; empty for the first one."""
     tasks: tuple[TaskDrift, ...] = Field(default=(), max_length=32)
@@ -354,10 +352,6 @@ class DriftState(Stored):
     """Decayed days in which they were counted."""
     at: float = 0.0
     """Time of the last measurement."""
-    run_seconds: float = 0.0
-    """Device seconds of the last training run; 0 before the first. It is a copy of the rollout's, for the worth."""
-    recovery: float | None = None
-    """Share of the loss that the last run recovered, likewise."""
 
     def task(self, name: str) -> TaskDrift:
         """Return the record of a task; a new one if there is none."""

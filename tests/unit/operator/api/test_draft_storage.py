@@ -28,6 +28,7 @@ def test_a_storage_is_a_claim_or_a_bucket(uri: str, claim: str, bucket: str) -> 
     ("limits", "devices"),
     [
         ({"nvidia.com/gpu": 2, "cpu": "8"}, 2),
+        ({"nvidia.com/gpu": 2, "rdma/hca": 1}, 2),
         ({"nvidia.com/mig-1g.10gb": "1", "memory": "8Gi"}, 1),
         ({"cpu": 4, "hugepages-2Mi": "1Gi", "requests.kubernetes.io/x": 3}, 0),
         ({"nvidia.com/gpu": "many"}, 0),

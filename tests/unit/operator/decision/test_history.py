@@ -175,6 +175,12 @@ def test_a_change_of_replicas_is_recorded_in_the_history() -> None:
     (change,) = [entry for entry in decision.shown.history if entry.kind == "Replicas"]
     assert (change.before, change.after) == ("1", "3")
     assert "demand" in change.reason
+    spec = loop.deployment.spec.scaling
+    assert spec is not None
+    object.__setattr__(spec, "max_replicas", 2)
+    bounded = loop.poll(0.0).shown.history[0]
+    assert (bounded.before, bounded.after) == ("3", "2")
+    assert bounded.reason == "spec.scaling allows 1 to 2 workers", "no worker has a new reading"
 
 
 def test_advisory_changes_no_child() -> None:

@@ -47,9 +47,9 @@ def test_evidence_has_a_mean_of_at_most_one_for_every_symmetric_distribution(siz
 
 def test_the_scale_of_a_difference_comes_from_earlier_pairs_only() -> None:
     """A scale that used the difference itself would bias the evidence of large ones."""
-    first = Evidence().add(0.08, 0.0, 0.1)
+    first = Evidence().add(0.08, 0.0)
     assert first.above == pytest.approx(increments(0.08 / 0.1))
-    quiet, loud = (Evidence().add(size, 0.0, 0.1).add(0.05, 0.0, 0.1) for size in (0.01, 5.0))
+    quiet, loud = (Evidence().add(size, 0.0).add(0.05, 0.0) for size in (0.01, 5.0))
     gain_quiet, gain_loud = (after.above[2] - increments(size / 0.1)[2] for after, size in ((quiet, 0.01), (loud, 5.0)))
     assert gain_quiet > gain_loud
 

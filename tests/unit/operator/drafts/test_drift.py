@@ -13,10 +13,8 @@ from specdecode_operator.drafts.drift import (
     Baseline,
     DriftDetector,
     LearningBaseline,
-    TaskLoss,
     batches_between_alarms,
     excess_loss,
-    worth_of_run,
 )
 
 
@@ -91,32 +89,3 @@ def test_false_alarms_are_no_more_frequent_than_promised() -> None:
         if detector.alarms(1000):
             alarms, detector = alarms + 1, DriftDetector()
     assert 0 < alarms <= 60
-
-
-def test_a_run_must_save_twice_what_it_takes() -> None:
-    day = 20 * 3600.0
-
-    def worth(run_hours: float) -> bool:
-        losses = [TaskLoss("qa", share=0.6, loss=0.2)]
-        return worth_of_run(
-            losses, recovery=0.5, decode_seconds_per_day=day, payback_days=7, run_seconds=run_hours * 3600
-        ).is_worth_it
-
-    # 0.6 x 0.2 x 0.5 x 20 h x 7 days = 8.4 h.
-    assert worth(4.19)
-    assert not worth(4.21)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), -1.0])
-def test_senseless_shares_save_nothing(bad: float) -> None:
-    worth = worth_of_run(
-        [TaskLoss("qa", share=bad, loss=0.5)], recovery=1, decode_seconds_per_day=1e5, payback_days=7, run_seconds=1
-    )
-    assert not worth.is_worth_it
-    assert "twice the last run's device time (0.0 h)" in worth.sentence()
-
-
-def test_shares_do_not_add_up_to_more_than_everything() -> None:
-    losses = [TaskLoss(name, share=1.0, loss=1.0) for name in ("a", "b")]
-    worth = worth_of_run(losses, recovery=1, decode_seconds_per_day=100.0, payback_days=1, run_seconds=0)
-    assert worth.saved_seconds == 100.0

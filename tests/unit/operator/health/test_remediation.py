@@ -33,6 +33,7 @@ class Inputs:
     pods: tuple[PodState, ...]
     now: float = NOW
     least_depth: int = 0
+    tasks: tuple[dict[str, Any], ...] = ()
     can_replace: bool = True
     is_complete: bool = True
     recycling: str = ""
@@ -41,7 +42,7 @@ class Inputs:
 
 def heal(inputs: Inputs) -> Remediation:
     served = deployment_with(
-        speculation={"depth": {"min": inputs.least_depth, "max": 5}},
+        speculation={"depth": {"min": inputs.least_depth, "max": 5}, "tasks": list(inputs.tasks)},
         workers={"recycle": "OnCollapse" if inputs.can_replace else "Never"},
     )
     return health.heal(
@@ -79,6 +80,8 @@ def test_a_collapsed_worker_is_reported_and_gets_the_plain_plan() -> None:
     assert (result.own_plans["b"].quiet, result.own_plans["b"].version) == (True, 7)
     assert not result.recycle, "it may recover"
     assert not heal(inputs(worker("a"), worker("b"), collapsed={"b": NOW}, least_depth=1)).own
+    task = {"name": "code", "depth": {"min": 1}}
+    assert not heal(inputs(worker("a"), worker("b"), collapsed={"b": NOW}, tasks=(task,))).own
 
 
 def test_a_blocked_eviction_is_proposed_again_and_is_no_replacement() -> None:

@@ -11,7 +11,7 @@ from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests.pods import cores, merged
+from specdecode_operator.manifests.pods import merged, whole_cores
 from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.types import Decision, Defaults, Observation
 from specdecode_worker.contract import Env, Plan, WorkerConfig
@@ -118,8 +118,8 @@ def test_served_name_is_the_last_part_without_a_revision(uri: str, name: str) ->
 
 
 def test_an_invalid_cpu_quantity_is_refused() -> None:
-    with pytest.raises(SpecError, match="cores such as"):
-        cores("many")
+    with pytest.raises(SpecError, match=r"jobTemplate: limits.cpu is 'many'; write cores such as"):
+        whole_cores({"cpu": "many"}, "jobTemplate: limits")
 
 
 def test_the_plan_is_mounted_as_a_folder() -> None:

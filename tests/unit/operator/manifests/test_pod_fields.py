@@ -8,7 +8,7 @@ import pytest
 
 from specdecode_operator import manifests
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests.pods import cores, merged
+from specdecode_operator.manifests.pods import merged, quantity_value
 from specdecode_operator.state.learned import RunRecord
 from specdecode_worker.contract import EngineConfig, Env, Port, ServerConfig, WorkerConfig
 from specdecode_worker.contract.distillation import JOB_CONTAINER
@@ -126,7 +126,7 @@ def test_resource_claims_reach_pod_and_container_and_the_worker_looks_for_its_de
     ("quantity", "value"), [("2k", 2000), ("1Ki", 1024), ("1e3", 1000), ("500m", 0.5), (3, 3), (".5", 0.5)]
 )
 def test_every_quantity_of_kubernetes_is_read(quantity: Any, value: float) -> None:
-    assert float(cores(quantity)) == value
+    assert float(quantity_value(quantity)) == value
     pod, threads = pod_of(workers={"resources": {"limits": {"cpu": quantity}}}), max(1, min(1024, int(value)))
     assert config_of(pod).engine.threads == threads
     assert {"name": "OMP_NUM_THREADS", "value": str(threads)} in worker_of(pod)["env"]

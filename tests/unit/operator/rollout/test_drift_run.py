@@ -103,18 +103,19 @@ def test_the_worth_is_the_sum_of_share_loss_recovery_and_decode_time(stale: Drif
     drift = stale.drift
     loss = drift.task("other").loss
     assert loss == pytest.approx(0.2, abs=0.04)
-    worth = worth_of_drift(spec, drift)
+    worth = worth_of_drift(spec, stale.session.drafts, drift)
     lost = loss * 240 * 40 * 0.02 * 7
     assert worth.lost_seconds == pytest.approx(lost, rel=0.02)
     assert worth.saved_seconds == pytest.approx(0.5 * lost, rel=0.02)
     assert worth.needed_seconds == 2 * 4 * 3600
     with_record(stale, run_device_seconds=50.0, recovery=0.8)
     stale.wait(5)
-    worth = worth_of_drift(spec, stale.drift)
+    worth = worth_of_drift(spec, stale.session.drafts, stale.drift)
     assert worth.saved_seconds == pytest.approx(0.8 * lost, rel=0.02)
     assert worth.needed_seconds == 100
     container = {"name": "distill", "resources": {"limits": {"nvidia.com/gpu": 4}}}
     template = {"spec": {"containers": [container]}}
     stale.change(workers={"accelerator": {"count": 2}}, distillation={"jobTemplate": template})
-    assert worth_of_drift(stale.deployment.spec, stale.drift).saved_seconds == pytest.approx(2 * worth.saved_seconds)
+    doubled = worth_of_drift(stale.deployment.spec, stale.session.drafts, stale.drift)
+    assert doubled.saved_seconds == pytest.approx(2 * worth.saved_seconds)
     assert first_run_seconds(stale.deployment.spec) == 4 * 4 * 3600

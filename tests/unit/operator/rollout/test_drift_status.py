@@ -172,7 +172,7 @@ def test_explain_shows_baseline_present_evidence_and_worth(stale: Drifting) -> N
     assert f"other {usual:.2f}".rstrip("0") in text
     assert f"{present:.2f}".rstrip("0") in text
     assert "(drift)" in text
-    assert "not more than twice the last run's device time (8.0 h)." in text
+    assert "not more than twice the last run's device time (8.0 h)" in text, "the message of DraftFresh"
 
 
 def test_explain_while_the_baseline_is_learnt() -> None:

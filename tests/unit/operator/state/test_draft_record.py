@@ -61,7 +61,7 @@ def test_a_long_trial_is_stored_exactly() -> None:
     pairs = tuple(
         CountedPair(total=(index - 200) / 7000, tasks={"other": index / 3, "code": 0.0}) for index in range(500)
     )
-    trial = TrialRecord(id="t", block_requests=32, max_pairs=500, min_gain=0.02, pairs=pairs)
+    trial = TrialRecord(id="t", block_requests=32, min_gain=0.02, pairs=pairs)
     canary = trying()
     status = canary.drafts[0].status.model_copy(update={"trial": trial})
     text = json.dumps(manifest_of(canary.drafts[0].model_copy(update={"status": status})))
