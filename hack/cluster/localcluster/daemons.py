@@ -117,8 +117,12 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _obituary(layout: Layout, name: str) -> str:
+def log_lines(layout: Layout, name: str) -> list[str]:
+    """Return what a daemon has logged, in all of its runs."""
     log = layout.logs / f"{name}.log"
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    tail = "\n".join("    " + line[:300] for line in lines[-8:])
-    return f"{name} ended by itself; the end of {log}:\n{tail}\nFix that, then run hack/cluster/up again."
+    return log.read_text(errors="replace").splitlines() if log.exists() else []
+
+
+def _obituary(layout: Layout, name: str) -> str:
+    tail = "\n".join("    " + line[:300] for line in log_lines(layout, name)[-8:])
+    return f"{name} ended by itself; the end of {layout.logs / name}.log:\n{tail}\nFix that, then run hack/cluster/up again."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from localcluster import archive, daemons, templates
@@ -19,6 +20,7 @@ from localcluster.settings import (
 from localcluster.shell import run, succeeds
 
 DAEMONS = ("containerd", "kubelet", "kube-proxy")
+_READING = "server is not initialized yet"
 _READY = '{.status.conditions[?(@.type=="Ready")].status}'
 
 
@@ -29,11 +31,12 @@ def ensure(layout: Layout) -> None:
         import_image(layout, layout.pause / "pause", PAUSE_IMAGE)
         import_image(layout, layout.coredns / "coredns", COREDNS_IMAGE)
     with step("Starting kubelet and kube-proxy"):
-        _ensure_kubelet(layout)
+        command = _kubelet(layout)
+        daemons.start(layout, "kubelet", command)
         kubectl(layout, "apply", "-f", "-", stdin=templates.text(layout, "kube-proxy-rbac.yaml"))
         config = templates.write(layout, "kube-proxy.yaml")
         daemons.start(layout, "kube-proxy", ["kube-proxy", f"--config={config}"])
-        _wait_ready(layout)
+        _wait_ready(layout, command)
     with step("Starting CoreDNS"):
         forward = "forward . /etc/resolv.conf" if _outside_nameservers() else ""
         manifest = templates.text(layout, "coredns.yaml", forward=forward)
@@ -99,10 +102,10 @@ def import_image(layout: Layout, program: Path, image: str) -> None:
     file.unlink()
 
 
-def _ensure_kubelet(layout: Layout) -> None:
+def _kubelet(layout: Layout) -> list[str]:
     config = templates.write(layout, "kubelet.yaml")
     write_resolv_conf(layout)
-    daemons.start(layout, "kubelet", kubelet_command(layout, config, NODE_NAME, NODE_ADDRESS))
+    return kubelet_command(layout, config, NODE_NAME, NODE_ADDRESS)
 
 
 def kubelet_command(layout: Layout, config: Path, name: str, address: str) -> list[str]:
@@ -131,13 +134,18 @@ def _outside_nameservers() -> list[str]:
     return [address for address in found if not ipaddress.ip_address(address).is_loopback]
 
 
-def _wait_ready(layout: Layout) -> None:
-    wait_for(
-        f"node {NODE_NAME}",
-        lambda: ready(layout),
-        timeout_s=120,
-        check=lambda: daemons.check_alive(layout, *DAEMONS),
-    )
+def _wait_ready(layout: Layout, kubelet: Sequence[str]) -> None:
+    """Wait until the node is Ready.
+
+    The kubelet ends at once while containerd, which answers its own client already, still reads what it stores.
+    """
+
+    def check() -> None:
+        if not daemons.running(layout, "kubelet") and _READING in "".join(daemons.log_lines(layout, "kubelet")[-1:]):
+            daemons.start(layout, "kubelet", kubelet)
+        daemons.check_alive(layout, *DAEMONS)
+
+    wait_for(f"node {NODE_NAME}", lambda: ready(layout), timeout_s=120, check=check)
 
 
 def kill_tasks(layout: Layout) -> None:
