@@ -124,5 +124,6 @@ def log_lines(layout: Layout, name: str) -> list[str]:
 
 
 def _obituary(layout: Layout, name: str) -> str:
-    tail = "\n".join("    " + line[:300] for line in log_lines(layout, name)[-8:])
-    return f"{name} ended by itself; the end of {layout.logs / name}.log:\n{tail}\nFix that, then run hack/cluster/up again."
+    log, lines = layout.logs / f"{name}.log", log_lines(layout, name)
+    tail = "\n".join("    " + line[:300] for line in lines[-8:])
+    return f"{name} ended by itself; the end of {log}:\n{tail}\nFix that, then run hack/cluster/up again."
