@@ -96,7 +96,8 @@ def main() -> None:
     parser.add_argument("--url", required=True, help="of the Service, without /v1")
     parser.add_argument("--seconds", type=float, default=60, help="length of the traffic, or of a stage of the ramp")
     flags = parser.parse_args()
-    client = openai.OpenAI(base_url=f"{flags.url}/v1", api_key="none", timeout=120)
+    direct = openai.DefaultHttpxClient(trust_env=False)  # no proxy knows the Service's address
+    client = openai.OpenAI(base_url=f"{flags.url}/v1", api_key="none", timeout=120, http_client=direct)
     model = client.models.list().data[0].id
     if flags.what == "chat":
         chat(client, model)

@@ -100,7 +100,7 @@ def test_monitors_set_the_labels_that_the_queries_use(chart: Any) -> None:
     assert endpoint["honorLabels"] is True
     monitor = rendered.one("PodMonitor")["spec"]
     assert monitor["namespaceSelector"] == {"any": True}
-    assert monitor["selector"]["matchExpressions"][0]["values"] == ["worker", "router"]
+    assert monitor["selector"]["matchExpressions"][0]["values"] == ["worker", "prefill", "router"]
     for endpoint in monitor["podMetricsEndpoints"]:
         assert endpoint["relabelings"][0]["targetLabel"] == "name"
     watched = chart.template({**asked, "watchNamespaces": ["a", "b"]}).one("PodMonitor")["spec"]

@@ -20,7 +20,7 @@ from support.operator_faults.api_client import Api
 from support.operator_faults.client_traffic import clients_of
 from support.operator_faults.counting_proxy import counting_proxy
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import Installation
+from support.operator_faults.installation import Installation, is_ready
 from support.operator_faults.local_operator import operator_behind
 from support.operator_faults.tenant import ServedDeployment, Tenant
 from support.operators.operator_process import install_crd
@@ -174,3 +174,26 @@ def test_operator_with_an_older_crd(cluster: Cluster, tenant: Tenant, figures: F
         named = re.findall(r"status\.[\w.]+", " ".join(lines))
         assert sorted(named) == ["status.speculation.depth", "status.url"], lines
         assert "ERROR" not in operator.log.read_text()
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["stays", "restarted"])
+def test_operator_that_was_there_before_the_crd(
+    cluster: Cluster, tenant: Tenant, installation: Installation, figures: Figures, is_restarted: bool
+) -> None:
+    """An operator whose CRD is deleted, or that starts without one, serves as soon as there is one."""
+    for definition in (crd.crd(), crd.draft_crd()):
+        cluster.kubectl("delete", "crd", definition["metadata"]["name"])
+    for pod in installation.pods() if is_restarted else ():
+        tenant.api.delete("pod", installation.home, pod["metadata"]["name"])
+    time.sleep(30)
+    assert not is_restarted or not any(map(is_ready, installation.pods())), "Ready without the kind that it serves"
+    install_crd(cluster)
+    with tenant.deployment("late", behaviour={"drafts_per_second": 0}) as served:
+        started = time.monotonic()
+        served.settled_plan_version()
+        seconds = time.monotonic() - started
+        figures.record(
+            "upgrade", f"CRD after the operator, which {'' if is_restarted else 'was not '}restarted", seconds
+        )
+        assert ready_since(served)

@@ -129,7 +129,7 @@ class Process:
         """The loops while this replica leads, or else None."""
 
     async def start(self) -> None:
-        """Connect to the API server, start the caches, and join the leader election."""
+        """Connect to the API server, start the caches, join the leader election, and wait for the CRD."""
         settings = self._settings
         client = await KubeClient.connect(guard=self._check_leadership)
         self._stack.push_async_callback(client.close)
@@ -156,6 +156,7 @@ class Process:
             self._stack.push_async_callback(self._elector.release)
             self._spawn(self._elector.run())
         self._spawn(self._lead())
+        await readiness.wait_for_kind()
 
     async def stop(self) -> None:
         """Stop all tasks, the loops first. The lease is released, so that another replica can lead at once."""

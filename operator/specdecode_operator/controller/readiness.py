@@ -60,6 +60,12 @@ class Readiness:
             self._rights = problem
             await asyncio.sleep(RETRY_SECONDS if problem else 0)
 
+    async def wait_for_kind(self) -> None:
+        """Wait until our own kind can be read. kopf looks for it once, and never serves one that comes later."""
+        while problem := await self._unread_kind():
+            log.warning("waiting for the CRD: %s", problem)
+            await asyncio.sleep(RETRY_SECONDS)
+
     async def _missing_rights(self) -> str:
         try:
             for namespace in self._namespaces:

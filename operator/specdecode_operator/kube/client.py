@@ -108,10 +108,10 @@ async def open_connection(kubeconfig: str | None = None) -> ApiClient:
     """
     configuration = Configuration()
     try:
-        config.load_incluster_config(configuration)
+        config.load_incluster_config(configuration)  # without a proxy: it is the same network
     except config.ConfigException:
         await config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
-    configuration.proxy = configuration.proxy or environment_proxy(configuration.host)
+        configuration.proxy = configuration.proxy or environment_proxy(configuration.host)
     api = ApiClient(configuration)
     # No limit on connections: each watch occupies one, and there is a watch per kind and namespace.
     connector = aiohttp.TCPConnector(ssl=api.rest_client.ssl_context, limit=0, socket_factory=keepalive_socket)
