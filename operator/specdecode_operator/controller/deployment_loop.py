@@ -4,7 +4,8 @@ Every deployment has a task of its own, so that one whose workers hang, or whose
 itself. Two limits are shared: open calls to workers, and deployments that talk to the API server at the same time.
 
 A step decides and carries the decision out from one view of the resource, the caches and the last reports. It follows
-a round of reports, a change by a user, of a pod or of a child, or a pause after which something is to be tried again.
+a round with new reports, a change by a user, of a pod or of a child, or a pause after which something is to be tried
+again.
 Reports are read beside the steps, so that a change by a user never waits for a worker.
 """
 
@@ -50,6 +51,8 @@ VERIFY_SECONDS = 300.0
 """Time between two readings of the resource from the API server, which detect lost watch events."""
 PROBLEM_SECONDS = 2.0
 """Time between two attempts while a child has a problem. The applier has a longer back-off for each child."""
+REST_ROUNDS = 3
+"""Rounds of reports without news after which a step is made all the same: what only time changes can wait so long."""
 GAP_SECONDS = 0.2
 """Least time from the end of a step to the next one, however many events come."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 60.0
@@ -143,7 +146,7 @@ class DeploymentLoop:
 
     async def _read_reports(self) -> None:
         """Read the reports of all workers once a period, each deployment at a time of its own."""
-        calls = self._shared.calls
+        calls, quiet = self._shared.calls, 0
         due = next_turn(self.key, calls.period, calls.clock())
         while True:
             await asyncio.sleep(due - calls.clock())
@@ -156,7 +159,9 @@ class DeploymentLoop:
             metrics.SCRAPE_ROUNDS.inc()
             if self._poller.is_unauthorized:
                 self._shared.tokens.suspect(self._resource["metadata"]["uid"])
-            self.wake()
+            quiet = 0 if self._poller.has_news else quiet + 1
+            if quiet % REST_ROUNDS == 0:
+                self.wake()
             due = max(due + calls.period, next_turn(self.key, calls.period, calls.clock() - calls.period / 2))
 
     def _access(self) -> WorkerAccess:

@@ -611,6 +611,8 @@ class Poller:
     def __init__(self, key: Key, calls: WorkerCalls) -> None:
         self.round = 0
         """Number of rounds so far; a higher number means new reports."""
+        self.has_news = False
+        """True if the last round brought a report that the one before had not, or none of some worker."""
         self._key, self._calls = key, calls
         self._polls: dict[str, WorkerPoll] = {}
         """By uid of the pod."""
@@ -624,8 +626,9 @@ class Poller:
         due = [
             known[worker.uid].follow(worker) if worker.uid in known else WorkerPoll(worker=worker) for worker in present
         ]
-        polls = await self._calls.read(self._key, due, access)
+        before, polls = self._tags(), await self._calls.read(self._key, due, access)
         self._polls = {poll.worker.uid: poll for poll in polls}
+        self.has_news = before != (after := self._tags()) or "" in after.values()
         self.round += 1
 
     def reported(self, worker: Worker) -> Worker:
@@ -646,6 +649,11 @@ class Poller:
         """Drop everything, of a deployment that is gone."""
         self._forget(self._polls.values())
         self._polls = {}
+
+    def _tags(self) -> dict[str, str]:
+        """Return the ETag of the last report of every worker; empty if the last attempt brought none."""
+        polls = self._polls.items()
+        return {uid: poll.baseline.tag if poll.has_report and poll.baseline else "" for uid, poll in polls}
 
     def _forget(self, polls: Iterable[WorkerPoll]) -> None:
         for poll in polls:

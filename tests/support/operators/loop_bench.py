@@ -120,6 +120,8 @@ class Calls:
         self.answers = asyncio.Event()
         self.answers.set()
         self.report: Report | None = None
+        self.tag = ""
+        """ETag of the report; without one each round brings news."""
         self.access: list[WorkerAccess] = []
         self.pushed: list[dict[str, Plan]] = []
 
@@ -130,7 +132,9 @@ class Calls:
         self.access.append(access)
         await self.answers.wait()
         report = self.report
-        return [poll if report is None else poll.answered(Reading(report), started=self.clock()) for poll in polls]
+        return [
+            poll if report is None else poll.answered(Reading(report, self.tag), started=self.clock()) for poll in polls
+        ]
 
     async def push(self, key: Key, plans: dict[str, Plan], access: WorkerAccess, *, limit: float | None = None) -> None:
         self.pushed.append(plans)

@@ -234,6 +234,25 @@ async def test_a_round_of_reports_wakes_the_loop() -> None:
     assert bench.loop._session.baselines.keys() == {"p"}
 
 
+@pytest.mark.parametrize(("tag", "share"), [("same", 1 / module.REST_ROUNDS), ("", 1)], ids=["at rest", "news"])
+async def test_a_deployment_at_rest_is_looked_at_seldom(
+    tag: str, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, steps = Bench(period=0.01, pods=(POD,)), 0
+    bench.calls.report, bench.calls.tag = SimulatedWorker(Truth()).report(), tag
+
+    async def count() -> float:
+        nonlocal steps
+        steps += 1
+        return 100.0
+
+    monkeypatch.setattr(module, "GAP_SECONDS", 0.0)
+    monkeypatch.setattr(bench.loop, "_step", count)
+    async with running(bench):
+        await until(lambda: bench.loop._poller.round >= 60)
+    assert abs(steps - share * bench.loop._poller.round) <= 0.2 * bench.loop._poller.round
+
+
 async def test_events_without_end_leave_a_gap_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     bench, steps = Bench(), 0
 
