@@ -82,27 +82,36 @@ def read_rope(fields: Fields, positions: int) -> tuple[float, Scaling | None]:
     ``positions`` is the value of ``max_position_embeddings``, the default original length of YaRN.
 
     Raises:
-        ConfigMismatch: a field is invalid, or the scaling is not supported.
+        ConfigMismatch: a field is invalid, the scaling is not supported, or there are two that differ.
     """
     # transformers 5 nests all fields in rope_parameters. Earlier versions have rope_theta at the top level, next to
-    # rope_scaling.
-    nested = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    theta = nested.number("rope_theta", fields.number("rope_theta", 10000.0), least=1.001)
-    for place in (fields, nested):
-        place.refuse("partial_rotary_factor", 1)
-    if by_layer := [name for name, value in nested.raw.items() if isinstance(value, dict)]:
-        raise ConfigMismatch(f"{nested.where}: {by_layer[0]}: rotary positions that differ by layer are not supported")
-    kind = nested.text("rope_type", nested.text("type", "default"))
+    # rope_scaling, which is all that it reads of a file with both.
+    parts = [fields.part(name) for name in ("rope_parameters", "rope_scaling")]
+    given = [part for part in parts if part.raw] or parts[:1]
+    theta, scaling = _read_rope(given[0], fields.number("rope_theta", 10000.0), positions)
+    if any(_read_rope(part, theta, positions) != (theta, scaling) for part in given[1:]):
+        raise ConfigMismatch(f"{fields.where}: rope_parameters and rope_scaling differ; keep one of them")
+    fields.refuse("partial_rotary_factor", 1)
+    return theta, scaling
+
+
+def _read_rope(fields: Fields, theta: float, positions: int) -> tuple[float, Scaling | None]:
+    """Return ``(theta, scaling)`` from one object; ``theta`` is its default."""
+    fields.refuse("partial_rotary_factor", 1)
+    if by_layer := [name for name, value in fields.raw.items() if isinstance(value, dict)]:
+        raise ConfigMismatch(f"{fields.where}: {by_layer[0]}: rotary positions that differ by layer are not supported")
+    theta = fields.number("rope_theta", theta, least=1.001)
+    kind = fields.text("rope_type", fields.text("type", "default"))
     match kind:
         case "default":
-            nested.refuse("mrope_section")
+            fields.refuse("mrope_section")
             return theta, None
         case "linear":
-            return theta, LinearScaling(factor=nested.number("factor", least=1))
+            return theta, LinearScaling(factor=fields.number("factor", least=1))
         case "llama3":
-            return theta, _llama3(nested)
+            return theta, _llama3(fields)
         case "yarn":
-            return theta, _yarn(nested, positions)
+            return theta, _yarn(fields, positions)
         case _:
             raise ConfigMismatch(f"rope scaling {kind!r} is not supported; {_KINDS}")
 

@@ -197,6 +197,21 @@ def test_yarn_factor_multiplies_the_context_length(shape: dict[str, Any]) -> Non
     assert causal_lm_config(config).max_position_embeddings == 800
 
 
+def test_rope_scaling_beside_rope_parameters(shape: dict[str, Any]) -> None:
+    """A file whose objects differ is refused: transformers takes rope_scaling alone."""
+    old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for scaling in (old, PLAIN | {"rope_theta": 1e6}):
+        with pytest.raises(ConfigMismatch, match="rope_parameters and rope_scaling differ; keep one of them"):
+            causal_lm_config(shape | {"rope_parameters": PLAIN, "rope_scaling": scaling})
+    config = causal_lm_config(shape | {"rope_parameters": YARN, "rope_scaling": old})
+    assert (config.rope_theta, config.rope_scaling) == (
+        1000.0,
+        causal_lm_config(shape | {"rope_scaling": old}).rope_scaling,
+    )
+    assert causal_lm_config(shape | {"rope_parameters": YARN, "rope_scaling": None}).rope_scaling
+    assert causal_lm_config(shape | {"rope_parameters": {}, "rope_scaling": old}).rope_scaling
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
