@@ -85,7 +85,7 @@ def read_rope(fields: Fields, positions: int) -> tuple[float, Scaling | None]:
         ConfigMismatch: a field is invalid, the scaling is not supported, or there are two that differ.
     """
     # transformers 5 nests all fields in rope_parameters. Earlier versions have rope_theta at the top level, next to
-    # rope_scaling, which is all that it reads of a file with both.
+    # rope_scaling. Of a file with both, transformers reads rope_scaling alone.
     parts = [fields.part(name) for name in ("rope_parameters", "rope_scaling")]
     given = [part for part in parts if part.raw] or parts[:1]
     theta, scaling = _read_rope(given[0], fields.number("rope_theta", 10000.0), positions)
