@@ -360,7 +360,7 @@ def wanted_files(model: str, names: Sequence[str]) -> list[str]:
     top = [name for name in names if "/" not in name and not name.startswith(".") and name != MANIFEST]
     weights = weights_of(top)
     if not weights:
-        others = sorted(name for name in top if name.endswith((".bin", ".pt", ".pth", ".gguf")))
+        others = sorted(name for name in top if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors")))
         held = f"; {', '.join(others)} cannot be read" if others else ""
         raise NotOnHub(f"{model} holds neither *.safetensors nor pytorch_model*.bin{held}")
     wanted = {name for name in top if name.endswith((".json", ".jinja")) or name == "tokenizer.model"} - set(weights)

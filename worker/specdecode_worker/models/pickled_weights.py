@@ -27,8 +27,11 @@ _MEGABYTES_PER_SECOND = 5
 
 
 def weights_of(names: Iterable[str]) -> list[str]:
-    """Return the files of weights to read among those of a folder: safetensors, or pickles if there are none."""
-    listed = list(names)
+    """Return the files of weights to read among those of a folder: safetensors, or pickles if there are none.
+
+    Mistral's consolidated copies, whose tensors have other names, are left out.
+    """
+    listed = [name for name in names if not name.startswith("consolidated")]
     return [name for name in listed if name.endswith(".safetensors")] or list(filter(_PICKLE.fullmatch, listed))
 
 

@@ -241,12 +241,19 @@ def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> Non
             {"config.json": b"{}", "medusa_lm_head.pt": b"", "model.gguf": b""},
             "medusa_lm_head.pt, model.gguf cannot be read",
         ),
+        ({"config.json": b"{}", "consolidated.safetensors": b""}, r"consolidated\.safetensors cannot be read"),
         ({"config.json": b"{}"}, r"holds neither \*\.safetensors nor pytorch_model"),
     ],
 )
 def test_repositories_without_safetensors_are_refused(pull: Pull, files: dict[str, bytes], message: str) -> None:
     with pytest.raises(NotOnHub, match=message):
         pull(Repository(files))
+
+
+@pytest.mark.parametrize("weights", ["model-00001-of-00001.safetensors", "pytorch_model.bin"])
+def test_mistrals_copy_of_the_weights_is_not_fetched(weights: str) -> None:
+    wanted = download.wanted_files("m", ["config.json", "consolidated.safetensors", weights])
+    assert wanted == ["config.json", weights]
 
 
 def test_busy_hub_is_retried(pull: Pull) -> None:
