@@ -422,7 +422,7 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
     width = fields.integer("head_dim", head_dim or hidden // heads, most=4096)
     if width % 2:
         raise ConfigMismatch(f"head_dim {width} is odd; rotary positions need pairs")
-    theta, scaling, positions = _positions(fields, width)
+    theta, scaling, positions = _positions(fields)
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
@@ -436,17 +436,22 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
     }
 
 
-def _positions(fields: Fields, width: int) -> tuple[float, Scaling | None, int]:
+def _positions(fields: Fields) -> tuple[float, Scaling | None, int]:
     positions = fields.integer("max_position_embeddings", 2048, most=_LONGEST)
     theta, scaling = read_rope(fields, positions)
     if isinstance(scaling, YarnScaling):
         # As in vLLM: YaRN is often enabled without a change to max_position_embeddings.
         positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
-    if positions * width > _MOST_TABLE:
-        raise ConfigMismatch(
-            f"max_position_embeddings {positions} is too large for head_dim {width}; lower it in config.json"
-        )
     return theta, scaling, positions
+
+
+def refuse_long(positions: int, head_dim: int) -> None:
+    """Raise ConfigMismatch if the tables of rotary positions would be too large."""
+    if positions * head_dim > _MOST_TABLE:
+        raise ConfigMismatch(
+            f"texts of {positions} tokens are too long for head_dim {head_dim}; "
+            f"set max_model_len to {_MOST_TABLE // head_dim} or less"
+        )
 
 
 # Shapes of draft heads, read from config.json and checked against their target.
@@ -619,8 +624,9 @@ def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
         raise ConfigMismatch(f"{fields.where}: layer_types {sorted(other)} are not supported")
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
     known = {**fields.raw, "max_position_embeddings": target.position_limit or target.max_position_embeddings}
-    bias = fields.flag("attention_bias")
-    return block_fields(Fields(known)) | {
+    bias, blocks = fields.flag("attention_bias"), block_fields(Fields(known))
+    refuse_long(target.max_position_embeddings, blocks["head_dim"])
+    return blocks | {
         "max_position_embeddings": target.max_position_embeddings,
         "qkv_bias": fields.flag("qkv_bias", bias),
         "o_bias": bias,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdecode_worker.models.arch import ARCHITECTURES, causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import LayerKind
+from specdecode_worker.models.config import LayerKind, eagle3_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.llama import LLAMA
 from specdecode_worker.models.optimize import fuse
@@ -212,6 +212,17 @@ def test_rope_scaling_beside_rope_parameters(shape: dict[str, Any]) -> None:
     assert causal_lm_config(shape | {"rope_parameters": {}, "rope_scaling": old}).rope_scaling
 
 
+def test_texts_of_models_with_huge_limits_are_bounded_by_max_model_len(shape: dict[str, Any]) -> None:
+    """The tables of rotary positions have a row for each position that is served, and not for each of config.json."""
+    yarn = {"type": "yarn", "factor": 1e5, "original_max_position_embeddings": 4096}
+    for raw in (shape | {"max_position_embeddings": 2**26}, shape | {"rope_scaling": yarn}):
+        with pytest.raises(ConfigMismatch, match="set max_model_len to 33554432 or less"):
+            causal_lm_config(raw, max_model_len=2**25 + 1)
+        config = causal_lm_config(raw, max_model_len=8192)
+        assert config.max_position_embeddings == 8192
+        assert eagle3_config(shape, config).max_position_embeddings == 8192
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -228,7 +239,10 @@ def test_rope_scaling_beside_rope_parameters(shape: dict[str, Any]) -> None:
         ({"vocab_size": 10**30}, "vocab_size .* got a huge number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be integers"),
-        ({"max_position_embeddings": 2**26}, "max_position_embeddings 67108864 is too large"),
+        (
+            {"max_position_embeddings": 2**26},
+            "texts of 67108864 tokens are too long for head_dim 8; set max_model_len to",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported; default"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),
