@@ -186,8 +186,13 @@ def test_disabled_sliding_windows_are_ignored(shape: dict[str, Any]) -> None:
         causal_lm_config(mistral(shape, max_position_embeddings=8192))
     causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=False))
     causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True, layer_types=["full_attention"] * 5))
+    causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True))  # from layer 28 on
+    causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True, max_window_layers=5))
     with pytest.raises(ConfigMismatch, match="sliding_window 8"):
-        causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True))
+        causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True, max_window_layers=4))
+    types = ["full_attention"] * 4 + ["sliding_attention"]
+    with pytest.raises(ConfigMismatch, match="sliding_window 4096"):
+        causal_lm_config(qwen2(shape, use_sliding_window=True, layer_types=types, max_position_embeddings=8192))
     with pytest.raises(ConfigMismatch, match="layer_types"):
         causal_lm_config(qwen2(shape, layer_types=["linear_attention"]))
 
