@@ -23,7 +23,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -335,8 +335,9 @@ class Hub:
     def _error(self, status: int, what: str) -> PullFailed:
         model = self._model
         if status in (401, 403) and self._token:
+            known = "has no access" if status == 403 else "is not valid, or has no access"
             return AccessDenied(
-                f"{model.id}: the token in HF_TOKEN has no access; accept the model's terms with its account first"
+                f"{model.id}: the token in HF_TOKEN {known}; check it, and accept the model's terms with its account"
             )
         if status in (401, 403):
             return AccessDenied(
@@ -420,15 +421,17 @@ class Bucket:
         with self._errors():
             listed = [*obstore.list_with_delimiter(self.store)["objects"],
                       *obstore.list_with_delimiter(self.store, TEMPLATE_FOLDER)["objects"]]  # fmt: skip
-            digests: Mapping[str, tuple[int, str]] = {}
-            if any(entry["path"] == MANIFEST for entry in listed):
-                manifest = json.loads(bytes(obstore.get(self.store, MANIFEST).bytes()))
-                digests = {file["name"]: (file["size"], file["digest"]) for file in manifest["files"]}
+            written = any(entry["path"] == MANIFEST for entry in listed)
+            manifest = bytes(obstore.get(self.store, MANIFEST).bytes()) if written else b'{"files": []}'
+        try:
+            digests = {file["name"]: str(file["digest"]) for file in json.loads(manifest)["files"]}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise NotOnHub(f"{self.uri}: {MANIFEST} is no manifest; upload the model again, or delete it") from None
         files = {str(entry["path"]): entry for entry in listed}
         if not any(name in files for name in CONFIGS):
             raise NotOnHub(f"{self.uri} holds no config.json; check its path")
         return [
-            RemoteFile(name, int(files[name]["size"]), digests.get(name, (0, ""))[1], str(files[name]["e_tag"] or ""))
+            RemoteFile(name, int(files[name]["size"]), digests.get(name, ""), str(files[name]["e_tag"] or ""))
             for name in wanted_files(self.uri, list(files))
         ]
 

@@ -6,6 +6,7 @@ loaded are safetensors. Checkpoints in shards have an index and become shards.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -82,7 +83,9 @@ def converted_folder(folder: Path, cache: Path) -> Path:
             with locked(ready.with_suffix(".lock"), lambda _: None):
                 if not ready.is_dir():
                     _fill(folder, files, ready)
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         raise NotPresent(
             f"{folder} has pickled weights, and their copy cannot be written: {error}; set --cache-dir, or run pull"
         ) from None

@@ -191,7 +191,7 @@ def test_a_flipped_byte_of_a_part_that_was_kept_is_refused(pull: Pull, tmp_path:
 def test_gated_model_without_a_token_names_the_secret(pull: Pull) -> None:
     with pytest.raises(AccessDenied, match=r"HF_TOKEN.*tokenSecretRef"):
         pull(Repository(FILES, token="secret"))
-    with pytest.raises(AccessDenied, match="accept the model's terms"):
+    with pytest.raises(AccessDenied, match="is not valid, or has no access; check it, and accept the model's terms"):
         pull(Repository(FILES, token="secret"), token="another")
 
 
