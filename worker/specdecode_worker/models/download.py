@@ -105,6 +105,7 @@ def _retried(source: Source, attempt: Callable[[], Result]) -> Result:
 
 def _fetch_all(source: Source, files: Sequence[RemoteFile], folder: Path, progress: Progress, **about: str) -> None:
     """Fetch the files into ``folder``, convert pickled weights, and write the manifest with ``about`` in it."""
+    _remove_leftovers(files, folder)
     check_room(folder, sum(file.size - _present(folder, file) for file in files))
     with ThreadPoolExecutor(_PARTS) as threads:
         digests = {file.name: _fetch_file(source, file, folder, progress, threads) for file in files}
@@ -117,6 +118,16 @@ def _fetch_all(source: Source, files: Sequence[RemoteFile], folder: Path, progre
     os.replace(partial, folder / MANIFEST)
     for path in [*pickles, *(path for end in ("partial", "parts", "sha256") for path in folder.rglob(f"*.{end}"))]:
         path.unlink()
+
+
+def _remove_leftovers(files: Sequence[RemoteFile], folder: Path) -> None:
+    """Delete what a pull of another commit left in ``folder``, files of the same names included."""
+    states = {file.name: _states(folder, file) for file in files}
+    kept = {path for paths in states.values() for path in paths}
+    kept |= {folder / name for name, (_, _, known) in states.items() if known.is_file()}
+    for path in {*folder.rglob("*")} - kept:
+        if not path.is_dir():
+            path.unlink()
 
 
 def _fetch_file(source: Source, file: RemoteFile, folder: Path, progress: Progress, threads: ThreadPoolExecutor) -> str:

@@ -234,6 +234,44 @@ def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> Non
     assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
 
 
+INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
+
+
+def test_a_pull_of_a_newer_commit_keeps_no_file_of_the_older_one(pull: Pull) -> None:
+    def killed(name: str, there: int, size: int) -> None:
+        if name == "model-00002-of-00002.safetensors":
+            raise KeyboardInterrupt
+
+    sharded = {"config.json": b"{1}", INDEX: b"{}", SHARD: b"1", "model-00002-of-00002.safetensors": WEIGHTS}
+    older = sharded | {"chat_template.jinja": b"of the older commit", TEMPLATE: b"{{ old }}"}
+    with pytest.raises(KeyboardInterrupt):
+        pull(Repository(older), progress=killed)
+    newer = {"config.json": b"{2}", "model.safetensors": WEIGHTS}
+    folder = pull(Repository(newer))
+    files = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads(files.pop(download_folder.MANIFEST))
+    assert files == newer
+    assert {file["name"] for file in manifest["files"]} == newer.keys()
+
+
+def test_a_kill_before_a_file_has_its_name_leaves_no_older_file(pull: Pull, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(partial: Path, done: Path) -> None:
+        raise KeyboardInterrupt
+
+    def killed(name: str, there: int, size: int) -> None:
+        if name == "model.safetensors":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(Repository({"config.json": b"{1}", "model.safetensors": WEIGHTS}), progress=killed)
+    newer = {"config.json": b"{2}", "model.safetensors": WEIGHTS}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            pull(Repository(newer))
+    assert (pull(Repository(newer)) / "config.json").read_bytes() == b"{2}"
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
