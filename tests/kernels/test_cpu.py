@@ -5,9 +5,7 @@ The bits of a row must not depend on the other rows, on the number of threads, o
 
 from __future__ import annotations
 
-import errno
 import math
-import mmap
 import os
 from collections.abc import Iterator
 from itertools import accumulate
@@ -64,17 +62,6 @@ def test_linear_reads_strided_rows() -> None:
     run = Linear(pack(weight))
     assert torch.equal(run(wide[:, 8:72]), run(wide[:, 8:72].contiguous()))
     assert run(wide[:, 8:72].view(2, 3, 64)).shape == (2, 3, 40)
-
-
-def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    class SmallPages(mmap.mmap):
-        def madvise(self, *_: int) -> None:
-            raise OSError(errno.EINVAL, "Invalid argument")
-
-    x, weight = numbers(3, 64), numbers(40, 64, seed=1)
-    wanted = Linear(pack(weight))(x)
-    monkeypatch.setattr(mmap, "mmap", SmallPages)
-    assert torch.equal(Linear(pack(weight))(x), wanted)
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
