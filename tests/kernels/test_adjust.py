@@ -23,6 +23,7 @@ class Row:
 
     bias: tuple[tuple[int, float], ...] = ()
     blocked: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
     prompt: tuple[int, ...] = ()
     answer: tuple[int, ...] = ()
     repetition: float = 1.0
@@ -38,6 +39,7 @@ ROWS = st.builds(
     Row,
     bias=st.dictionaries(IDS, st.floats(-100, 100), max_size=4).map(lambda d: tuple(d.items())),
     blocked=st.lists(IDS, max_size=3).map(tuple),
+    allowed=st.lists(IDS, max_size=3).map(tuple),
     prompt=texts(),
     answer=texts(),
     repetition=st.sampled_from((1.0, 1.0, 0.7, 1.3)),
@@ -53,7 +55,7 @@ def by_definition(logits: list[float], row: Row) -> list[float]:
         if token in row.prompt + row.answer:
             x = x / row.repetition if x > 0 else x * row.repetition
         x -= row.frequency * row.answer.count(token) + row.presence * (token in row.answer)
-        adjusted.append(-math.inf if token in row.blocked else x)
+        adjusted.append(-math.inf if token in row.blocked or token not in (row.allowed or [token]) else x)
     return adjusted
 
 
@@ -69,6 +71,7 @@ def dense(rows: list[Row]) -> dict[str, Tensor]:
         for token, value in row.bias:
             bias[r, token] = value
         blocked[r, list(row.blocked)] = True
+        blocked[r] |= torch.tensor([bool(row.allowed) and token not in row.allowed for token in range(VOCABULARY)])
     words = range(VOCABULARY)
     return {
         "bias_RV": bias,
@@ -88,11 +91,14 @@ def sparse(rows: list[Row]) -> dict[str, object]:
     padded = [[*row.bias, *[(0, 0.0)] * (biases - len(row.bias))] for row in rows]
     blocked = [[*row.blocked, *(row.blocked or (0,))[:1] * (stops - len(row.blocked))] for row in rows]
     on = torch.tensor([bool(row.blocked) for row in rows])[:, None].expand(-1, max(stops, 1))
+    most = max(len(row.allowed) for row in rows)
+    allowed = [[*row.allowed, *(row.allowed or (0,))[:1] * (most - len(row.allowed))] for row in rows]
     counts = any(row.repetition != 1 or row.frequency or row.presence for row in rows)
     return {
         "bias": (torch.tensor([[t for t, _ in r] for r in padded]), torch.tensor([[v for _, v in r] for r in padded]))
         if biases
         else None,
+        "allowed": (torch.tensor(allowed), torch.tensor([[bool(row.allowed)] for row in rows])) if most else None,
         "blocked": (torch.tensor(blocked), on) if stops else None,
         "prompt_RV": full["prompt_RV"] if any(row.repetition != 1 for row in rows) else None,
         "counts_RV": full["counts_RV"] if counts else None,
@@ -128,7 +134,7 @@ def test_op_equals_the_reference(rows: list[Row], dtype: torch.dtype) -> None:
 
 def test_neutral_row_is_unchanged() -> None:
     logits = logits_of(2)
-    busy = Row(((3, 2.0),), (1,), (2, 3), (4, 4), 1.3, 0.5, 0.5)
+    busy = Row(((3, 2.0),), (1,), (2, 3, 4), (2, 3), (4, 4), 1.3, 0.5, 0.5)
     adjusted = op.adjusted(logits, **sparse([Row(prompt=(1, 2), answer=(3, 3)), busy]))  # type: ignore[arg-type]
     assert torch.equal(adjusted[0], logits[0])
     assert not torch.equal(adjusted[1], logits[1])

@@ -183,6 +183,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 PROCESSORS["all"] = {name: value for fields in PROCESSORS.values() for name, value in fields.items()}
 PROCESSORS["all"] |= {"top_k": 30, "top_p": 0.95, "repetition_penalty": 1.2, "presence_penalty": 0.4}
+PROCESSORS["allowed"] = {"allowed_token_ids": tuple(range(1, 40, 2)), "repetition_penalty": 1.5}
 PROCESSORS_SHAPES = [
     TreeShape.parse(text) for text in ("chain:4", "tree:4,2,1", "tree:2,2,2", "0,0,1,1,2", "none", "chain:1")
 ]
@@ -219,7 +220,7 @@ def test_single_sequences_equal_plain_decoding(
     assert 1 + report.accepted_tokens / report.drafts >= 1.2, "paths must be walked to test anything"
 
 
-MIXED = [(i, name, bool(i % 2) or name == "min_p") for i, name in enumerate([*PROCESSORS, None, "all", "all"])]
+MIXED = [(i, name, bool(i % 2) or name == "min_p") for i, name in enumerate([*PROCESSORS, None, "all"])]
 
 
 def mixed_batch() -> list[Submit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -95,5 +96,6 @@ def _huge(shape: tuple[int, ...]) -> Tensor:
     size = 2 * math.prod(shape)
     length = -(-size // _HUGE) * _HUGE if size >= _HUGE else size
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # EINVAL of a Linux without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.bfloat16, count=size // 2).view(shape)

@@ -22,6 +22,7 @@ _SAFE = 1e-4
 def adjusted(
     logits_RV: Tensor,
     *,
+    allowed: tuple[Tensor, Tensor] | None = None,
     bias: tuple[Tensor, Tensor] | None = None,
     blocked: tuple[Tensor, Tensor] | None = None,
     prompt_RV: Tensor | None = None,
@@ -32,11 +33,14 @@ def adjusted(
 ) -> Tensor:
     """Adjust logits as `reference.adjusted` does; None means that no row uses the adjustment.
 
-    ``bias`` is (token ids, values) and ``blocked`` (token ids, bool: blocked now), all [R, K]. A token that occurs
-    twice in a row of ``bias`` adds twice; one that occurs twice in a row of ``blocked`` must have the same value both
-    times. ``logits_RV`` is not modified.
+    ``allowed`` is (token ids [R, K], bool [R, 1]: whether other tokens are blocked), ``bias`` (token ids, values) and
+    ``blocked`` (token ids, bool: blocked now), both [R, K]. A token that occurs twice in a row of ``bias`` adds twice;
+    one that occurs twice in a row of ``blocked`` must have the same value both times. ``logits_RV`` is not modified.
     """
     logits = torch.empty_like(logits_RV, dtype=torch.promote_types(logits_RV.dtype, torch.float32)).copy_(logits_RV)
+    if allowed is not None:
+        kept_RK = logits.gather(1, allowed[0])
+        logits.masked_fill_(allowed[1], -math.inf).scatter_(1, allowed[0], kept_RK)
     if bias is not None:
         logits.scatter_add_(1, bias[0], bias[1].to(logits.dtype))
     if blocked is not None:

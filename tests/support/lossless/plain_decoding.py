@@ -58,6 +58,8 @@ def _adjusted(logits: Tensor, request: Submit, answer: list[int], *, blocks: boo
         bias[0, token] = value
     blocked = torch.zeros_like(logits, dtype=torch.bool)
     blocked[0, list(sampling.stop_token_ids)] = blocks and len(answer) < sampling.min_tokens
+    if sampling.allowed_token_ids:
+        blocked[0, [token for token in words if token not in sampling.allowed_token_ids]] = True
     return adjusted(
         logits,
         bias_RV=bias,

@@ -114,13 +114,12 @@ def blocked_tokens(submit: Submit, eos_token_ids: tuple[int, ...]) -> tuple[int,
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError if a token id in logit_bias or stop_token_ids is outside of the vocabulary."""
-    strange = [token for token, _ in params.logit_bias if not 0 <= token < vocab_size]
-    strange += [token for token in params.blocked if not 0 <= token < vocab_size]
-    if strange:
+    """Raise ValueError if a token id of the parameters is outside of the vocabulary."""
+    tokens = (*(token for token, _ in params.logit_bias), *params.allowed_token_ids, *params.blocked)
+    if strange := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ValueError(
-            f"token ids {strange[:5]} in logit_bias or stop_token_ids are not the model's: they run from 0 to "
-            f"{vocab_size - 1}"
+            f"token ids {strange[:5]} in logit_bias, allowed_token_ids or stop_token_ids are not the model's: they run "
+            f"from 0 to {vocab_size - 1}"
         )
 
 

@@ -269,7 +269,7 @@ class EagerReason(StrEnum):
     SAMPLER = "sampler"
     """A row is sampled in several rounds, and its draft runs before the graph and keeps its probabilities there."""
     BIAS = "bias"
-    """A request has more biased or blocked tokens than the tables have columns."""
+    """A request has more allowed, biased or blocked tokens than the tables have columns."""
     LOGPROBS = "logprobs"
     """A request wants more log-probabilities than the tables have columns."""
     SIZE = "size"

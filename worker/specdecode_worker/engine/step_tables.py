@@ -367,7 +367,7 @@ def _filled(values: list[int], size: int, padding: int) -> list[int]:
 
 
 WIDTHS = (8, 64, 512)
-"""Numbers of biased or blocked tokens of a request that graphs have columns for."""
+"""Numbers of allowed, biased or blocked tokens of a request that graphs have columns for."""
 
 
 # Grammar masks of a step. Mask 0 allows all tokens.

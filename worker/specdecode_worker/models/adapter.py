@@ -87,7 +87,7 @@ def adapted(checkpoint: Checkpoint, rename: Callable[[str], str | None], *, tied
         return checkpoint
     adapter = Fields(read_config(folder, _CONFIG), str(folder / _CONFIG))
     _refuse_other_kinds(adapter)
-    if "quantization_config" in read_config(checkpoint.folder):
+    if read_config(checkpoint.folder).get("quantization_config"):
         raise ConfigMismatch(f"{folder}: the target is stored quantized; name the target that the adapter was trained "
                              "for before its quantization, with engine.quantization")  # fmt: skip
     updates: dict[str, LowRankUpdate] = {}

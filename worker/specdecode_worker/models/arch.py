@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from specdecode_worker.models.causal_lm import Architecture, CausalLM
-from specdecode_worker.models.config import CausalLMConfig
+from specdecode_worker.models.config import CausalLMConfig, refuse_long
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.fields import Fields
 from specdecode_worker.models.llama import LLAMA
@@ -36,6 +36,7 @@ def causal_lm_config(raw: Mapping[str, Any], max_model_len: int | None = None) -
     # Rotary tables have a row for each position that is served.
     limit = config.max_position_embeddings
     positions = min(limit, max_model_len or limit)
+    refuse_long(positions, config.head_dim)
     return replace(config, architecture=name, max_position_embeddings=positions, position_limit=limit)
 
 

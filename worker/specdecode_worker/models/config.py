@@ -82,27 +82,36 @@ def read_rope(fields: Fields, positions: int) -> tuple[float, Scaling | None]:
     ``positions`` is the value of ``max_position_embeddings``, the default original length of YaRN.
 
     Raises:
-        ConfigMismatch: a field is invalid, or the scaling is not supported.
+        ConfigMismatch: a field is invalid, the scaling is not supported, or there are two that differ.
     """
     # transformers 5 nests all fields in rope_parameters. Earlier versions have rope_theta at the top level, next to
-    # rope_scaling.
-    nested = fields.part("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    theta = nested.number("rope_theta", fields.number("rope_theta", 10000.0), least=1.001)
-    for place in (fields, nested):
-        place.refuse("partial_rotary_factor", 1)
-    if by_layer := [name for name, value in nested.raw.items() if isinstance(value, dict)]:
-        raise ConfigMismatch(f"{nested.where}: {by_layer[0]}: rotary positions that differ by layer are not supported")
-    kind = nested.text("rope_type", nested.text("type", "default"))
+    # rope_scaling. Of a file with both, transformers reads rope_scaling alone.
+    parts = [fields.part(name) for name in ("rope_parameters", "rope_scaling")]
+    given = [part for part in parts if part.raw] or parts[:1]
+    theta, scaling = _read_rope(given[0], fields.number("rope_theta", 10000.0), positions)
+    if any(_read_rope(part, theta, positions) != (theta, scaling) for part in given[1:]):
+        raise ConfigMismatch(f"{fields.where}: rope_parameters and rope_scaling differ; keep one of them")
+    fields.refuse("partial_rotary_factor", 1)
+    return theta, scaling
+
+
+def _read_rope(fields: Fields, theta: float, positions: int) -> tuple[float, Scaling | None]:
+    """Return ``(theta, scaling)`` from one object; ``theta`` is its default."""
+    fields.refuse("partial_rotary_factor", 1)
+    if by_layer := [name for name, value in fields.raw.items() if isinstance(value, dict)]:
+        raise ConfigMismatch(f"{fields.where}: {by_layer[0]}: rotary positions that differ by layer are not supported")
+    theta = fields.number("rope_theta", theta, least=1.001)
+    kind = fields.text("rope_type", fields.text("type", "default"))
     match kind:
         case "default":
-            nested.refuse("mrope_section")
+            fields.refuse("mrope_section")
             return theta, None
         case "linear":
-            return theta, LinearScaling(factor=nested.number("factor", least=1))
+            return theta, LinearScaling(factor=fields.number("factor", least=1))
         case "llama3":
-            return theta, _llama3(nested)
+            return theta, _llama3(fields)
         case "yarn":
-            return theta, _yarn(nested, positions)
+            return theta, _yarn(fields, positions)
         case _:
             raise ConfigMismatch(f"rope scaling {kind!r} is not supported; {_KINDS}")
 
@@ -413,7 +422,7 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
     width = fields.integer("head_dim", head_dim or hidden // heads, most=4096)
     if width % 2:
         raise ConfigMismatch(f"head_dim {width} is odd; rotary positions need pairs")
-    theta, scaling, positions = _positions(fields, width)
+    theta, scaling, positions = _positions(fields)
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
@@ -427,17 +436,22 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
     }
 
 
-def _positions(fields: Fields, width: int) -> tuple[float, Scaling | None, int]:
+def _positions(fields: Fields) -> tuple[float, Scaling | None, int]:
     positions = fields.integer("max_position_embeddings", 2048, most=_LONGEST)
     theta, scaling = read_rope(fields, positions)
     if isinstance(scaling, YarnScaling):
         # As in vLLM: YaRN is often enabled without a change to max_position_embeddings.
         positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
-    if positions * width > _MOST_TABLE:
-        raise ConfigMismatch(
-            f"max_position_embeddings {positions} is too large for head_dim {width}; lower it in config.json"
-        )
     return theta, scaling, positions
+
+
+def refuse_long(positions: int, head_dim: int) -> None:
+    """Raise ConfigMismatch if the tables of rotary positions would be too large."""
+    if positions * head_dim > _MOST_TABLE:
+        raise ConfigMismatch(
+            f"texts of {positions} tokens are too long for head_dim {head_dim}; "
+            f"set max_model_len to {_MOST_TABLE // head_dim} or less"
+        )
 
 
 # Shapes of draft heads, read from config.json and checked against their target.
@@ -610,8 +624,9 @@ def head_blocks(fields: Fields, target: CausalLMConfig) -> dict[str, Any]:
         raise ConfigMismatch(f"{fields.where}: layer_types {sorted(other)} are not supported")
     # Heads declare a short limit that only describes their training text. Positions follow the target's.
     known = {**fields.raw, "max_position_embeddings": target.position_limit or target.max_position_embeddings}
-    bias = fields.flag("attention_bias")
-    return block_fields(Fields(known)) | {
+    bias, blocks = fields.flag("attention_bias"), block_fields(Fields(known))
+    refuse_long(target.max_position_embeddings, blocks["head_dim"])
+    return blocks | {
         "max_position_embeddings": target.max_position_embeddings,
         "qkv_bias": fields.flag("qkv_bias", bias),
         "o_bias": bias,

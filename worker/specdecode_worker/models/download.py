@@ -23,7 +23,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +105,7 @@ def _retried(source: Source, attempt: Callable[[], Result]) -> Result:
 
 def _fetch_all(source: Source, files: Sequence[RemoteFile], folder: Path, progress: Progress, **about: str) -> None:
     """Fetch the files into ``folder``, convert pickled weights, and write the manifest with ``about`` in it."""
+    _remove_leftovers(files, folder)
     check_room(folder, sum(file.size - _present(folder, file) for file in files))
     with ThreadPoolExecutor(_PARTS) as threads:
         digests = {file.name: _fetch_file(source, file, folder, progress, threads) for file in files}
@@ -117,6 +118,16 @@ def _fetch_all(source: Source, files: Sequence[RemoteFile], folder: Path, progre
     os.replace(partial, folder / MANIFEST)
     for path in [*pickles, *(path for end in ("partial", "parts", "sha256") for path in folder.rglob(f"*.{end}"))]:
         path.unlink()
+
+
+def _remove_leftovers(files: Sequence[RemoteFile], folder: Path) -> None:
+    """Delete what a pull of another commit left in ``folder``, files of the same names included."""
+    states = {file.name: _states(folder, file) for file in files}
+    kept = {path for paths in states.values() for path in paths}
+    kept |= {folder / name for name, (_, _, known) in states.items() if known.is_file()}
+    for path in {*folder.rglob("*")} - kept:
+        if not path.is_dir():
+            path.unlink()
 
 
 def _fetch_file(source: Source, file: RemoteFile, folder: Path, progress: Progress, threads: ThreadPoolExecutor) -> str:
@@ -335,8 +346,9 @@ class Hub:
     def _error(self, status: int, what: str) -> PullFailed:
         model = self._model
         if status in (401, 403) and self._token:
+            known = "has no access" if status == 403 else "is not valid, or has no access"
             return AccessDenied(
-                f"{model.id}: the token in HF_TOKEN has no access; accept the model's terms with its account first"
+                f"{model.id}: the token in HF_TOKEN {known}; check it, and accept the model's terms with its account"
             )
         if status in (401, 403):
             return AccessDenied(
@@ -360,7 +372,7 @@ def wanted_files(model: str, names: Sequence[str]) -> list[str]:
     top = [name for name in names if "/" not in name and not name.startswith(".") and name != MANIFEST]
     weights = weights_of(top)
     if not weights:
-        others = sorted(name for name in top if name.endswith((".bin", ".pt", ".pth", ".gguf")))
+        others = sorted(name for name in top if name.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors")))
         held = f"; {', '.join(others)} cannot be read" if others else ""
         raise NotOnHub(f"{model} holds neither *.safetensors nor pytorch_model*.bin{held}")
     wanted = {name for name in top if name.endswith((".json", ".jinja")) or name == "tokenizer.model"} - set(weights)
@@ -420,15 +432,17 @@ class Bucket:
         with self._errors():
             listed = [*obstore.list_with_delimiter(self.store)["objects"],
                       *obstore.list_with_delimiter(self.store, TEMPLATE_FOLDER)["objects"]]  # fmt: skip
-            digests: Mapping[str, tuple[int, str]] = {}
-            if any(entry["path"] == MANIFEST for entry in listed):
-                manifest = json.loads(bytes(obstore.get(self.store, MANIFEST).bytes()))
-                digests = {file["name"]: (file["size"], file["digest"]) for file in manifest["files"]}
+            written = any(entry["path"] == MANIFEST for entry in listed)
+            manifest = bytes(obstore.get(self.store, MANIFEST).bytes()) if written else b'{"files": []}'
+        try:
+            digests = {file["name"]: str(file["digest"]) for file in json.loads(manifest)["files"]}
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise NotOnHub(f"{self.uri}: {MANIFEST} is no manifest; upload the model again, or delete it") from None
         files = {str(entry["path"]): entry for entry in listed}
         if not any(name in files for name in CONFIGS):
             raise NotOnHub(f"{self.uri} holds no config.json; check its path")
         return [
-            RemoteFile(name, int(files[name]["size"]), digests.get(name, (0, ""))[1], str(files[name]["e_tag"] or ""))
+            RemoteFile(name, int(files[name]["size"]), digests.get(name, ""), str(files[name]["e_tag"] or ""))
             for name in wanted_files(self.uri, list(files))
         ]
 

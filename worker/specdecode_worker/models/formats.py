@@ -147,6 +147,7 @@ def find_matrix(
     }
     microscaled = {suffix: "MXFP4 or MXFP8" for suffix, header in headers.items() if header.dtype == "U8"}
     foreign = _FOREIGN | (microscaled if "weight_scale" in microscaled else {})
+    foreign |= {suffix: "FP8 e5m2" for suffix, header in headers.items() if header.dtype == "F8_E5M2"}
     for suffix, family in foreign.items():
         if suffix in headers:
             raise WeightMismatch(f"{checkpoint.folder}: {name}.{suffix} is of {family}, which is not read; {_READ_AS}")

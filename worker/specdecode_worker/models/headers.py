@@ -85,7 +85,8 @@ def _indexed(folder: Path) -> list[Path]:
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise WeightMismatch(f"{path}: weight_map must name files of this folder")
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise WeightMismatch(f"{folder}: {absent[0]} is missing, which {INDEX} names ({len(absent)} missing in all)")
+        raise WeightMismatch(f"{folder}: {absent[0]} is missing, which {INDEX} names ({len(absent)} missing in "
+                             "all); copy it again, or delete the index if the weights are in other files")  # fmt: skip
     return [folder / name for name in names]
 
 

@@ -54,7 +54,8 @@ def _read(fields: Fields, max_model_len: int | None) -> CausalLMConfig:
     limit = min(fields.integer("max_position_embeddings", 131072, most=2**31), max_model_len or _LONGEST)
     shared = target_fields(Fields({**_DEFAULTS, **fields.raw, "max_position_embeddings": limit}, fields.where))
     bias, layers = fields.flag("attention_bias"), shared["num_hidden_layers"]
-    chunk = fields.integer("attention_chunk_size", 0, most=2**31) if fields.has("attention_chunk_size") else 0
+    whole = fields.raw.get("attention_chunk_size", 8192) is None
+    chunk = 0 if whole else fields.integer("attention_chunk_size", 8192, most=2**31)
     chunk = chunk if chunk < limit else 0  # a chunk that holds every text has no effect
     tunes = fields.raw.get("attn_temperature_tuning", True)
     if not isinstance(tunes, int):  # early files have the number 4 for true

@@ -6,6 +6,7 @@ loaded are safetensors. Checkpoints in shards have an index and become shards.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -27,8 +28,11 @@ _MEGABYTES_PER_SECOND = 5
 
 
 def weights_of(names: Iterable[str]) -> list[str]:
-    """Return the files of weights to read among those of a folder: safetensors, or pickles if there are none."""
-    listed = list(names)
+    """Return the files of weights to read among those of a folder: safetensors, or pickles if there are none.
+
+    Mistral's consolidated copies, whose tensors have other names, are left out.
+    """
+    listed = [name for name in names if not name.startswith("consolidated")]
     return [name for name in listed if name.endswith(".safetensors")] or list(filter(_PICKLE.fullmatch, listed))
 
 
@@ -79,7 +83,9 @@ def converted_folder(folder: Path, cache: Path) -> Path:
             with locked(ready.with_suffix(".lock"), lambda _: None):
                 if not ready.is_dir():
                     _fill(folder, files, ready)
-    except PermissionError as error:
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
         raise NotPresent(
             f"{folder} has pickled weights, and their copy cannot be written: {error}; set --cache-dir, or run pull"
         ) from None

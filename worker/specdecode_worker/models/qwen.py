@@ -20,7 +20,9 @@ def _read3(fields: Fields, max_model_len: int | None) -> CausalLMConfig:
 
 def _shared(fields: Fields, max_model_len: int | None, head_dim: int | None = None) -> dict[str, Any]:
     shared = target_fields(fields, head_dim=head_dim)
-    window = window_field(fields) if fields.flag("use_sliding_window") else None
+    # Without layer_types, the layers from max_window_layers on have a window.
+    slides = fields.has("layer_types") or fields.integer("max_window_layers", 28, least=0) < shared["num_hidden_layers"]
+    window = window_field(fields, default=4096) if slides and fields.flag("use_sliding_window") else None
     refuse_window(fields, window, shared["max_position_embeddings"], max_model_len)
     return shared
 

@@ -35,6 +35,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that can be chosen; empty for all."""
     min_tokens: int = 0
     """Number of output tokens before a stop token can be chosen."""
     stop_token_ids: tuple[int, ...] = ()
@@ -68,6 +70,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     blocked: tuple[int, ...] = ()
     prompt_tokens: int = 0
@@ -97,7 +100,7 @@ class SamplingParams:
     @cached_property
     def adjusts(self) -> bool:
         """True if logits of single tokens change, which also affects greedy decoding."""
-        return self.counts or self.blocks or self.guided or bool(self.logit_bias)
+        return self.counts or self.blocks or self.guided or bool(self.logit_bias or self.allowed_token_ids)
 
 
 # Rule for the end of a request by its tokens. Engine and server share it, so it needs no torch.
@@ -143,10 +146,11 @@ class FinishRule:
 class Features:
     """Optional parts of a step. Graphs with any of them are captured when they are needed, so others never pay.
 
-    ``adjusts`` is the width of the tables of biased and blocked tokens, 0 if no request adjusts logits. ``history`` is
-    the number of text positions whose tokens are counted for penalties, 0 without penalties. ``masks`` is set if a
-    request follows a grammar, ``logprobs`` if one wants log-probabilities. ``rounds`` is the greatest number of
-    siblings in a tree if a request is sampled in several rounds, 0 if the target chooses one token behind each node.
+    ``adjusts`` is the width of the tables of allowed, biased and blocked tokens, 0 if no request adjusts logits.
+    ``history`` is the number of text positions whose tokens are counted for penalties, 0 without penalties. ``masks``
+    is set if a request follows a grammar, ``logprobs`` if one wants log-probabilities. ``rounds`` is the greatest
+    number of siblings in a tree if a request is sampled in several rounds, 0 if the target chooses one token behind
+    each node.
     """
 
     adjusts: int = 0
@@ -185,8 +189,8 @@ def features_of(batch: Sequence[SamplingParams], longest: int, siblings: int, *,
 
 
 def width_of(params: SamplingParams) -> int:
-    """Return the number of columns that the request needs in the tables of biased and blocked tokens."""
-    return max(len(params.logit_bias), len(params.blocked) if params.blocks else 0)
+    """Return the number of columns that the request needs in the tables of allowed, biased and blocked tokens."""
+    return max(len(params.logit_bias), len(params.allowed_token_ids), len(params.blocked) if params.blocks else 0)
 
 
 def truncates(batch: Sequence[SamplingParams]) -> bool:
@@ -241,7 +245,8 @@ COLUMNS = (
     Column("presence_penalty", 0.0, adjusts=True),
     Column("bias_ids", 0, lambda params: [token for token, _ in params.logit_bias], adjusts=True, wide=True),
     Column("bias", 0.0, lambda params: [value for _, value in params.logit_bias], adjusts=True, wide=True),
-    # A token that is blocked must not occur once more as a free one, so rows repeat one of their own.
+    # Rows of these repeat one of their own tokens: another one would be allowed, or a blocked one occur as a free one.
+    Column("allowed_ids", -1, lambda params: params.allowed_token_ids, adjusts=True, wide=True, repeats=True),
     Column(
         "blocked_ids", 0, lambda params: params.blocked if params.blocks else (), adjusts=True, wide=True, repeats=True
     ),

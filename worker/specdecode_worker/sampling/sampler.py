@@ -8,8 +8,9 @@ drawn from the draft without replacement and tried in turn. The emitted text fol
 is not the text of plain decoding. Proposals, acceptance coins and residual draws use separate noise streams, indexed by
 position. Greedy rows behave as under coupled sampling.
 
-Adjustments of single tokens (bias, penalties, blocked tokens) come first, then the masks of grammars, then temperature
-and truncation. Target and draft use the same code, so a draft that agrees with the target agrees after processing too.
+Adjustments of single tokens (allowed tokens, bias, blocked tokens, penalties) come first, then the masks of grammars,
+then temperature and truncation. Target and draft use the same code, so a draft that agrees with the target agrees after
+processing too.
 
 Captured steps run this code too: no size depends on a device value, and nothing waits for the device, unless the
 constructor got ``adjusting``.
@@ -443,7 +444,7 @@ class StepSampler:
     def _moved_over(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None) -> Tensor:
         if ids_V is None:
             return self._moved(rows, logits_RV)
-        # Bias, blocked tokens and counts use the token ids of the target.
+        # Allowed tokens, bias, blocked tokens and counts use the token ids of the target.
         wide_RV = logits_RV.new_full((len(logits_RV), self._size), -math.inf)
         wide_RV[:, ids_V] = logits_RV
         return self._moved(rows, wide_RV)[:, ids_V]
@@ -451,10 +452,11 @@ class StepSampler:
     def _moved(self, rows: SampledRows, logits_RV: Tensor) -> Tensor:
         tables, b, counts = self._tables, rows.sequence_R, self._counts
         if self._features.adjusts:
-            blocked_RK = tables["blocked_ids"][b]
+            allowed_RK, blocked_RK = tables["allowed_ids"][b], tables["blocked_ids"][b]
             early_R1 = (rows.next_R - tables["prompt_tokens"][b] < tables["min_tokens"][b])[:, None]
             moved_RV = op.adjusted(
                 logits_RV,
+                allowed=(allowed_RK.clamp(min=0), allowed_RK[:, :1] >= 0),
                 bias=(tables["bias_ids"][b], tables["bias"][b]),
                 blocked=(blocked_RK, early_R1.expand_as(blocked_RK)),
                 prompt_RV=None if counts is None else counts.prompt_BV[b],

@@ -631,9 +631,6 @@ each, and behind a router at most ``internal_stream.MAX_BODY_BYTES`` in all.
 """
 # A request without max_tokens gets fewer tokens rather than an error, as long as this many are left.
 _LEAST_DEFAULT_TOKENS = 4096
-# Bias of the only allowed tokens: in fp32, exp(-200 + x) is 0 for differences x of logits up to 95, which models stay
-# far below, and the tokens' own logits keep a precision of 2e-5.
-_ALLOWED_BIAS = 200.0
 _SEEDS = 2**63
 # Increment of SplitMix64: 2**64 divided by the golden ratio, rounded to an odd number.
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -664,13 +661,22 @@ class ModelLimits:
     vocab_size: int
     unembedded: Mapping[int, str] = field(default_factory=dict, hash=False)
     """Tokens of the tokenizer that the model has no embedding for, by id."""
+    end_tokens: tuple[int, ...] = ()
+    """Tokens that end an answer."""
 
 
 def check_ids(request: GenerationRequest, limits: ModelLimits) -> None:
-    """Raise BadRequest if the stop tokens or the logit bias contain an id outside the vocabulary."""
+    """Raise BadRequest for token ids outside the vocabulary, and if no allowed token can be chosen at first."""
     _check_tokens(request.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(map(int, request.logit_bias), "logit_bias", limits)
-    _check_tokens(request.allowed_token_ids or (), "allowed_token_ids", limits)
+    allowed = set(request.allowed_token_ids or ())
+    _check_tokens(allowed, "allowed_token_ids", limits)
+    if request.min_tokens and allowed and allowed <= {*request.stop_token_ids, *limits.end_tokens}:
+        raise _bad(
+            "allowed_token_ids has nothing but tokens that end the answer, before which min_tokens asks for others; "
+            "allow another token, or leave min_tokens out",
+            "allowed_token_ids",
+        )
 
 
 def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: ModelLimits) -> int:
@@ -750,7 +756,10 @@ def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> Non
             raise _bad(f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field)
 
 
-_MADE_FIELDS = {"max_tokens", "seed", "top_k", "logit_bias", "stop_token_ids", "logprobs", "prompt_logprobs", "grammar"}
+_MADE_FIELDS = {
+    "max_tokens", "seed", "top_k", "logit_bias", "allowed_token_ids", "stop_token_ids", "logprobs", "prompt_logprobs",
+    "grammar",
+}  # fmt: skip
 _COPIED_FIELDS = [
     name for name in Sampling.__struct_fields__ if name in GenerationRequest.model_fields and name not in _MADE_FIELDS
 ]
@@ -763,10 +772,8 @@ def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Model
         max_tokens=limit,
         seed=seed,
         top_k=request.top_k if 0 < request.top_k < limits.vocab_size else 0,
-        logit_bias=(
-            *((int(token), bias) for token, bias in request.logit_bias.items()),
-            *((token, _ALLOWED_BIAS) for token in sorted(set(request.allowed_token_ids or ()))),
-        ),
+        logit_bias=tuple((int(token), bias) for token, bias in request.logit_bias.items()),
+        allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
         stop_token_ids=tuple(request.stop_token_ids),
         logprobs=request.top_logprobs_count,
         prompt_logprobs=request.top_logprobs_count if isinstance(request, CompletionRequest) and request.echo else None,
@@ -855,7 +862,10 @@ class Model:
         # Tokenizer and embedding may have different sizes: fine-tunes add tokens, and published models pad embeddings.
         rows = self.loaded.vocab_size or self.tokenizer.vocab_size
         return ModelLimits(
-            self.loaded.max_model_len, min(self.tokenizer.vocab_size, rows), self.tokenizer.tokens_from(rows)
+            self.loaded.max_model_len,
+            min(self.tokenizer.vocab_size, rows),
+            self.tokenizer.tokens_from(rows),
+            self.loaded.eos_token_ids,
         )
 
     @cached_property

@@ -398,7 +398,7 @@ MAX_STOP_CHARACTERS = 1024
 """Longest stop string. Text that may be its beginning is held back, and copied with every token."""
 MAX_CHOICES = 128
 MAX_BIASES = 1024
-"""Most tokens of logit_bias, and of allowed_token_ids, which become biases."""
+"""Most tokens of logit_bias, and of allowed_token_ids."""
 MAX_BAD_WORDS = 64
 MAX_LOGPROBS = 20
 MAX_CACHE_SALT = 256
@@ -504,13 +504,11 @@ class GenerationRequest(RequestBody):
 
     def _check_token_rules(self) -> None:
         """Raise BadRequest for bad_words or allowed_token_ids with fields that they cannot be combined with."""
+        formatted = {"another format of the answer": self.prescribes_answer}
         for name, others in (
-            ("bad_words", {"ignore_eos": self.ignore_eos, "another format of the answer": self.prescribes_answer}),
-            ("allowed_token_ids", {
-                "bad_words": self.bad_words, "another format of the answer": self.prescribes_answer,
-                # A penalty that grows with the text would exceed the bias that favors the allowed tokens.
-                "a positive frequency_penalty": self.frequency_penalty > 0}),
-        ):  # fmt: skip
+            ("bad_words", {"ignore_eos": self.ignore_eos, **formatted}),
+            ("allowed_token_ids", {"bad_words": self.bad_words, **formatted}),
+        ):
             if getattr(self, name) and (other := next((what for what, given in others.items() if given), None)):
                 raise unsupported(f"{name} and {other} are not supported together; leave one out", name)
 

@@ -169,6 +169,12 @@ def test_targets_that_do_not_fit_are_refused(
         prepare_causal_lm(folder)
 
 
+def test_a_target_that_names_no_quantization_is_adapted(shape: dict[str, Any], tmp_path: Path) -> None:
+    base = write_random_target(tmp_path / "base", shape | {"quantization_config": None})
+    adapter = save_adapter(tmp_path / "adapter", "model.layers.0.self_attn.q_proj")
+    prepare_causal_lm(joined(base, adapter, tmp_path / "cache"))
+
+
 def test_tensors_of_other_kinds_are_refused(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", "model.layers.0.self_attn.q_proj")
     file, prefix = adapter / "adapter_model.safetensors", "base_model.model.model.layers.0.self_attn.q_proj"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdecode_worker.models.arch import ARCHITECTURES, causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import LayerKind
+from specdecode_worker.models.config import LayerKind, eagle3_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.llama import LLAMA
 from specdecode_worker.models.optimize import fuse
@@ -186,8 +186,13 @@ def test_disabled_sliding_windows_are_ignored(shape: dict[str, Any]) -> None:
         causal_lm_config(mistral(shape, max_position_embeddings=8192))
     causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=False))
     causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True, layer_types=["full_attention"] * 5))
+    causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True))  # from layer 28 on
+    causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True, max_window_layers=5))
     with pytest.raises(ConfigMismatch, match="sliding_window 8"):
-        causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True))
+        causal_lm_config(qwen2(shape, sliding_window=8, use_sliding_window=True, max_window_layers=4))
+    types = ["full_attention"] * 4 + ["sliding_attention"]
+    with pytest.raises(ConfigMismatch, match="sliding_window 4096"):
+        causal_lm_config(qwen2(shape, use_sliding_window=True, layer_types=types, max_position_embeddings=8192))
     with pytest.raises(ConfigMismatch, match="layer_types"):
         causal_lm_config(qwen2(shape, layer_types=["linear_attention"]))
 
@@ -195,6 +200,32 @@ def test_disabled_sliding_windows_are_ignored(shape: dict[str, Any]) -> None:
 def test_yarn_factor_multiplies_the_context_length(shape: dict[str, Any]) -> None:
     config = qwen2(shape, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 200})
     assert causal_lm_config(config).max_position_embeddings == 800
+
+
+def test_rope_scaling_beside_rope_parameters(shape: dict[str, Any]) -> None:
+    """A file whose objects differ is refused: transformers takes rope_scaling alone."""
+    old = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for scaling in (old, PLAIN | {"rope_theta": 1e6}):
+        with pytest.raises(ConfigMismatch, match="rope_parameters and rope_scaling differ; keep one of them"):
+            causal_lm_config(shape | {"rope_parameters": PLAIN, "rope_scaling": scaling})
+    config = causal_lm_config(shape | {"rope_parameters": YARN, "rope_scaling": old})
+    assert (config.rope_theta, config.rope_scaling) == (
+        1000.0,
+        causal_lm_config(shape | {"rope_scaling": old}).rope_scaling,
+    )
+    assert causal_lm_config(shape | {"rope_parameters": YARN, "rope_scaling": None}).rope_scaling
+    assert causal_lm_config(shape | {"rope_parameters": {}, "rope_scaling": old}).rope_scaling
+
+
+def test_texts_of_models_with_huge_limits_are_bounded_by_max_model_len(shape: dict[str, Any]) -> None:
+    """The tables of rotary positions have a row for each position that is served, and not for each of config.json."""
+    yarn = {"type": "yarn", "factor": 1e5, "original_max_position_embeddings": 4096}
+    for raw in (shape | {"max_position_embeddings": 2**26}, shape | {"rope_scaling": yarn}):
+        with pytest.raises(ConfigMismatch, match="set max_model_len to 33554432 or less"):
+            causal_lm_config(raw, max_model_len=2**25 + 1)
+        config = causal_lm_config(raw, max_model_len=8192)
+        assert config.max_position_embeddings == 8192
+        assert eagle3_config(shape, config).max_position_embeddings == 8192
 
 
 @pytest.mark.parametrize(
@@ -213,7 +244,10 @@ def test_yarn_factor_multiplies_the_context_length(shape: dict[str, Any]) -> Non
         ({"vocab_size": 10**30}, "vocab_size .* got a huge number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false, got 'yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be integers"),
-        ({"max_position_embeddings": 2**26}, "max_position_embeddings 67108864 is too large"),
+        (
+            {"max_position_embeddings": 2**26},
+            "texts of 67108864 tokens are too long for head_dim 8; set max_model_len to",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope scaling 'dynamic' is not supported; default"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope scaling 'longrope'"),

@@ -382,6 +382,11 @@ REFUSED: list[tuple[str, dict[str, Tensor | None], str]] = [
     ("awq", {"scales": torch.ones(16, 256), "qzeros": torch.zeros(16, 32, dtype=torch.int32)}, "groups of 16 inputs"),
     ("fp8 rows", {"weight_scale": None}, r"o_proj\.weight_scale is missing"),
     ("fp8 rows", {"weight_scale": torch.ones(256, 8, dtype=torch.uint8)}, r"weight_scale is of MXFP4 or MXFP8"),
+    (
+        "fp8 rows",
+        {"weight": torch.ones(256, 256).to(torch.float8_e5m2)},
+        r"o_proj\.weight is of FP8 e5m2, which is not",
+    ),
     ("fp8 blocks", {"weight_scale": torch.ones(2, 7)}, r"has 7 entries for 256 columns"),
     ("int8", {"weight_zero_point": torch.ones(256, 1, dtype=torch.int8)}, r"o_proj\.weight_zero_point is not 0"),
     (

@@ -244,6 +244,13 @@ def test_short_texts_need_neither_chunks_nor_temperature() -> None:
     assert causal_lm_config(published(), 8193).attention_chunk_size == 8192
 
 
+def test_chunks_have_a_default_that_null_turns_off() -> None:
+    config = published()
+    del config["text_config"]["attention_chunk_size"]
+    assert causal_lm_config(config, 8193).attention_chunk_size == 8192
+    assert causal_lm_config(published(attention_chunk_size=None), 8193).attention_chunk_size == 0
+
+
 @pytest.mark.parametrize(("value", "tunes"), [(4, True), (0, False), (True, True), (False, False)])
 def test_temperature_tuning_is_a_number_or_a_boolean(value: Any, tunes: bool) -> None:
     assert (causal_lm_config(published(attn_temperature_tuning=value)).temperature is not None) == tunes

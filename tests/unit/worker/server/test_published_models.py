@@ -184,7 +184,7 @@ def test_other_tokens_than_the_allowed_ones_are_not_sampled(asked: Asked) -> Non
     text = same_text(asked, "allowed", asked.choice(**fields)["message"]["content"])
     assert len(text) == 80
     assert set(text) <= set("abc ")
-    assert len(set(text)) > 2, "their own probabilities count"
+    assert len(set(text)) > 1, "their own probabilities count"
 
 
 def test_the_end_of_a_prompt_is_kept(asked: Asked) -> None:

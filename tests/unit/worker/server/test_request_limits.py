@@ -16,7 +16,7 @@ from specdecode_worker.server.admission import (
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest
 
-LIMITS = ModelLimits(131_072, 258, {258: "[PAD]"})
+LIMITS = ModelLimits(131_072, 258, {258: "[PAD]"}, end_tokens=(2, 3))
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -39,6 +39,14 @@ def chat(**fields: Any) -> ChatRequest:
 def test_fields_with_foreign_tokens_are_refused_by_name(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(BadRequest, match=named):
         check_ids(completion(**fields), LIMITS)
+
+
+def test_allowed_tokens_that_all_end_the_answer_are_refused_with_min_tokens() -> None:
+    with pytest.raises(BadRequest, match="nothing but tokens that end the answer"):
+        check_ids(completion(allowed_token_ids=[3, 9], stop_token_ids=[9], min_tokens=1, max_tokens=5), LIMITS)
+    check_ids(completion(allowed_token_ids=[3, 9], min_tokens=1, max_tokens=5), LIMITS)
+    check_ids(completion(allowed_token_ids=[3, 2]), LIMITS)
+    check_ids(completion(min_tokens=1, max_tokens=5), LIMITS)
 
 
 @pytest.mark.parametrize(("token", "named"), [(258, r"'\[PAD\]' \(258\)"), (999, "no token 999"), (-1, "no token -1")])

@@ -158,7 +158,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"bad_words": ["a"], "tools": [TOOL], "tool_choice": "required"}, "bad_words"),
         ({"allowed_token_ids": [1], "bad_words": ["a"]}, "allowed_token_ids"),
-        ({"allowed_token_ids": [1], "frequency_penalty": 0.1}, "allowed_token_ids"),
         ({"allowed_token_ids": [1], "response_format": {"type": "json_object"}}, "allowed_token_ids"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),

@@ -31,6 +31,8 @@ SAMPLING_PARAMS = [
     replace(FREE, frequency_penalty=-0.4, top_k=4),
     replace(FREE, repetition_penalty=1.6, min_p=0.1),
     replace(FREE, logit_bias=((2, 1.5), (7, -100.0)), temperature=0.0),
+    replace(FREE, allowed_token_ids=(4, 7), repetition_penalty=1.6, temperature=0.0),
+    replace(FREE, allowed_token_ids=(0, 1, 6), min_tokens=4, blocked=(1, 6), frequency_penalty=0.9),
     replace(FREE, min_tokens=4, blocked=(1, 6)),
     replace(FREE, min_tokens=2, blocked=(0,), presence_penalty=1.0, repetition_penalty=0.8, logit_bias=((3, 0.5),)),
 ]
@@ -94,6 +96,8 @@ class Case:
             bias[0, token] = value
         blocked = torch.zeros(1, V, dtype=torch.bool)
         blocked[0, list(params.blocked)] = len(answer) < params.min_tokens
+        if params.allowed_token_ids:
+            blocked[0, [token for token in range(V) if token not in params.allowed_token_ids]] = True
         return reference.adjusted(
             self.logits[row : row + 1],
             bias_RV=bias,
@@ -153,6 +157,19 @@ def test_a_perfect_draft_proposes_what_the_target_chooses(case: Case) -> None:
 def test_draft_with_a_smaller_vocabulary_is_adjusted_by_target_ids(case: Case) -> None:
     ids = torch.arange(0, V, 2)
     assert torch.equal(case.adjusted(ids), case.adjusted()[:, ids])
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+def test_a_draft_that_has_none_of_the_allowed_tokens(coupled: bool) -> None:
+    """It proposes some of its tokens, which the target refuses."""
+    case = Case([replace(FREE, allowed_token_ids=(4, 7))], [tree_of(TreeShape.parse("tree:2"))], 3)
+    sampler = sampler_of(case.batch_params, case.texts, case.forest, V, longest=30, coupled=coupled)
+    rows, ids = sampler.at(case.at), torch.tensor([0, 2, 6])
+    proposed = sampler.proposed(rows[:1], case.logits[:1, ids], ids, 1.0, 2)[0].tolist()
+    assert set(proposed) <= {0, 2, 6}
+    tokens = torch.tensor([1, *proposed])
+    _, chosen = sampler.verified(rows, tokens, case.logits, torch.tensor([0, 3]), case.forest.parents_BN, 1)
+    assert int(chosen[0]) in (4, 7)
 
 
 @given(cases(), st.sampled_from((torch.float32, torch.bfloat16)))

@@ -191,7 +191,7 @@ def test_a_flipped_byte_of_a_part_that_was_kept_is_refused(pull: Pull, tmp_path:
 def test_gated_model_without_a_token_names_the_secret(pull: Pull) -> None:
     with pytest.raises(AccessDenied, match=r"HF_TOKEN.*tokenSecretRef"):
         pull(Repository(FILES, token="secret"))
-    with pytest.raises(AccessDenied, match="accept the model's terms"):
+    with pytest.raises(AccessDenied, match="is not valid, or has no access; check it, and accept the model's terms"):
         pull(Repository(FILES, token="secret"), token="another")
 
 
@@ -234,6 +234,44 @@ def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> Non
     assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
 
 
+INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors"
+
+
+def test_a_pull_of_a_newer_commit_keeps_no_file_of_the_older_one(pull: Pull) -> None:
+    def killed(name: str, there: int, size: int) -> None:
+        if name == "model-00002-of-00002.safetensors":
+            raise KeyboardInterrupt
+
+    sharded = {"config.json": b"{1}", INDEX: b"{}", SHARD: b"1", "model-00002-of-00002.safetensors": WEIGHTS}
+    older = sharded | {"chat_template.jinja": b"of the older commit", TEMPLATE: b"{{ old }}"}
+    with pytest.raises(KeyboardInterrupt):
+        pull(Repository(older), progress=killed)
+    newer = {"config.json": b"{2}", "model.safetensors": WEIGHTS}
+    folder = pull(Repository(newer))
+    files = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    manifest = json.loads(files.pop(download_folder.MANIFEST))
+    assert files == newer
+    assert {file["name"] for file in manifest["files"]} == newer.keys()
+
+
+def test_a_kill_before_a_file_has_its_name_leaves_no_older_file(pull: Pull, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(partial: Path, done: Path) -> None:
+        raise KeyboardInterrupt
+
+    def killed(name: str, there: int, size: int) -> None:
+        if name == "model.safetensors":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(Repository({"config.json": b"{1}", "model.safetensors": WEIGHTS}), progress=killed)
+    newer = {"config.json": b"{2}", "model.safetensors": WEIGHTS}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            pull(Repository(newer))
+    assert (pull(Repository(newer)) / "config.json").read_bytes() == b"{2}"
+
+
 @pytest.mark.parametrize(
     ("files", "message"),
     [
@@ -241,12 +279,19 @@ def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> Non
             {"config.json": b"{}", "medusa_lm_head.pt": b"", "model.gguf": b""},
             "medusa_lm_head.pt, model.gguf cannot be read",
         ),
+        ({"config.json": b"{}", "consolidated.safetensors": b""}, r"consolidated\.safetensors cannot be read"),
         ({"config.json": b"{}"}, r"holds neither \*\.safetensors nor pytorch_model"),
     ],
 )
 def test_repositories_without_safetensors_are_refused(pull: Pull, files: dict[str, bytes], message: str) -> None:
     with pytest.raises(NotOnHub, match=message):
         pull(Repository(files))
+
+
+@pytest.mark.parametrize("weights", ["model-00001-of-00001.safetensors", "pytorch_model.bin"])
+def test_mistrals_copy_of_the_weights_is_not_fetched(weights: str) -> None:
+    wanted = download.wanted_files("m", ["config.json", "consolidated.safetensors", weights])
+    assert wanted == ["config.json", weights]
 
 
 def test_busy_hub_is_retried(pull: Pull) -> None:

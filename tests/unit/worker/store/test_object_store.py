@@ -169,6 +169,16 @@ def test_known_draft_is_used_while_the_store_is_gone(
         model_store.resolve(URI, tmp_path / "other")
 
 
+@pytest.mark.parametrize("manifest", [b"{", b"[]", b'{"files": [1]}'])
+def test_a_manifest_that_cannot_be_read_is_named(manifest: bytes, head: Path, bucket: S3Store, tmp_path: Path) -> None:
+    """It is no store that does not answer, for which the content that was fetched last would be used."""
+    download.upload(head, URI)
+    model_store.resolve(URI, tmp_path / "cache")
+    obstore.put(bucket, download_folder.MANIFEST, manifest)
+    with pytest.raises(NotOnHub, match="is no manifest; upload the model again, or delete it"):
+        model_store.resolve(URI, tmp_path / "cache")
+
+
 @pytest.mark.usefixtures("bucket")
 def test_unwritable_cache_leaves_the_folder_for_temporary_files(
     head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

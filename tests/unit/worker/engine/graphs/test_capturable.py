@@ -56,6 +56,7 @@ def test_two_steps_of_one_key_make_the_same_calls(shape: str, pipelined: bool) -
 
 FEATURES: dict[str, dict[str, Any]] = {
     "penalties": {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((3, 1.0),)},
+    "allowed": {"allowed_token_ids": (3, 5, 9), "repetition_penalty": 1.2},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": (1, 2)},
     "logprobs": {"logprobs": 3},
     "grammar": {"grammar": regex_grammar("[a-f]{3,9}(-[0-9]{2})+"), "presence_penalty": 0.3},

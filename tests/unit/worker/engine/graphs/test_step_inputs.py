@@ -53,6 +53,7 @@ STEPS: dict[str, tuple[Any, ...]] = {
     "other trees": ((CHAIN, TREE), requests(0, 1), catch_up((1, 3), (1, 5)), None),
     "other slots": ((CHAIN, CHAIN), requests(1, 0), catch_up((1, 3), (1, 5)), None),
     "other sampling": ((CHAIN, CHAIN), requests(0, 1, presence_penalty=0.5), catch_up((1, 3), (1, 5)), None),
+    "allowed": ((CHAIN, CHAIN), requests(0, 1, allowed_token_ids=(3, 5)), catch_up((1, 3), (1, 5)), None),
     "blocked": ((CHAIN, CHAIN), BLOCKED, catch_up((1, 3), (1, 5)), None),
     "fewer rows": ((TREE,), requests(3), catch_up((4,), (2,)), None),
     "limits": ((CHAIN, CHAIN), requests(0, 1), catch_up((1, 3), (1, 5)), (0, 2)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import pickle
@@ -241,11 +242,12 @@ def test_an_index_that_names_other_files_is_refused(tmp_path: Path) -> None:
         pickled_weights.converted_folder(folder, tmp_path / "cache")
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_cache_that_cannot_be_written_is_named(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_with(tmp_path / "head", STATE)
 
     def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied")  # root, who runs this too, may write everywhere
+        raise OSError(code, os.strerror(code))  # root, who runs this too, may write everywhere
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(NotPresent, match="--cache-dir"):
