@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import uvicorn
+import httptools
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
@@ -517,13 +518,36 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Feed the parser. Answer 431 if headers, trailers or chunk framing exceed their limit."""
         self.state.received_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self.state.has_too_much_framing and not self.transport.is_closing():
             self._send_error(431, f"headers and framing exceed {MAX_HEADER_BYTES} bytes", "headers_too_large")
 
     def on_message_begin(self) -> None:
         """Record the first byte of a request."""
         super().on_message_begin()
+    def _feed(self, data: bytes) -> bytes:
+        """Feed the parser. Return what must follow: the parser stops behind headers that offer an upgrade.
+
+        An offer that is not taken is ignored (RFC 9110, 7.8), but the parser takes such a request to have no body. So
+        it gets the headers again, without the offer.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            version = self.parser.get_http_version().encode()
+            lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+            lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+            return b"\r\n".join([*lines, b"", data[offer.args[0] :]])
+        return b""
+
+    def _offers_upgrade(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
         self.state.begin_request(time.monotonic())
 
     def on_headers_complete(self) -> None:
@@ -531,6 +555,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.state.has_headers = True
         super().on_headers_complete()
         self._cycles.append(self.cycle)
+        if self._offers_upgrade():
+            return
         self._cycles = self._unanswered()
 
     def on_body(self, body: bytes) -> None:
@@ -543,6 +569,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self.state.complete_request(time.monotonic(), answered=self.cycle.response_complete)
 
+        if self._offers_upgrade():
+            return
     def on_response_complete(self) -> None:
         """Record the end of a response, unless another request of the connection waits for its own."""
         if not self.pipeline:
