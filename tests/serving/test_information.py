@@ -56,6 +56,7 @@ async def test_routes_that_are_not_built_say_why(
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (501, "not_implemented")
         assert remedy in error["message"]
+        assert answer.headers["X-Should-Retry"] == "false"
 
 
 async def test_models(client: httpx.AsyncClient) -> None:
