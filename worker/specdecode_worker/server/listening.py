@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import resource
 import socket
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +20,12 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
+import httptools
 import msgspec
 import uvicorn
-import httptools
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -527,9 +530,6 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.state.has_too_much_framing and not self.transport.is_closing():
             self._send_error(431, f"headers and framing exceed {MAX_HEADER_BYTES} bytes", "headers_too_large")
 
-    def on_message_begin(self) -> None:
-        """Record the first byte of a request."""
-        super().on_message_begin()
     def _feed(self, data: bytes) -> bytes:
         """Feed the parser. Return what must follow: the parser stops behind headers that offer an upgrade.
 
@@ -548,15 +548,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _offers_upgrade(self) -> bool:
         return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
+    def on_message_begin(self) -> None:
+        """Record the first byte of a request."""
+        super().on_message_begin()
         self.state.begin_request(time.monotonic())
 
     def on_headers_complete(self) -> None:
         """Record the end of the headers."""
+        if self._offers_upgrade():
+            return
         self.state.has_headers = True
         super().on_headers_complete()
         self._cycles.append(self.cycle)
-        if self._offers_upgrade():
-            return
         self._cycles = self._unanswered()
 
     def on_body(self, body: bytes) -> None:
@@ -566,11 +569,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Record the last byte of a request."""
+        if self._offers_upgrade():
+            return
         super().on_message_complete()
         self.state.complete_request(time.monotonic(), answered=self.cycle.response_complete)
 
-        if self._offers_upgrade():
-            return
     def on_response_complete(self) -> None:
         """Record the end of a response, unless another request of the connection waits for its own."""
         if not self.pipeline:
@@ -836,22 +839,38 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 async def _internal_error(request: Request, error: Exception) -> Response:
     # Uvicorn logs the exception with its traceback.
     failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
-    return error_response(failed)
+    response = error_response(failed)
+    # The handler runs outside of `ResponseHeaders`.
+    if request_id := getattr(request.state, "request_id", ""):
+        response.headers[REQUEST_ID_HEADER] = request_id
+    return response
 
 
-class CloseConnectionsOnShutdown:
-    """ASGI middleware that adds ``Connection: close`` during shutdown, so that clients reconnect to another worker."""
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class ResponseHeaders:
+    """ASGI middleware that adds ``X-Request-Id``, and ``Connection: close`` during shutdown.
+
+    The id is that of the client, if it is valid in a header; it is also ``request.state.request_id``. Clients whose
+    connection is closed reconnect to another worker.
+    """
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
         self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection of the ASGI server."""
+        """Handle one request of the ASGI server."""
+        sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
-        async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._lifecycle.shutting_down:
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
+        async def send_more(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                closing = [(b"connection", b"close")] if self._lifecycle.shutting_down else []
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode()), *closing]
             await send(message)
 
-        await self._app(scope, receive, send_closing)
+        await self._app(scope, receive, send_more)
