@@ -59,24 +59,21 @@ class ClientResponse:
             await self._write(opening + step.events)
 
     async def _write(self, events: bytes) -> None:
-        """Send events. Wait while the client has too much to read.
-
-        The events are in the transport before anything is awaited.
-
-        Raises:
-            ClientGone: The client disconnected, or read too little within the time for writes.
-        """
+        """Put events into the transport before anything is awaited. Raises ClientGone."""
         writer, transport = self._writer, self._transport
         if writer is None:
             return
         if transport is None or transport.is_closing():
             raise ClientGone("the client disconnected")
         try:
-            # Waiting is done here, because one future of the protocol would be shared by two attempts.
+            # Waiting is done in `drain`, because one future of the protocol would be shared by two attempts.
             await writer.write(events, drain=False)
         except ConnectionError:
             raise ClientGone("the client disconnected") from None
-        if transport.get_write_buffer_size() > self._max_unsent_bytes:
+
+    async def drain(self) -> None:
+        """Wait while the client has too much to read. Raises ClientGone if it reads too little for too long."""
+        if self._transport is not None and self._transport.get_write_buffer_size() > self._max_unsent_bytes:
             await self._wait_until_unsent(self._max_unsent_bytes // 2)
 
     async def end(self, body: bytes) -> None:
