@@ -15,7 +15,6 @@ from specdecode_router.frontend.error_responses import error_parts
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
 from specdecode_worker.contract.internal_stream import Open, Step
 
-REQUEST_ID_HEADER = "X-Request-Id"
 _EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -27,13 +26,13 @@ _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.01, 0.2
 class ClientResponse:
     """Response that the relay writes. ``response`` is what the handler returns, once it is complete."""
 
-    def __init__(self, request: web.Request, request_id: str, *, max_unsent_bytes: int, write_seconds: float) -> None:
+    def __init__(self, request: web.Request, *, max_unsent_bytes: int, write_seconds: float) -> None:
         self._request = request
         self._max_unsent_bytes, self._write_seconds = max_unsent_bytes, write_seconds
         self._transport = request.transport
         self._writer: StreamWriter | None = None
         self._opening = b""
-        self._headers = {REQUEST_ID_HEADER: request_id}
+        self._headers: dict[str, str] = {}
         self.response: web.StreamResponse | None = None
 
     def accepts(self, opened: Open) -> bool:
