@@ -126,6 +126,51 @@ def test_pipelined_requests_are_answered_in_order(worker: WorkerProcess) -> None
     assert answers.index(b'"one') < answers.index(b'"two') < answers.index(b"ok\n")
 
 
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA\r\n"
+
+
+def saying(word: str) -> dict[str, Any]:
+    return {"model": "small", "prompt": f"SAY:{word}<|end|>", "max_tokens": 9}
+
+
+def offering(request: bytes) -> tuple[bytes, bytes]:
+    """Return headers that offer HTTP/2, as Java's HttpClient and curl --http2 do, and the body."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    return head + b"\r\n" + OFFER + b"\r\n", body
+
+
+def chunked(request: bytes) -> bytes:
+    body = request.partition(b"\r\n\r\n")[2]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + b"5\r\n%s\r\n%x\r\n%s\r\n0\r\n\r\n" % (body[:5], len(body) - 5, body[5:])
+
+
+@pytest.mark.parametrize("encode", [bytes, chunked], ids=["length", "chunked"])
+@pytest.mark.parametrize("cuts", ["none", "headers", "body"])
+def test_offer_of_http2_is_ignored(worker: WorkerProcess, cuts: str, encode: Any) -> None:
+    head, body = offering(encode(post(saying("one"))))
+    pipelined = b"".join(offering(post(saying("two"))) + offering(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"))
+    sent = {
+        "none": [head + body + pipelined],
+        "headers": [head[:70], head[70:], body + pipelined],
+        "body": [head + body[:9], body[9:20], body[20:] + pipelined],
+    }[cuts]
+    with connection(worker) as opened:
+        for segment in sent:
+            opened.sendall(segment)
+            time.sleep(0.05)
+        opened.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = read_all(opened)
+    assert answers.count(b"HTTP/1.1 200 OK") == 4, answers
+    assert answers.index(b'"one') < answers.index(b'"two') < answers.index(b"ok\n") < answers.index(b'"version"')
+
+
+def test_connect_is_refused(worker: WorkerProcess) -> None:
+    with connection(worker) as opened:
+        opened.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x:80\r\n\r\n")
+        assert read_all(opened).startswith(b"HTTP/1.1 400 ")
+
+
 def test_hang_up_of_a_pipelining_client_frees_its_requests(worker: WorkerProcess) -> None:
     with connection(worker) as opened:
         opened.sendall(post(SILENT) + post(SILENT))

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
+from specdecode_worker.server.admission import ReloadedSecrets
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 from support.worker import fake_engine
@@ -55,7 +56,33 @@ async def test_routes_that_are_not_built_say_why(
         answer = await asked.post(prefix + path, json={"model": "small", "input": "hi"})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (501, "not_implemented")
+        assert answer.headers["X-Should-Retry"] == "false"
         assert remedy in error["message"]
+
+
+async def test_every_answer_has_the_id_of_its_request(
+    client: httpx.AsyncClient, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = {"X-Request-Id": "id.1"}
+    monkeypatch.setattr("specdecode_worker.server.routes.public.VERSION", object())
+    answers = [
+        (200, await client.get("/v1/models", headers=named)),
+        (404, await client.get("/v1/nothing", headers=named)),
+        (405, await client.get("/v1/completions", headers=named)),
+        (400, await client.post("/v1/completions", content=b"{", headers=named)),
+        (400, await client.post("/v1/completions", content=b"{}", headers={**named, "X-Request-Timeout": "soon"})),
+        (500, await client.get("/version", headers=named)),
+    ]
+    assert [(answer.status_code, answer.headers.get_list("X-Request-Id")) for _, answer in answers] == [
+        (status, ["id.1"]) for status, _ in answers
+    ]
+    made = (await client.get("/v1/models", headers={"X-Request-Id": "not valid"})).headers["X-Request-Id"]
+    assert len(made) == 32
+    keys = ReloadedSecrets("API keys", {"alice": "key"})
+    transport = httpx.ASGITransport(public_app(service, keys))
+    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as stranger:
+        answer = await stranger.get("/v1/models", headers=named)
+        assert (answer.status_code, answer.headers["X-Request-Id"]) == (401, "id.1")
 
 
 async def test_models(client: httpx.AsyncClient) -> None:

@@ -229,6 +229,19 @@ def test_pull_stores_no_more_than_its_bound(
     assert [path.name for path in tmp_path.glob("*.segment")] == [newest]
 
 
+def test_pull_near_its_bound_replaces_a_segment(
+    port: int, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve(monkeypatch, "127.0.0.1")
+    name = add(folders[0], bytes(900))
+    assert pull(port, tmp_path, max_bytes=1000)[0].fetched == 1
+    rewritten = folders[0] / "rewritten"
+    rewritten.write_bytes(bytes(800))
+    rewritten.replace(folders[0] / name)
+    result, _ = pull(port, tmp_path, max_bytes=1000)
+    assert (result.fetched, result.over_bound, (tmp_path / name).stat().st_size) == (1, 0, 800)
+
+
 def test_full_disk_ends_the_pull_with_its_cause(
     port: int, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,7 @@ class RecordingClient:
     events: list[bytes] = field(default_factory=list)
     body: bytes | None = None
     write_seconds: float = 0.0
-    """Time that every write takes."""
+    """Time for which the client has too much to read after every write."""
 
     def accepts(self, opened: Open) -> bool:
         return True
@@ -66,6 +66,8 @@ class RecordingClient:
 
     async def write(self, step: Step) -> None:
         self.events.append(step.events)
+
+    async def drain(self) -> None:
         if self.write_seconds:
             await asyncio.sleep(self.write_seconds)
 

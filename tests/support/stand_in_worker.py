@@ -110,6 +110,8 @@ class StandInWorker:
     most_running: int = 0
     routers: set[str] = field(default_factory=set)
     """Names of the routers that asked for the load."""
+    forwarded: int = 0
+    """Number of public requests."""
     sent_bytes: int = 0
     voice: asyncio.Event = field(default_factory=asyncio.Event)
     """Set it to let silent streams go on."""
@@ -150,6 +152,7 @@ class StandInWorker:
         return web.Response(body=encode_load(load))
 
     async def _public(self, request: web.Request) -> web.Response:
+        self.forwarded += 1
         seen = {"path": request.raw_path, "method": request.method, "body": (await request.read()).decode()}
         return web.json_response(seen)
 

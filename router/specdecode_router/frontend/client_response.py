@@ -15,7 +15,6 @@ from specdecode_router.frontend.error_responses import error_parts
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
 from specdecode_worker.contract.internal_stream import Open, Step
 
-REQUEST_ID_HEADER = "X-Request-Id"
 _EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
@@ -27,13 +26,13 @@ _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.01, 0.2
 class ClientResponse:
     """Response that the relay writes. ``response`` is what the handler returns, once it is complete."""
 
-    def __init__(self, request: web.Request, request_id: str, *, max_unsent_bytes: int, write_seconds: float) -> None:
+    def __init__(self, request: web.Request, *, max_unsent_bytes: int, write_seconds: float) -> None:
         self._request = request
         self._max_unsent_bytes, self._write_seconds = max_unsent_bytes, write_seconds
         self._transport = request.transport
         self._writer: StreamWriter | None = None
         self._opening = b""
-        self._headers = {REQUEST_ID_HEADER: request_id}
+        self._headers: dict[str, str] = {}
         self.response: web.StreamResponse | None = None
 
     def accepts(self, opened: Open) -> bool:
@@ -59,24 +58,21 @@ class ClientResponse:
             await self._write(opening + step.events)
 
     async def _write(self, events: bytes) -> None:
-        """Send events. Wait while the client has too much to read.
-
-        The events are in the transport before anything is awaited.
-
-        Raises:
-            ClientGone: The client disconnected, or read too little within the time for writes.
-        """
+        """Put events into the transport before anything is awaited. Raises ClientGone."""
         writer, transport = self._writer, self._transport
         if writer is None:
             return
         if transport is None or transport.is_closing():
             raise ClientGone("the client disconnected")
         try:
-            # Waiting is done here, because one future of the protocol would be shared by two attempts.
+            # Waiting is done in `drain`, because one future of the protocol would be shared by two attempts.
             await writer.write(events, drain=False)
         except ConnectionError:
             raise ClientGone("the client disconnected") from None
-        if transport.get_write_buffer_size() > self._max_unsent_bytes:
+
+    async def drain(self) -> None:
+        """Wait while the client has too much to read. Raises ClientGone if it reads too little for too long."""
+        if self._transport is not None and self._transport.get_write_buffer_size() > self._max_unsent_bytes:
             await self._wait_until_unsent(self._max_unsent_bytes // 2)
 
     async def end(self, body: bytes) -> None:

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from specdecode_router.errors import ApiError
 from specdecode_router.frontend.lifecycle import Lifecycle
+from specdecode_router.frontend.request_headers import REQUEST_ID_HEADER, request_id
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def error_response(error: ApiError | RefusedByWorker) -> web.Response:
 def error_parts(error: ApiError | RefusedByWorker) -> tuple[int, bytes, dict[str, str]]:
     """Return status, body and headers of an error."""
     if isinstance(error, RefusedByWorker):
-        return error.error.status, error.error.body, dict(error.error.headers)
+        return error.status, error.error.body, dict(error.error.headers)
     return error.status, msgspec.json.encode(error.body()), dict(error.headers)
 
 
@@ -59,7 +60,7 @@ def _framework_error(request: web.Request, error: web.HTTPException) -> web.Resp
 
 
 def set_connection_headers(lifecycle: Lifecycle) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
-    """Return a signal handler that names the server, and closes connections while the router shuts down.
+    """Return a signal handler that names server and request, and closes connections while the router shuts down.
 
     Clients then connect to another router for their next request.
     """
@@ -67,6 +68,7 @@ def set_connection_headers(lifecycle: Lifecycle) -> Callable[[web.Request, web.S
     async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
         # The default names the versions of Python and aiohttp.
         response.headers["Server"] = SERVER_NAME
+        response.headers[REQUEST_ID_HEADER] = request_id(request)
         if not lifecycle.ready:
             response.force_close()
             response.headers["Connection"] = "close"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import aiohttp
 from aiohttp import web
 
@@ -24,12 +26,14 @@ _FAILED_STATUSES = frozenset({502, 503})
 
 def add_forwarding(app: web.Application, state: RouterState) -> None:
     """Add the routes that are forwarded to a worker."""
+    models: dict[str, Any] = {}
+    """Last answers of the routes of models by path, for the time without workers."""
 
     async def forward(request: web.Request) -> web.StreamResponse:
         if request.path not in _OPEN_PATHS:
             state.tenants.authenticate(request.headers.get("Authorization", ""))
         with state.lifecycle.request():
-            return await _forward(request, state)
+            return await _forward(request, state, models)
 
     for path in ("/version", "/openapi.json", "/v1/models", "/v1/models/{name:.+}"):
         app.router.add_get(path, forward, allow_head=False)
@@ -37,20 +41,19 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
         app.router.add_post(path, forward)
 
 
-async def _forward(request: web.Request, state: RouterState) -> web.Response:
+async def _forward(request: web.Request, state: RouterState, models: dict[str, Any]) -> web.Response:
     """Ask one worker after the other until one answers."""
     settings = state.settings
     body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
     headers = trace_headers(request.headers)
     if "Content-Type" in request.headers:
         headers["Content-Type"] = request.headers["Content-Type"]
-    choice = WorkerChoice(state.placement, state.relay.metrics, request.path, {}, tenant="", task=None)
+    # Bodies are spread over the workers; no prefix cache serves these routes.
+    fields = {"prompt": str(hash(body))}
+    choice = WorkerChoice(state.placement, state.relay.metrics, request.path, fields, tenant="", task=None)
     tried: set[str] = set()
     answer: web.Response | None = None
-    while len(tried) < _MAX_ATTEMPTS:
-        view = choice.choose(state.relay.workers.views(), "", frozenset(tried))
-        if view is None:
-            break
+    while len(tried) < _MAX_ATTEMPTS and (view := choice.choose(state.relay.workers.views(), "", frozenset(tried))):
         tried.add(view.endpoint.name)
         try:
             answer = await _ask(request, state, view.endpoint.admin_url, body, headers)
@@ -58,9 +61,13 @@ async def _forward(request: web.Request, state: RouterState) -> web.Response:
             state.relay.workers.record_failure(view.endpoint.name)
             continue
         if answer.status not in _FAILED_STATUSES:
+            if answer.status == 200 and request.path.startswith("/v1/models"):
+                models[request.path] = answer.body
             return answer
     if answer is not None:
         return answer
+    if request.path in models:
+        return web.Response(body=models[request.path], content_type="application/json")
     raise ApiError(503, "no worker can serve this request now; try again later", code="no_worker",
                    headers={"Retry-After": "1"})  # fmt: skip
 

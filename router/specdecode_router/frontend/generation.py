@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,8 +15,10 @@ from specdecode_router.frontend.bodies import read_body
 from specdecode_router.frontend.client_response import ClientResponse
 from specdecode_router.frontend.request_headers import (
     CAPTURE_HEADER,
+    REQUEST_ID,
     TASK_HEADER,
     request_id,
+    text_of,
     timeout_seconds,
     trace_headers,
 )
@@ -37,49 +41,45 @@ CLIENT_CLOSED_REQUEST = 499
 
 def add_generation(app: web.Application, state: RouterState) -> None:
     """Add the generation routes."""
-
-    async def generate(request: web.Request) -> web.StreamResponse:
-        with state.lifecycle.request():
-            return await _generate(request, state)
-
     for route in GENERATION_ROUTES:
-        app.router.add_post(route, generate)
+        app.router.add_post(route, partial(_generate, state))
 
 
-async def _generate(request: web.Request, state: RouterState) -> web.StreamResponse:
+async def _generate(state: RouterState, request: web.Request) -> web.StreamResponse:
     metrics, settings = state.relay.metrics, state.settings
-    tenant = state.tenants.authenticate(request.headers.get("Authorization", ""))
-    deadline = state.clock() + timeout_seconds(request.headers, settings.request_timeout_seconds)
-    body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
-    received = state.clock()
-    stream, choice, numbered = _understand(request, body, tenant, state)
     response = ClientResponse(
-        request,
-        stream.request_id,
-        max_unsent_bytes=settings.max_unsent_bytes,
-        write_seconds=settings.write_timeout_seconds,
+        request, max_unsent_bytes=settings.max_unsent_bytes, write_seconds=settings.write_timeout_seconds
     )
-    status = CLIENT_CLOSED_REQUEST
-    try:
-        now = state.clock()
-        metrics.observe_added_latency(Stage.receive, now - received)
-        prompt_tokens = len(body) // _BYTES_PER_TOKEN
-        with await state.admission.acquire(tenant, stream.priority, deadline - now, prompt_tokens) as place:
-            metrics.observe_queue_time(place.waited_seconds)
-            with metrics.running_request():
-                client = response if numbered is None else numbered.client_stream(response)
-                relay = Relay(state.relay, stream, client, choice, deadline, trace_headers(request.headers))
-                try:
-                    await relay.run()
-                finally:
-                    place.prompt_tokens, place.output_tokens = relay.tokens
-        status = 200
-    except (ApiError, RefusedByWorker) as error:
-        status = await _fail(response, error, state)
-    except ClientGone:
-        pass
-    finally:
-        metrics.count_request(tenant.name, status, choice.deployment)
+    tenant, choice, status = Tenant(""), None, CLIENT_CLOSED_REQUEST
+    with contextlib.ExitStack() as running:
+        try:
+            running.enter_context(state.lifecycle.request())
+            tenant = state.tenants.authenticate(request.headers.get("Authorization", ""))
+            deadline = state.clock() + timeout_seconds(request.headers, settings.request_timeout_seconds)
+            body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
+            received = state.clock()
+            stream, choice, numbered = _understand(request, body, tenant, state)
+            now = state.clock()
+            metrics.observe_added_latency(Stage.receive, now - received)
+            with await state.admission.acquire(tenant, deadline - now, len(body) // _BYTES_PER_TOKEN) as place:
+                metrics.observe_queue_time(place.waited_seconds)
+                with metrics.running_request():
+                    client = response if numbered is None else numbered.client_stream(response)
+                    relay = Relay(state.relay, stream, client, choice, deadline, trace_headers(request.headers))
+                    try:
+                        await relay.run()
+                    finally:
+                        place.prompt_tokens, place.output_tokens = relay.tokens
+            status = 200
+        except (ApiError, RefusedByWorker) as error:
+            status = await _fail(response, error, state)
+        except (ClientGone, ConnectionError):
+            pass
+        except Exception:
+            status = 500
+            raise
+        finally:
+            metrics.count_request(tenant.name, status, "" if choice is None else choice.deployment)
     return response.response or web.Response(status=status)
 
 
@@ -91,7 +91,7 @@ async def _fail(response: ClientResponse, error: ApiError | RefusedByWorker, sta
         await response.fail(error)
     except ClientGone:
         return CLIENT_CLOSED_REQUEST
-    return error.status if isinstance(error, ApiError) else error.error.status
+    return error.status
 
 
 def _understand(
@@ -102,12 +102,11 @@ def _understand(
     stream = OpenStream(
         route=request.path,
         body=body,
-        request_id=request_id(request.headers),
-        task=request.headers.get(TASK_HEADER),
-        capture=request.headers.get(CAPTURE_HEADER),
+        request_id=request_id(request),
+        task=text_of(request.headers, TASK_HEADER),
+        capture=text_of(request.headers, CAPTURE_HEADER),
         tenant=tenant.name,
         weight=tenant.weight,
-        priority=max(_priority(fields), tenant.priority),
         cache_salt=tenant.name,
     )
     numbered = numbered_request(request.headers, request.path, fields, tenant=tenant.name,
@@ -115,7 +114,10 @@ def _understand(
     choice = WorkerChoice(
         state.placement, state.relay.metrics, request.path, fields, tenant=tenant.name, task=stream.task
     )
-    return stream if numbered is None else numbered.open_stream(stream), choice, numbered
+    if numbered is not None:
+        stream = numbered.open_stream(stream)
+        request[REQUEST_ID] = stream.request_id
+    return stream, choice, numbered
 
 
 def _fields(body: bytes) -> dict[str, Any]:
@@ -125,8 +127,3 @@ def _fields(body: bytes) -> dict[str, Any]:
     except (ValueError, msgspec.MsgspecError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
-
-
-def _priority(fields: dict[str, Any]) -> int:
-    priority = fields.get("priority", 0)
-    return priority if isinstance(priority, int) and -(2**31) <= priority < 2**31 else 0

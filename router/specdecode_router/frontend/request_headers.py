@@ -10,6 +10,8 @@ import re
 import uuid
 from collections.abc import Mapping
 
+from aiohttp import web
+
 from specdecode_router.errors import ApiError
 from specdecode_router.relay.event_ids import is_valid_request_id
 
@@ -17,6 +19,7 @@ TASK_HEADER = "X-Specdecode-Task"
 CAPTURE_HEADER = "X-Specdecode-Capture"
 TIMEOUT_HEADER = "X-Request-Timeout"
 REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID = web.RequestKey("request_id", str)
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]*)?")
 _LENGTH_OF_VERSION_00 = 55
 """Only later versions may append fields."""
@@ -25,10 +28,16 @@ _MAX_TRACESTATE = 512
 _PRINTABLE = re.compile(r"[ -~\t]*")
 
 
-def request_id(headers: Mapping[str, str]) -> str:
-    """Return the client's id of the request if it is valid in a header, else a new one."""
-    sent = headers.get(REQUEST_ID_HEADER, "")
-    return sent if is_valid_request_id(sent) else uuid.uuid4().hex
+def request_id(request: web.Request) -> str:
+    """Return the id of the request: the client's if it is valid in a header, else a new one, the same at every call."""
+    sent = request.headers.get(REQUEST_ID_HEADER, "")
+    return str(request.setdefault(REQUEST_ID, sent if is_valid_request_id(sent) else uuid.uuid4().hex))
+
+
+def text_of(headers: Mapping[str, str], name: str) -> str | None:
+    """Return a header; None without it. Bytes that are no UTF-8 are surrogates there, which no encoder takes."""
+    value = headers.get(name)
+    return None if value is None else value.encode(errors="replace").decode()
 
 
 def timeout_seconds(headers: Mapping[str, str], limit_seconds: float) -> float:

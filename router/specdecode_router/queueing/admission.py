@@ -141,15 +141,11 @@ class Admission:
         self._dispatch()
         self._update(held)
 
-    async def acquire(
-        self, tenant: Tenant, priority: int, deadline_seconds: float | None, prompt_tokens: int = 0
-    ) -> Place:
+    async def acquire(self, tenant: Tenant, deadline_seconds: float | None, prompt_tokens: int = 0) -> Place:
         """Wait for a place. The request leaves the queue at once if its task is cancelled.
 
         Args:
             tenant: Tenant of the request.
-            priority: Priority of the request; smaller numbers come first. Up to 0 it is interactive, above 0 batch. A
-                request may lower the priority of its tenant and never raise it.
             deadline_seconds: Time until the deadline of the request; None without one.
             prompt_tokens: Expected length of the prompt.
 
@@ -159,7 +155,7 @@ class Admission:
         """
         if deadline_seconds is not None and deadline_seconds <= 0:
             raise refusals.deadline_passed(deadline_seconds)
-        queue = self._queue.of(batch=max(priority, tenant.priority) > 0)
+        queue = self._queue.of(batch=tenant.priority > 0)
         if self._in_use < self._capacity and self._may_run(tenant):
             # Requests that wait although a place is free are of tenants at their own limit.
             return self._enter(tenant, queue, prompt_tokens)

@@ -35,7 +35,7 @@ class TenantSettings(BaseModel):
     weight: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
     """Share of the places, relative to the other tenants."""
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
-    """Highest priority of its requests: up to 0 interactive, above 0 batch."""
+    """Priority of its requests: up to 0 interactive, above 0 batch."""
     max_in_flight: int | None = Field(default=None, ge=1, alias="maxInFlight")
     """Most requests on the workers at the same time."""
 

@@ -34,7 +34,7 @@ class Tenant:
     weight: float = 1.0
     """Share of the places, relative to the other tenants, while requests are waiting."""
     priority: int = 0
-    """Highest priority that its requests can have: up to 0 interactive, above 0 batch."""
+    """Priority of its requests: up to 0 interactive, above 0 batch."""
     max_in_flight: int | None = None
     """Most places at the same time; None for no limit."""
 

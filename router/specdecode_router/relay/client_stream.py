@@ -9,7 +9,7 @@ from specdecode_worker.contract.internal_stream import Error, Open, Step
 
 
 class ClientStream(Protocol):
-    """Response to the client. Its methods wait while the client reads too slowly, and raise ClientGone."""
+    """Response to the client. All but ``write`` wait while the client reads too slowly; all raise ClientGone."""
 
     def accepts(self, opened: Open) -> bool:
         """Return whether the response can begin with this frame."""
@@ -18,7 +18,10 @@ class ClientStream(Protocol):
         """Begin the response, if it is one of server-sent events. The opening events go with the first step."""
 
     async def write(self, step: Step) -> None:
-        """Send the server-sent events of a step. The first step of a choice may have none."""
+        """Send the server-sent events of a step, without waiting. The first step of a choice may have none."""
+
+    async def drain(self) -> None:
+        """Wait while the client has too much to read."""
 
     async def end(self, body: bytes) -> None:
         """Send the last events or the whole body, and finish the response."""
@@ -33,4 +36,4 @@ class RefusedByWorker(RouterError):
 
     def __init__(self, error: Error) -> None:
         super().__init__(f"a worker refused the request with status {error.status}")
-        self.error = error
+        self.error, self.status = error, error.status

@@ -73,6 +73,10 @@ class NumberedStream:
         if numbered or step.index == 0:
             await self._client.write(msgspec.structs.replace(step, events=b"".join(numbered)))
 
+    async def drain(self) -> None:
+        """Wait while the client has too much to read."""
+        await self._client.drain()
+
     async def end(self, body: bytes) -> None:
         """Send the last events that the client does not have. ``[DONE]`` has no id, so it is sent in any case."""
         received = 0 if self._after is None else self._after.closing

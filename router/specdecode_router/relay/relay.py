@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -99,8 +100,9 @@ class Relay:
                     if await self._settle(task):
                         return
                 self._hedge()
-        except (ApiError, RefusedByWorker):
-            self._log.close(ResumeOutcome.failed)
+        except (ApiError, RefusedByWorker) as error:
+            if error.status != HTTPStatus.GATEWAY_TIMEOUT:
+                self._log.close(ResumeOutcome.failed)
             raise
         finally:
             self._log.close(ResumeOutcome.cancelled)
@@ -230,9 +232,10 @@ class Relay:
         if frame.events or (frame.index == 0 and self._journal.open.opening):
             attempt.is_paused = True
             await self._client.write(frame)
+            self._context.metrics.observe_added_latency(Stage.write, self._clock() - attempt.signs.last_frame)
+            await self._client.drain()
             attempt.is_paused = False
             now = self._clock()
-            self._context.metrics.observe_added_latency(Stage.write, now - attempt.signs.last_frame)
             self._log.last_token = now
             attempt.signs.end_pause(now)
 

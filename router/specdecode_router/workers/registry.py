@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,7 +32,7 @@ class WorkerState:
     """State of one worker, as far as the router knows it."""
 
     endpoint: Endpoint
-    streams: Counter[str] = field(default_factory=Counter)
+    streams: Counter[str]
     """Streams of this router on the worker, by tenant."""
     load: WorkerLoad | None = None
     """Last load; None while unknown."""
@@ -47,8 +47,6 @@ class WorkerState:
     last_clients: Counter[str] = field(default_factory=Counter)
     compatibility_key: str = ""
     draining: bool = False
-    silent_streams: int = 0
-    """Streams whose frames have stopped."""
     suspect_until: float = 0.0
     failures: int = 0
     """Failures since the last answer."""
@@ -75,6 +73,10 @@ class WorkerRegistry:
         self._clock, self._cooldown_seconds, self._wall_clock = clock, cooldown_seconds, wall_clock
         self._router = router
         self._workers: dict[str, WorkerState] = {}
+        self._streams: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """Streams by worker and tenant, also on workers that discovery has dropped: they may return."""
+        self._silent: Counter[str] = Counter()
+        """Streams whose frames have stopped, by worker."""
         self._speeds = StepSpeeds(clock)
         self._waiters: set[asyncio.Future[None]] = set()
         self.on_change: Callable[[], None] = lambda: None
@@ -87,12 +89,15 @@ class WorkerRegistry:
     def update(self, endpoints: Sequence[Endpoint]) -> None:
         """Replace the addresses. A worker that stays keeps its state."""
         known = self._workers
-        self._workers = {one.name: known.get(one.name) or WorkerState(one) for one in endpoints}
+        self._workers = {}
         for one in endpoints:
-            self._workers[one.name].endpoint = one
+            state = self._workers[one.name] = known.get(one.name) or WorkerState(one, self._streams[one.name])
+            state.endpoint = one
         self._speeds.retain(self._workers.keys())
         for name in known.keys() - self._workers.keys():
             self.on_leave(name)
+        for name in [name for name, streams in self._streams.items() if not streams and name not in self._workers]:
+            del self._streams[name]
         if known.keys() != self._workers.keys():
             log.info("%d workers: %s", len(self._workers), ", ".join(sorted(self._workers)) or "none")
         self._notify()
@@ -156,13 +161,11 @@ class WorkerRegistry:
 
     def begin_stream(self, name: str, tenant: str) -> None:
         """Count a stream of this router on a worker."""
-        if state := self._workers.get(name):
-            state.streams[tenant] += 1
+        self._streams[name][tenant] += 1
 
     def end_stream(self, name: str, tenant: str) -> None:
         """Count the end of a stream."""
-        if state := self._workers.get(name):
-            state.streams -= Counter((tenant,))
+        self._streams[name] -= Counter((tenant,))
 
     def record_failure(self, name: str) -> None:
         """Avoid a worker for a moment: longer with every failure without an answer in between."""
@@ -175,13 +178,11 @@ class WorkerRegistry:
 
     def record_silence(self, name: str) -> None:
         """Count a stream whose frames have stopped."""
-        if state := self._workers.get(name):
-            state.silent_streams += 1
+        self._silent[name] += 1
 
     def end_silence(self, name: str) -> None:
         """Count a stream whose frames go on, or that has ended."""
-        if state := self._workers.get(name):
-            state.silent_streams = max(state.silent_streams - 1, 0)
+        self._silent -= Counter((name,))
 
     def record_key(self, name: str, key: str) -> None:
         """Record the compatibility key of a worker, from a stream's ``Open``. It proves that the worker answers."""
@@ -267,7 +268,7 @@ class WorkerRegistry:
         return RouterShare(len(names), names.index(self._router), turn=int(self._wall_clock() / _TURN_SECONDS))
 
     def _is_suspect(self, state: WorkerState) -> bool:
-        return state.silent_streams > 0 or self._clock() < state.suspect_until
+        return self._silent[state.endpoint.name] > 0 or self._clock() < state.suspect_until
 
     def _view(self, state: WorkerState) -> WorkerView:
         load = state.load

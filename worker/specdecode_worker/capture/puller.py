@@ -155,12 +155,12 @@ class _Pull:
     def __init__(self, source: PullSource, folder: Path, result: PullResult) -> None:
         self._source, self._folder, self._result = source, folder, result
         self._hashes: dict[str, str] = {}
-        self._bytes = 0
+        self._sizes: dict[str, int] = {}
         self._max_age_seconds = float("inf")
         for segment in list_segments(folder):
             with segment.path.open("rb") as file:
                 self._hashes[segment.path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-            self._bytes += segment.size
+            self._sizes[segment.path.name] = segment.size
 
     def worker(self, address: str, stopped: Callable[[], bool]) -> None:
         """Fetch from one worker, the newest segments first.
@@ -178,7 +178,7 @@ class _Pull:
                 return
             if self._hashes.get(segment.name) == segment.sha256:
                 self._result.known += 1
-            elif self._bytes + segment.size > self._source.max_bytes:
+            elif sum((self._sizes | {segment.name: segment.size}).values()) > self._source.max_bytes:
                 self._result.over_bound += 1
             else:
                 with contextlib.suppress(_SegmentGone):  # a later pull fetches it as it is then
@@ -214,7 +214,7 @@ class _Pull:
         finally:
             partial.unlink(missing_ok=True)
         self._hashes[segment.name] = segment.sha256
-        self._bytes += size
+        self._sizes[segment.name] = size
         self._result.fetched += 1
 
     @contextlib.contextmanager

@@ -178,8 +178,6 @@ class OpenStream(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the client, as the router authenticated it. Waiting requests of different tenants take turns."""
     weight: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     """Weight of the tenant's turns. The worker orders waiting requests by it as the routers do."""
-    priority: int = 0
-    """Requests with a smaller number come first, as in vLLM."""
     cache_salt: str = ""
     """Salt of the prefix cache, in addition to the body's: requests with different salts share no cached prefix."""
     resume: Resume | None = None

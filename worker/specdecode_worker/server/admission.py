@@ -293,9 +293,9 @@ def prefix_salt(client: str, cache_salt: str, *, shared: bool, router_salt: str 
         client: Name of the request's API key; empty without keys.
         cache_salt: Field ``cache_salt`` of the request; empty if it has none.
         shared: True if clients share the prefix cache, as far as ``cache_salt`` does not separate them.
-        router_salt: Salt that a router adds to the request; empty if it adds none.
+        router_salt: Salt that a router adds for its client; empty if it adds none.
     """
-    parts = ["" if shared else client, cache_salt, *([router_salt] if router_salt else [])]
+    parts = ["" if shared else client, cache_salt, *([router_salt] if router_salt and not shared else [])]
     if not any(parts):
         return ""
     # JSON keeps the parts apart, so that no combination of values has the salt of another one.

@@ -141,6 +141,7 @@ class NotBuilt(ApiError):
     """Response 501: this server does not have a route of OpenAI's API."""
 
     status, type, code = 501, "invalid_request_error", "not_implemented"
+    headers: Mapping[str, str] = MappingProxyType({"X-Should-Retry": "false"})
 
 
 class Unavailable(RetryLater):

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import resource
 import socket
 import sys
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +20,12 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
 
+import httptools
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -517,9 +521,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Feed the parser. Answer 431 if headers, trailers or chunk framing exceed their limit."""
         self.state.received_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            while data:
+                data = self._feed(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self.state.has_too_much_framing and not self.transport.is_closing():
             self._send_error(431, f"headers and framing exceed {MAX_HEADER_BYTES} bytes", "headers_too_large")
+
+    def _feed(self, data: bytes) -> bytes:
+        """Feed the parser. Return what must follow: the parser stops behind headers that offer an upgrade.
+
+        An offer that is not taken is ignored (RFC 9110, 7.8), but the parser takes such a request to have no body. So
+        it gets the headers again, without the offer.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            version = self.parser.get_http_version().encode()
+            lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+            lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+            return b"\r\n".join([*lines, b"", data[offer.args[0] :]])
+        return b""
+
+    def _offers_upgrade(self) -> bool:
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         """Record the first byte of a request."""
@@ -528,6 +555,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Record the end of the headers."""
+        if self._offers_upgrade():
+            return
         self.state.has_headers = True
         super().on_headers_complete()
         self._cycles.append(self.cycle)
@@ -540,6 +569,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Record the last byte of a request."""
+        if self._offers_upgrade():
+            return
         super().on_message_complete()
         self.state.complete_request(time.monotonic(), answered=self.cycle.response_complete)
 
@@ -808,22 +839,38 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 async def _internal_error(request: Request, error: Exception) -> Response:
     # Uvicorn logs the exception with its traceback.
     failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
-    return error_response(failed)
+    response = error_response(failed)
+    # The handler runs outside of `ResponseHeaders`.
+    if request_id := getattr(request.state, "request_id", ""):
+        response.headers[REQUEST_ID_HEADER] = request_id
+    return response
 
 
-class CloseConnectionsOnShutdown:
-    """ASGI middleware that adds ``Connection: close`` during shutdown, so that clients reconnect to another worker."""
+REQUEST_ID_HEADER = "X-Request-Id"
+_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+class ResponseHeaders:
+    """ASGI middleware that adds ``X-Request-Id``, and ``Connection: close`` during shutdown.
+
+    The id is that of the client, if it is valid in a header; it is also ``request.state.request_id``. Clients whose
+    connection is closed reconnect to another worker.
+    """
 
     def __init__(self, app: ASGIApp, lifecycle: Lifecycle) -> None:
         self._app = app
         self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection of the ASGI server."""
+        """Handle one request of the ASGI server."""
+        sent = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        request_id = sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
-        async def send_closing(message: Message) -> None:
-            if message["type"] == "http.response.start" and self._lifecycle.shutting_down:
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
+        async def send_more(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                closing = [(b"connection", b"close")] if self._lifecycle.shutting_down else []
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode()), *closing]
             await send(message)
 
-        await self._app(scope, receive, send_closing)
+        await self._app(scope, receive, send_more)

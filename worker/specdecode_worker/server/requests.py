@@ -64,7 +64,19 @@ class RequestBody(RequestModel):
         return tuple(self.model_extra or ())
 
 
-_CLOSED = ConfigDict(extra="forbid")
+class ClosedModel(RequestModel):
+    """Object whose unknown fields are refused, unless they are null or false as clients that know more send them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_unset(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None and value is not False}
+
+
 MAX_ID = 2**31 - 1
 """Largest token id of any vocabulary. The served model has a lower bound, which is checked later."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_ID)]
@@ -157,6 +169,8 @@ def drop_neutral_fields(fields: dict[str, Any], known: Container[str]) -> dict[s
             continue
         if name in known or name not in NEUTRAL:
             effective_fields[name] = _whole(value)
+        elif name == "best_of" and _same(value, fields.get("n")):
+            continue
         elif not any(_same(value, neutral) for neutral in NEUTRAL[name]):
             instead = f"; send {_INSTEAD[name]}" if name in _INSTEAD else "; leave it out"
             raise unsupported(f"{name} is not supported here with this value{instead}", name)
@@ -227,24 +241,21 @@ REGEX, GRAMMAR = "rust-regex", "lark-grammar"
 """Format names, in the OpenAPI document, of regular expressions and grammars."""
 
 
-class TextFormat(RequestModel):
+class TextFormat(ClosedModel):
     """Any text, the default."""
 
-    model_config = _CLOSED
     type: Literal["text"]
 
 
-class JsonObjectFormat(RequestModel):
+class JsonObjectFormat(ClosedModel):
     """Any JSON object."""
 
-    model_config = _CLOSED
     type: Literal["json_object"]
 
 
-class JsonSchema(RequestModel):
+class JsonSchema(ClosedModel):
     """JSON schema with a name, which is part of no prompt."""
 
-    model_config = _CLOSED
     name: str = Field(min_length=1, max_length=MAX_SCHEMA_NAME)
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -252,10 +263,9 @@ class JsonSchema(RequestModel):
     """True refuses keywords that a grammar cannot express. Otherwise they are ignored."""
 
 
-class JsonSchemaFormat(RequestModel):
+class JsonSchemaFormat(ClosedModel):
     """JSON that a schema allows."""
 
-    model_config = _CLOSED
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -265,10 +275,9 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-class StructuredOutputs(RequestModel):
+class StructuredOutputs(ClosedModel):
     """Grammar of the answer, as in vLLM: exactly one of the first five fields is set."""
 
-    model_config = _CLOSED
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     """JSON schema, as an object or as its text."""
     regex: str | None = Field(default=None, min_length=1)
@@ -424,10 +433,9 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasedToken = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 
 
-class StreamOptions(RequestModel):
+class StreamOptions(ClosedModel):
     """Options of a streaming response."""
 
-    model_config = _CLOSED
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Report the usage so far in every chunk, as in vLLM."""

@@ -452,6 +452,11 @@ class CallReader:
         self.failed = False
 
     @property
+    def pushed(self) -> int:
+        """Length of the text so far."""
+        return len(self._text)
+
+    @property
     def rest(self) -> str:
         """Text behind the object after ``done``, or all text after ``failed``."""
         assert self.done or self.failed
@@ -545,6 +550,9 @@ def _refuse(constant: str) -> NoReturn:
 # Parser of the tool call format of Hermes and Qwen models.
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BEFORE_CLOSE = re.compile(r"[} \t\r\n]*")
+_PIECE = 256
+"""Characters of a call that are read at first."""
 
 
 class HermesParser:
@@ -557,7 +565,8 @@ class HermesParser:
     """
 
     def __init__(self) -> None:
-        self._held = ""
+        self._held, self._at = "", 0
+        """Text since the start of the last push or of the call, and the index up to which it is parsed."""
         self._before = ""
         """Whitespace before the opening tag. It is dropped if a call follows, and is text otherwise."""
         self._reader: CallReader | None = None
@@ -566,12 +575,12 @@ class HermesParser:
 
     def push(self, text: str) -> list[Delta]:
         """Add text and return the output that is certain."""
-        self._held += text
+        self._held, self._at = self._held[self._at :] + text, 0
         deltas: list[Delta] = []
         while True:
-            before = (len(self._held), self._reader, self._closing)
+            before = (self._at, self._reader, self._closing)
             deltas += self._step()
-            if before == (len(self._held), self._reader, self._closing):
+            if before == (self._at, self._reader, self._closing):
                 return deltas
 
     def end(self) -> list[Delta]:
@@ -579,7 +588,7 @@ class HermesParser:
         deltas: list[Delta] = []
         if self._reader is not None:
             deltas += self._reader.end() + self._after_call()
-        rest, self._held = self._held, ""
+        rest, self._held, self._at = self._held[self._at :], "", 0
         if self._called and (not rest.strip() or self._closing):
             return deltas
         return deltas + text_deltas(rest)
@@ -593,19 +602,26 @@ class HermesParser:
         return self._outside()
 
     def _outside(self) -> list[Delta]:
-        text, tag, rest = self._held.partition(_OPEN)
-        if tag:
-            self._held, self._reader = rest, CallReader(lambda name: True, _CLOSE)
+        tag = self._held.find(_OPEN, self._at)
+        text = self._held[self._at : tag if tag >= 0 else None]
+        if tag >= 0:
+            self._at, self._reader = tag + len(_OPEN), CallReader(lambda name: True, _CLOSE)
             self._before = text[len(text.rstrip()) :]
             return text_deltas(text.rstrip())
-        keep = _undecided(self._held)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return text_deltas(text)
+        certain = len(text) - _undecided(text)
+        self._at += certain
+        return text_deltas(text[:certain])
 
     def _within_call(self) -> list[Delta]:
-        assert self._reader is not None
-        text, self._held = self._held, ""
-        deltas = self._reader.push(text) if text else []
+        reader = self._reader
+        assert reader is not None
+        deltas: list[Delta] = []
+        # Pieces grow with the call: what begins no call, but has many tags, is not copied for each of them.
+        while not (reader.done or reader.failed):
+            begin = self._at + reader.pushed
+            if not (piece := self._held[begin : begin + max(reader.pushed, _PIECE)]):
+                break
+            deltas += reader.push(piece)
         return deltas + self._after_call()
 
     def _after_call(self) -> list[Delta]:
@@ -613,18 +629,18 @@ class HermesParser:
         assert reader is not None
         if reader.failed:
             # Parse the text again, because a tag in it can begin a call.
-            self._held, self._reader = reader.rest + self._held, None
+            self._reader = None
             return text_deltas(self._before + _OPEN)
         if reader.done:
-            self._held, self._reader = reader.rest + self._held, None
+            self._at, self._reader = self._at + reader.pushed - len(reader.rest), None
             self._closing = self._called = True
         return []
 
     def _close(self) -> list[Delta]:
-        begin = self._held.lstrip("} \t\r\n")
-        if begin.startswith(_CLOSE):
-            self._held, self._closing = begin.removeprefix(_CLOSE), False
-        elif not _CLOSE.startswith(begin):
+        begin = _BEFORE_CLOSE.match(self._held, self._at).end()  # type: ignore[union-attr]
+        if self._held.startswith(_CLOSE, begin):
+            self._at, self._closing = begin + len(_CLOSE), False
+        elif not _CLOSE.startswith(self._held[begin : begin + len(_CLOSE)]):
             self._closing = False  # the model left out the closing tag
         return []
 

@@ -55,7 +55,7 @@ async def test_headers_of_the_worker_reach_the_client(stream: bool) -> None:
 
 async def test_whole_answer_and_what_the_worker_gets() -> None:
     async with router_over(Script()) as router:
-        sent = body(priority=3)
+        sent = body()
         headers = {"X-Specdecode-Task": "code", "X-Specdecode-Capture": "false", "X-Request-Timeout": "7"}
         status, answer, content = await router.post("/v1/completions", data=sent, headers=headers)
         assert (status, json.loads(content)["texts"]) == (200, [text_of(sent, 20)])
@@ -63,7 +63,7 @@ async def test_whole_answer_and_what_the_worker_gets() -> None:
         (asked,) = router.workers[0].requests
         assert (asked.route, asked.body, asked.task, asked.capture) == ("/v1/completions", sent, "code", "false")
         assert asked.request_id == answer["X-Request-Id"]
-        assert (asked.priority, asked.tenant) == (3, "")
+        assert asked.tenant == ""
         assert 6 < (asked.timeout_seconds or 0) <= 7
 
 
@@ -250,3 +250,85 @@ async def test_requests_are_held_until_a_worker_comes() -> None:
         await wait_until(lambda: router.state.admission.held == 1)
         workers.update(endpoints)
         assert (await held)[2].endswith(b"[DONE]\n\n")
+
+
+async def raw(router: RouterUnderTest, request: bytes) -> bytes:
+    """Send bytes as they are, and return the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    writer.write(request)
+    answer = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    return answer
+
+
+async def test_headers_that_are_no_utf8() -> None:
+    async with router_over(Script()) as router:
+        lines = (b"POST /v1/completions HTTP/1.1", b"Host: x", b"Connection: close", b"Content-Length: 2",
+                 b"X-Specdecode-Task: caf\xe9", b"X-Specdecode-Capture: \xff", b"", b"{}")  # fmt: skip
+        assert (await raw(router, b"\r\n".join(lines))).startswith(b"HTTP/1.1 200 OK\r\n")
+        (asked,) = router.workers[0].requests
+        assert (asked.task, asked.capture) == ("caf?", "?")
+
+
+async def test_every_answer_has_the_id_of_its_request(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("alice=key-of-alice-0123456789\n")
+    refusal = error_frame(429, "rate_limit_exceeded", retryable=False)
+    async with router_over(Script(refuse=refusal), api_keys_path=str(tmp_path / "keys"), max_body_bytes=99) as router:
+        key = {"Authorization": "Bearer key-of-alice-0123456789"}
+        named = {**key, "X-Request-Id": "id.1"}
+        answers = [
+            (401, await router.post(CHAT, data=body(), headers={"X-Request-Id": "id.1"})),
+            (429, await router.post(CHAT, data=body(), headers=named)),
+            (400, await router.post(CHAT, data=body(), headers={**named, "X-Request-Timeout": "soon"})),
+            (413, await router.post(CHAT, data=b"x" * 100, headers=named)),
+            (404, await router.get("/unknown", headers=named)),
+            (405, await router.get(CHAT, headers=named)),
+            (200, await router.get("/v1/models", headers=named)),
+        ]
+        assert [(status, headers.get("X-Request-Id")) for _, (status, headers, _) in answers] == [
+            (status, "id.1") for status, _ in answers
+        ]
+        _, headers, _ = await router.post(CHAT, data=body(), headers=key)
+        assert headers["X-Request-Id"] == router.workers[0].requests[-1].request_id != "id.1"
+
+
+async def test_every_answer_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("alice=key-of-alice-0123456789\n")
+    settings = {"api_keys_path": str(tmp_path / "keys"), "max_body_bytes": 99, "max_unfinished_body_bytes": 90}
+    async with router_over(Script(), **settings) as router:
+        key = {"Authorization": "Bearer key-of-alice-0123456789"}
+
+        def counted(tenant: str, code: int) -> float:
+            labels = {"tenant": tenant, "code": str(code)}
+            return router.state.relay.metrics.registry.get_sample_value("specdecode_router_requests_total", labels) or 0
+
+        assert (await router.post(CHAT, data=body()))[0] == 401
+        assert (await router.post(CHAT, data=body(), headers={**key, "X-Request-Timeout": "soon"}))[0] == 400
+        assert (await router.post(CHAT, data=b"x" * 100, headers=key))[0] == 413
+        assert (await router.post(CHAT, data=b"x" * 95, headers=key))[0] == 503
+        assert [counted("", 401), *(counted("alice", code) for code in (400, 413, 503))] == [1, 1, 1, 1]
+        with monkeypatch.context() as patch:
+            patch.setattr("specdecode_router.frontend.generation.Relay", None)
+            assert (await router.post(CHAT, data=body(), headers=key))[0] == 500
+        assert (counted("alice", 500), counted("alice", 499)) == (1, 0)
+        await router.state.lifecycle.shut_down(0, 0)
+        assert (await router.post(CHAT, data=body(), headers=key))[0] == 503
+        assert counted("", 503) == 1
+
+
+async def test_models_are_answered_from_the_last_answer_without_a_worker() -> None:
+    async with router_over(Script()) as router:
+        workers = router.state.relay.workers
+        seen = await router.get("/v1/models")
+        workers.update([])
+        status, headers, content = await router.get("/v1/models")
+        assert (status, headers["Content-Type"].split(";")[0], content) == (200, "application/json", seen[2])
+        assert (await router.get("/v1/models/a"))[0] == 503, "it was not seen before"
+        assert (await router.get("/version"))[0] == 503
+
+
+async def test_forwarded_requests_are_spread() -> None:
+    async with router_over(Script(), Script()) as router:
+        for number in range(40):
+            await router.post("/tokenize", data=b'{"prompt": "%d"}' % number)
+        assert all(worker.forwarded > 5 for worker in router.workers)

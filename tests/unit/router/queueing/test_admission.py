@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
@@ -23,10 +24,8 @@ def admission(places: int, **limits: float) -> Admission:
     return created
 
 
-def start(
-    queue: Admission, tenant: Tenant = A, priority: int = 0, deadline: float | None = None
-) -> asyncio.Task[Place]:
-    return asyncio.ensure_future(queue.acquire(tenant, priority, deadline))
+def start(queue: Admission, tenant: Tenant = A, deadline: float | None = None) -> asyncio.Task[Place]:
+    return asyncio.ensure_future(queue.acquire(tenant, deadline))
 
 
 async def settle() -> None:
@@ -77,7 +76,7 @@ async def test_places_are_never_exceeded_and_pass_to_the_next_request() -> None:
 @virtual
 async def test_the_full_queue_refuses_with_429_and_the_observed_rate() -> None:
     queue = admission(1, max_waiting=10)
-    place = await queue.acquire(A, 0, None)
+    place = await queue.acquire(A, None)
     tasks = [start(queue) for _ in range(10)]
     await settle()
     for _ in range(5):  # one request leaves every two seconds
@@ -86,7 +85,7 @@ async def test_the_full_queue_refuses_with_429_and_the_observed_rate() -> None:
         place = await tasks.pop(0)
         tasks.append(start(queue))
         await settle()
-    error = await refusal(queue.acquire(A, 0, None))
+    error = await refusal(queue.acquire(A, None))
     assert (error.status, error.reason, error.code) == (429, RefusalReason.queue_full, "rate_limit_exceeded")
     assert error.body()["error"]["type"] == "rate_limit_error"
     assert 18 <= int(error.headers["Retry-After"]) <= 22
@@ -96,10 +95,10 @@ async def test_the_full_queue_refuses_with_429_and_the_observed_rate() -> None:
 @virtual
 async def test_a_tenant_has_a_bound_of_its_own_and_others_may_still_wait() -> None:
     queue = admission(1, max_waiting_per_tenant=3)
-    await queue.acquire(A, 0, None)
+    await queue.acquire(A, None)
     tasks = [start(queue) for _ in range(3)]
     await settle()
-    assert (await refusal(queue.acquire(A, 0, None))).reason is RefusalReason.tenant_full
+    assert (await refusal(queue.acquire(A, None))).reason is RefusalReason.tenant_full
     tasks.append(start(queue, B))
     await settle()
     assert queue.waiting == 4
@@ -108,8 +107,8 @@ async def test_a_tenant_has_a_bound_of_its_own_and_others_may_still_wait() -> No
 @virtual
 async def test_a_tenant_that_fills_the_queue_makes_room_for_others() -> None:
     queue = admission(1, max_waiting=4)
-    await queue.acquire(A, 0, None)
-    flood = [start(queue, A, BATCH), *(start(queue) for _ in range(3))]
+    await queue.acquire(A, None)
+    flood = [start(queue, replace(A, priority=BATCH)), *(start(queue) for _ in range(3))]
     await settle()
     few = [start(queue, B) for _ in range(2)]
     await settle()
@@ -117,7 +116,7 @@ async def test_a_tenant_that_fills_the_queue_makes_room_for_others() -> None:
     assert (await refusal(flood[3])).reason is RefusalReason.queue_full
     assert queue.waiting == 4
     for tenant in (A, B):  # both have two waiting requests now
-        assert (await refusal(queue.acquire(tenant, 0, None))).status == 429
+        assert (await refusal(queue.acquire(tenant, None))).status == 429
 
 
 @virtual
@@ -138,27 +137,27 @@ async def test_clients_without_authentication_share_the_whole_queue() -> None:
     tasks = [start(queue, Tenant("")) for _ in range(9)]
     await settle()
     assert queue.waiting == 8
-    assert (await refusal(queue.acquire(Tenant(""), 0, None))).reason is RefusalReason.queue_full
+    assert (await refusal(queue.acquire(Tenant(""), None))).reason is RefusalReason.queue_full
     assert len(tasks) == 9
 
 
 @virtual
 async def test_a_deadline_ends_the_wait_with_504() -> None:
     queue = admission(1)
-    await queue.acquire(A, 0, None)
+    await queue.acquire(A, None)
     began = asyncio.get_running_loop().time()
-    error = await refusal(queue.acquire(A, 0, 3.0))
+    error = await refusal(queue.acquire(A, 3.0))
     assert (error.status, error.reason) == (504, RefusalReason.deadline)
     assert asyncio.get_running_loop().time() - began == pytest.approx(3)
     assert error.headers["X-Should-Retry"] == "false"
     assert queue.waiting == 0
-    assert (await refusal(queue.acquire(A, 0, 0.0))).status == 504
+    assert (await refusal(queue.acquire(A, 0.0))).status == 504
 
 
 @virtual
 async def test_a_deadline_does_not_end_a_request_that_has_its_place() -> None:
     queue = admission(1)
-    place = await queue.acquire(A, 0, None)
+    place = await queue.acquire(A, None)
     task = start(queue, deadline=3.0)
     await settle()
     place.release()
@@ -173,7 +172,7 @@ async def test_requests_are_held_without_a_worker_and_run_in_order_when_one_come
     changes: list[int] = []
     queue.on_held_change = lambda: changes.append(queue.held)
     tasks = [start(queue) for _ in range(3)]
-    batch, urgent = start(queue, B, BATCH), start(queue, B)
+    batch, urgent = start(queue, replace(B, priority=BATCH)), start(queue, B)
     await asyncio.sleep(100)
     assert (queue.held, queue.waiting, queue.running) == (5, 0, 0)
     assert queue.oldest_held_seconds == pytest.approx(100)
@@ -192,7 +191,7 @@ async def test_requests_are_held_without_a_worker_and_run_in_order_when_one_come
 @virtual
 async def test_a_held_request_gets_503_after_the_hold_time() -> None:
     queue = admission(0, hold_seconds=60)
-    error = await refusal(queue.acquire(A, 0, None))
+    error = await refusal(queue.acquire(A, None))
     assert asyncio.get_running_loop().time() == pytest.approx(60)
     assert (error.status, error.reason) == (503, RefusalReason.hold_timeout)
     assert error.headers["Retry-After"] == str(NO_WORKER_RETRY_SECONDS)
@@ -201,14 +200,14 @@ async def test_a_held_request_gets_503_after_the_hold_time() -> None:
 @virtual
 async def test_the_deadline_of_a_held_request_is_its_own() -> None:
     queue = admission(0, hold_seconds=60)
-    assert (await refusal(queue.acquire(A, 0, 5.0))).status == 504
+    assert (await refusal(queue.acquire(A, 5.0))).status == 504
     assert asyncio.get_running_loop().time() == pytest.approx(5)
 
 
 @virtual
 async def test_the_hold_time_counts_from_the_loss_of_the_last_worker() -> None:
     queue = admission(1, hold_seconds=60)
-    await queue.acquire(A, 0, None)
+    await queue.acquire(A, None)
     task = start(queue)
     await asyncio.sleep(100)  # longer than the hold time, but there is a worker
     assert not task.done()
@@ -228,7 +227,7 @@ async def test_more_held_requests_than_the_bound_get_503() -> None:
     queue = admission(0, max_held=2)
     tasks = [start(queue) for _ in range(2)]
     await settle()
-    error = await refusal(queue.acquire(A, 0, None))
+    error = await refusal(queue.acquire(A, None))
     assert (error.status, error.reason) == (503, RefusalReason.held_full)
     assert len(tasks) == queue.held == 2
 
@@ -239,18 +238,17 @@ async def test_a_full_queue_of_limited_tenants_refuses_no_request_that_a_place_i
     tasks = [start(queue, Tenant("a", max_in_flight=1)) for _ in range(3)]
     await settle()
     assert queue.waiting == 2
-    assert (await queue.acquire(B, 0, None)).waited_seconds == 0
+    assert (await queue.acquire(B, None)).waited_seconds == 0
     assert len(tasks) == 3
 
 
 @virtual
-async def test_a_request_cannot_raise_the_priority_of_its_tenant() -> None:
+async def test_interactive_tenants_come_before_batch() -> None:
     queue = admission(1)
-    place = await queue.acquire(A, 0, None)
-    batch = start(queue, Tenant("b", priority=BATCH), -5)
-    lowered = start(queue, A, BATCH)
+    place = await queue.acquire(A, None)
+    batch = start(queue, Tenant("b", priority=BATCH))
     interactive = start(queue, A)
     await settle()
     place.release()
     await settle()
-    assert (interactive.done(), batch.done(), lowered.done()) == (True, False, False)
+    assert (interactive.done(), batch.done()) == (True, False)

@@ -43,7 +43,7 @@ class Driver:
         match event:
             case "arrive":
                 tenant = TENANTS[number]
-                self.tasks.append((tenant, asyncio.ensure_future(self.queue.acquire(tenant, 0, deadline))))
+                self.tasks.append((tenant, asyncio.ensure_future(self.queue.acquire(tenant, deadline))))
             case "capacity":
                 self.capacity = number
                 self.queue.set_capacity(number)

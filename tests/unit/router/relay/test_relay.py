@@ -159,6 +159,28 @@ async def test_deadline_passes_at_a_worker_that_says_nothing() -> None:
         assert 0 < (over.workers[0].requests[0].timeout_seconds or 0) <= 0.2
 
 
+@pytest.mark.parametrize("answered", [False, True])
+async def test_deadline_of_a_continuation_is_no_failure_of_it(answered: bool) -> None:
+    refusal = error_frame(504, "deadline_exceeded", retryable=False)
+    async with harness(Script(close_at=3), Script(refuse=refusal)) as over:
+        over.context.limits = over.context.limits.model_copy(update={"no_worker_seconds": 5.0, "hold_seconds": 5.0})
+        if not answered:
+            over.registry.update(over.registry.endpoints[:1])
+        with pytest.raises((ApiError, RefusedByWorker)) as failed:
+            await over.run(BODY, seconds=20 if answered else -0.5)
+        assert failed.value.status == 504
+        assert over.metric("resumes_total", reason="connection", outcome="cancelled") == 1
+        assert over.metric("resumes_total", reason="connection", outcome="failed") == 0
+
+
+async def test_latency_of_writes_is_without_the_slowness_of_the_client() -> None:
+    async with harness(Script(tokens=3)) as over:
+        over.client.write_seconds = 0.2
+        await over.run(BODY)
+        assert over.metric("added_latency_seconds_count", stage="write") >= 3
+        assert over.metric("added_latency_seconds_sum", stage="write") < 0.2
+
+
 async def test_client_that_is_gone_at_a_write_cancels_at_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     async with harness(Script(tokens=100_000)) as over:
 

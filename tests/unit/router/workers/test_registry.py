@@ -60,6 +60,19 @@ def test_a_worker_that_stays_keeps_its_state() -> None:
     assert [view.endpoint.name for view in registry.views()] == ["b"]
 
 
+def test_streams_of_a_worker_that_leaves_and_returns_count_on() -> None:
+    registry, _ = registry_of(A, B)
+    registry.begin_stream("a", "t")
+    registry.record_silence("a")
+    registry.update([B])
+    registry.update([A, B])
+    assert (registry.views()[0].in_flight, suspects(registry)) == (1, ["a"])
+    registry.begin_stream("a", "t")
+    registry.end_silence("a")
+    registry.end_stream("a", "t")
+    assert (registry.views()[0].in_flight, suspects(registry)) == (1, [])
+
+
 def test_failures_double_the_cooldown_until_an_answer() -> None:
     registry, clock = registry_of(A, B)
     registry.record_failure("a")

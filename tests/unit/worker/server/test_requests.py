@@ -14,6 +14,9 @@ from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
     IgnoredFieldLog,
+    JsonObjectFormat,
+    StreamOptions,
+    StructuredOutputs,
     ignored_header,
     parse,
 )
@@ -97,7 +100,7 @@ PATHS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.name"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "", "schema": {}}}},
      "response_format.json_schema.name"),
-    ({"response_format": {"type": "text", "json_schema": None}}, "response_format.json_schema"),
+    ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"tool_choice": 5}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
@@ -204,6 +207,28 @@ def test_calls_in_the_form_before_tools_are_not_ignored() -> None:
 def test_unknown_fields_of_formats_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="unrecognized field"):
         chat(**fields)
+
+
+VLLM_OUTPUTS = {
+    "json": None, "regex": "a", "choice": None, "grammar": None, "json_object": None, "structural_tag": None,
+    "disable_fallback": False, "disable_any_whitespace": False, "disable_additional_properties": False,
+    "whitespace_pattern": None,
+}  # fmt: skip
+
+
+def test_unset_fields_of_formats_are_left_out() -> None:
+    streamed = chat(stream=True, stream_options={"include_usage": None, "include_everything": False})
+    assert streamed.stream_options == StreamOptions()
+    formatted = chat(response_format={"type": "json_object", "json_schema": None})
+    assert formatted.response_format == JsonObjectFormat(type="json_object")
+    assert chat(structured_outputs=VLLM_OUTPUTS).structured_outputs == StructuredOutputs(regex="a")
+
+
+def test_best_of_may_equal_n() -> None:
+    assert completion(n=2, best_of=2).n == 2
+    for fields in ({"n": 2, "best_of": 3}, {"best_of": 2}, {"n": 2, "best_of": True}):
+        with pytest.raises(BadRequest, match="best_of"):
+            completion(**fields)
 
 
 @pytest.mark.parametrize(("field", "value"), [("presence_penalty", False), ("n", True), ("echo", 0), ("n", "1")])

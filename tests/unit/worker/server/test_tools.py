@@ -15,6 +15,7 @@ from specdecode_worker.contract import ToolFormat
 from specdecode_worker.models.chat_template import ChatTemplate
 from specdecode_worker.server.requests import ChatRequest
 from specdecode_worker.server.tools import (
+    CallReader,
     Delta,
     WrittenCall,
     format_of,
@@ -162,6 +163,19 @@ def test_text_without_a_call_is_unchanged(name: ToolFormat, text: str) -> None:
     content, calls = read(name, text)
     if not calls:
         assert content == text
+
+
+def test_what_is_read_again_behind_a_tag_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, pushed, push = "<tool_call>" * 2000, 0, CallReader.push
+
+    def counting(reader: CallReader, piece: str) -> list[Delta]:
+        nonlocal pushed
+        pushed += len(piece)
+        return push(reader, piece)
+
+    monkeypatch.setattr(CallReader, "push", counting)
+    assert read("hermes", [text]) == (text, [])
+    assert pushed < 30 * len(text)
 
 
 def test_other_arguments_wait_for_the_end_of_their_call() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-import uuid
 from functools import cache, partial
 
 import msgspec
@@ -19,7 +17,7 @@ from specdecode_worker.http_edge import BodyBudget
 from specdecode_worker.server.admission import ModelLimits, ReloadedSecrets, bearer_token, terms_of
 from specdecode_worker.server.errors import BadRequest, NotBuilt, Unauthorized, without_paths
 from specdecode_worker.server.listening import (
-    CloseConnectionsOnShutdown,
+    ResponseHeaders,
     answer_errors,
     cancel_on_disconnect,
     error_response,
@@ -210,9 +208,7 @@ def client_name(request: Request) -> str:
 # Application of the public port, with the completion and chat completion routes of OpenAI's API.
 
 TASK_HEADER = "X-Specdecode-Task"
-REQUEST_ID_HEADER = "X-Request-Id"
 LAST_EVENT_ID_HEADER = "Last-Event-ID"
-_REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> FastAPI:
@@ -220,7 +216,7 @@ def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> Fas
     app = FastAPI(title="specdecode", openapi_url=None)
     app.state.body_budget = BodyBudget(service.config.server.max_unfinished_body_bytes)
     app.add_middleware(ApiKeyCheck, keys=api_keys)
-    app.add_middleware(CloseConnectionsOnShutdown, lifecycle=service.lifecycle)
+    app.add_middleware(ResponseHeaders, lifecycle=service.lifecycle)
     answer_errors(app)
     add_information(app, service)
     add_tokenization(app, service)
@@ -238,19 +234,13 @@ def _add_generation(app: FastAPI, service: Service, route: str) -> None:
         terms = terms_of(client_name(request), request.headers, service.config.server, time.monotonic())
         call = Call(
             body=await read_body(request),
-            request_id=_request_id(request),
+            request_id=request.state.request_id,
             created=int(time.time()),
             task=request.headers.get(TASK_HEADER),
             capture=request.headers.get(CAPTURE_HEADER),
             terms=terms,
         )
         return await _answer(request, await start(service, route, call, partial(cancel_on_disconnect, request)))
-
-
-def _request_id(request: Request) -> str:
-    """Return the id of the request: that of the client, if it is valid in a header."""
-    sent = request.headers.get(REQUEST_ID_HEADER, "")
-    return sent if _REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
 
 
 def _check_no_event_id(request: Request) -> None:
@@ -269,15 +259,14 @@ def _check_no_event_id(request: Request) -> None:
 
 async def _answer(request: Request, started: StartedRequest) -> Response:
     """Return the response, streaming or complete. The generations are closed in every case."""
-    headers = {REQUEST_ID_HEADER: started.writer.request_id, **started.headers}
     generations = started.generations
     if started.body.stream:
-        return EventStream(generations, started.writer, started.stream_options, headers)
+        return EventStream(generations, started.writer, started.stream_options, started.headers)
     try:
         choices = await cancel_on_disconnect(
             request, asyncio.gather(*(generation.whole() for generation in generations))
         )
         content = await started.encode_whole(choices)
-        return Response(content, headers=headers, media_type="application/json")
+        return Response(content, headers=started.headers, media_type="application/json")
     finally:
         close(generations)

@@ -107,4 +107,8 @@ def test_salts_separate_clients_and_tenants() -> None:
 
 def test_without_keys_or_with_a_shared_cache_only_the_request_salts() -> None:
     assert prefix_salt("", "", shared=False) == prefix_salt("alice", "", shared=True) == ""
+    assert prefix_salt("", "", shared=True, router_salt="alice") == ""
+    assert prefix_salt("", "", shared=False, router_salt="alice") != prefix_salt(
+        "", "", shared=False, router_salt="bob"
+    )
     assert prefix_salt("alice", "x", shared=True) == prefix_salt("bob", "x", shared=True) != ""
