@@ -193,7 +193,7 @@ class DistillationSpec(Api):
 
     @property
     def job_devices(self) -> int:
-        """Number of devices of the Job; 0 if it trains on the CPU. An adapter of the network beside them is none."""
+        """Number of devices that the Job asks for; 0 if it trains on the CPU. Network adapters do not add to it."""
         limits = object_in(self.job_resources, "limits")
         counts = (int(amount) for name, amount in limits.items() if is_extended(name) and str(amount).isdecimal())
         return max(counts, default=0)

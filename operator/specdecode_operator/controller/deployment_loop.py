@@ -5,8 +5,7 @@ itself. Two limits are shared: open calls to workers, and deployments that talk 
 
 A step decides and carries the decision out from one view of the resource, the caches and the last reports. It follows
 a round with new reports, a change by a user, of a pod or of a child, or a pause after which something is to be tried
-again.
-Reports are read beside the steps, so that a change by a user never waits for a worker.
+again. Reports are read beside the steps, so that a change by a user never waits for a worker.
 """
 
 from __future__ import annotations

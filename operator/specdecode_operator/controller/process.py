@@ -156,7 +156,7 @@ class Process:
             self._stack.push_async_callback(self._elector.release)
             self._spawn(self._elector.run())
         self._spawn(self._lead())
-        await readiness.wait_for_kind()
+        await readiness.has_kind.wait()
 
     async def stop(self) -> None:
         """Stop all tasks, the loops first. The lease is released, so that another replica can lead at once."""

@@ -44,6 +44,8 @@ class Readiness:
         self._rights = "rights: not known yet"
         """What is missing of the rights; empty if nothing is."""
         self._was_ready = False
+        self.has_kind = asyncio.Event()
+        """Set once our own kind can be read. kopf looks for it once, and never serves one that comes later."""
 
     def problem(self) -> str:
         """Return what is missing; empty if the replica is, or once was, ready."""
@@ -54,17 +56,14 @@ class Readiness:
     async def run(self) -> None:
         """Ask for the rights until they are there."""
         while self._rights:
-            problem = await self._missing_rights() or await self._unread_kind()
+            unread = await self._unread_kind()
+            if not unread:
+                self.has_kind.set()
+            problem = await self._missing_rights() or unread
             if problem != self._rights:
                 log.log(logging.WARNING if problem else logging.INFO, "%s", problem or "all rights are there")
             self._rights = problem
             await asyncio.sleep(RETRY_SECONDS if problem else 0)
-
-    async def wait_for_kind(self) -> None:
-        """Wait until our own kind can be read. kopf looks for it once, and never serves one that comes later."""
-        while problem := await self._unread_kind():
-            log.warning("waiting for the CRD: %s", problem)
-            await asyncio.sleep(RETRY_SECONDS)
 
     async def _missing_rights(self) -> str:
         try:

@@ -611,7 +611,7 @@ def watched_tasks(speculation: SpeculationSpec) -> tuple[str, ...]:
     return (*(task.name for task in speculation.tasks if task.draft is None), OTHER_TASK)
 
 
-# --- identity --------------------------------------------------------------------------------------
+# --- identity ---------------------------------------------------------------------------------------------------------
 
 
 def _with_identity(state: DriftState, deployment: Deployment, learned: LearnedState) -> DriftState:
