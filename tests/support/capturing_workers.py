@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from specdecode_worker.capture.segments import segment_name
 from specdecode_worker.contract import CaptureConfig
 from support.worker_process import WorkerProcess, fake, worker_config
 
@@ -33,8 +35,12 @@ def capturing(
             "capture": CaptureConfig(dir=str(folder), max_age_seconds=MAX_AGE_SECONDS),
         }
     )
+    # A recorder that opens its folder deletes segments that nobody can read. Until then it would delete those of tests.
+    unreadable = folder / segment_name(time.time())
+    folder.mkdir(mode=0o700)
+    unreadable.touch()
     with fake(config.model_dump_json(), folder.with_suffix(".log")) as worker:
-        worker.wait_until(lambda: "admin" in worker.log and _accepts(address, admin_port), 60)
+        worker.wait_until(lambda: not unreadable.exists() and _accepts(address, admin_port), 60)
         yield worker
 
 
