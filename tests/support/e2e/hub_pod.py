@@ -35,9 +35,9 @@ class Handler(BaseHTTPRequestHandler):
         if listing := LISTING.fullmatch(self.path):
             revision = listing[1]
             state["listings"].append(revision)
-            names = [{"rfilename": file.name} for file in MODEL.iterdir() if file.is_file()]
+            siblings = [{"rfilename": file.name} for file in MODEL.iterdir() if file.is_file()]
             commit = state["head"] if revision == "main" else revision
-            self.answer(json.dumps({"sha": commit, "siblings": names}).encode())
+            self.answer(json.dumps({"id": "org/model", "sha": commit, "siblings": siblings}).encode())
         elif content := CONTENT.fullmatch(self.path):
             file = MODEL / Path(content[1]).name
             self.answer(file.read_bytes(), {"ETag": f'"{digest_of(file.name)}"'})

@@ -47,7 +47,9 @@ class StandInHub:
         """Listen on ``host``. Large files are redirected to ``localhost``, or with another host to its address."""
         large = "localhost" if host == "127.0.0.1" else socket.gethostbyname(socket.gethostname())
         named = {one.name: one for one in repositories}
-        handler = type("Handler", (_Handler,), {"repositories": named, "large_host": large})
+        self.unknown: list[str] = []
+        """Paths of requests for anything but the repositories."""
+        handler = type("Handler", (_Handler,), {"repositories": named, "large_host": large, "unknown": self.unknown})
         self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -69,6 +71,7 @@ _STORED = re.compile(r"/storage/(?:(?P<model>[\w.-]+/[\w.-]+)/)?(?P<commit>[0-9a
 class _Handler(BaseHTTPRequestHandler):
     repositories: Mapping[str, Repository]
     large_host: str
+    unknown: list[str]
     repository: Repository
     protocol_version = "HTTP/1.1"
 
@@ -76,6 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = _LISTING.fullmatch(self.path) or _STORED.fullmatch(self.path) or _FILE.fullmatch(self.path)
         model = "org/model" if asked is None else asked["model"] or "org/model"
         if asked is None or model not in self.repositories:
+            self.unknown.append(self.path)
             return self._answer(404, b"no such repository")
         hub = self.repository = self.repositories[model]
         hub.requests.append((self.command, self.path, self.headers.get("Range")))

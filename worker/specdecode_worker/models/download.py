@@ -252,8 +252,9 @@ class Hub:
     """Client of one hub. ``token`` gives access to gated and private repositories."""
 
     def __init__(self, endpoint: str, token: str | None, *, retry_seconds: float = 1.0) -> None:
-        from huggingface_hub import HfApi  # takes a third of a second
+        from huggingface_hub import HfApi, constants  # takes a third of a second
 
+        constants.HF_HUB_DISABLE_TELEMETRY = True  # a mirror is asked for models only
         self.retry_seconds = retry_seconds
         self._endpoint, self._token = endpoint.rstrip("/"), token
         self._api = HfApi(endpoint, token=token or False, library_name="specdecode-worker")
@@ -336,7 +337,7 @@ class Hub:
                 return ask()
             except HfHubHTTPError as error:
                 raise self._error(error.response.status_code, what) from None
-            except (KeyError, TypeError, ValueError):
+            except (AttributeError, KeyError, TypeError, ValueError):
                 raise NotOnHub(f"{self._endpoint} does not answer as a hub does; check HF_ENDPOINT") from None
             except Exception as error:  # of the transport, whose library huggingface_hub has changed before
                 raise HubUnreachable(f"{self._endpoint} cannot be reached: {error}") from None

@@ -10,6 +10,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -301,6 +303,16 @@ def test_busy_hub_is_retried(pull: Pull) -> None:
 def test_endpoint_that_is_no_hub_is_reported(tmp_path: Path) -> None:
     with pytest.raises(HubUnreachable, match="cannot be reached"):
         download.Hub("http://127.0.0.1:9", None, retry_seconds=0).pull(MODEL, tmp_path, nothing, nothing)
+
+
+@pytest.mark.slow
+def test_a_pull_asks_the_endpoint_for_the_model_only(tmp_path: Path) -> None:
+    """A process of its own, because the hub's library sends what else it sends once a process."""
+    with StandInHub(Repository(FILES)) as stand_in:
+        env = {**os.environ, "HF_ENDPOINT": stand_in.url, "HF_HOME": str(tmp_path / "home")}
+        command = [sys.executable, "-m", "specdecode_worker", "pull", "hf://org/model", "--cache-dir", str(tmp_path)]
+        subprocess.run(command, env=env, check=True, capture_output=True, timeout=60)
+        assert stand_in.unknown == []
 
 
 def test_a_revision_that_does_not_exist_is_named(tmp_path: Path) -> None:
