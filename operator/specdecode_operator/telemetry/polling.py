@@ -364,7 +364,7 @@ def _collect(value: BaseModel, into: list[float]) -> None:
         elif isinstance(item, tuple) and item and isinstance(item[0], BaseModel):
             for part in item:
                 _collect(part, into)
-        elif isinstance(item, tuple):
+        elif isinstance(item, tuple) and item and not isinstance(item[0], str):
             into += item
         elif isinstance(item, (int, float)):
             into.append(item)

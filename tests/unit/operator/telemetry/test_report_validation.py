@@ -21,6 +21,10 @@ def test_a_good_report_is_read() -> None:
     read()
 
 
+def test_lists_of_names_are_no_numbers() -> None:
+    read(plan={"tasks": [{"name": "acme", "clients": ["acme", "globex"], "merge": [{"draft": "d"}]}]})
+
+
 def test_unknown_fields_of_a_newer_worker_are_ignored() -> None:
     draft = {**good_report()["draft"], "mood": 1}
     read(contract_version=CONTRACT_VERSION + 1, unknown="value", draft=draft)
