@@ -307,7 +307,7 @@ def test_endpoint_that_is_no_hub_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pull_asks_the_endpoint_for_the_model_only(tmp_path: Path) -> None:
-    """A process of its own, because the hub's library sends what else it sends once a process."""
+    """The pull runs in a new process, because huggingface_hub makes its other requests once per process."""
     with StandInHub(Repository(FILES)) as stand_in:
         env = {**os.environ, "HF_ENDPOINT": stand_in.url, "HF_HOME": str(tmp_path / "home")}
         command = [sys.executable, "-m", "specdecode_worker", "pull", "hf://org/model", "--cache-dir", str(tmp_path)]
