@@ -11,17 +11,20 @@ from specdecode_worker.contract import StepTime, SyntheticKnobs
 from support.e2e.endpoint import Endpoint
 from support.e2e.release import Release
 from support.e2e.traffic import Traffic
-from support.kube import KubectlError, wait_for
+from support.kube import KubectlError, Manifest, wait_for
 
 GONE_SECONDS = 60
 SPECULATION_IS_DEAR = SyntheticKnobs(step_time=(StepTime(max_nodes=0, seconds=0.2), StepTime(seconds=1.0)))
 IDLE_MIB = 120
 
 
-def since(endpoint: Endpoint) -> dict[tuple[int, int, str, int], float]:
-    """Return the time at which each row of the plan came to its depth, from which its dwell is counted."""
-    rows = endpoint.state()["rows"]
-    return {(row["concurrency"], row["context"], row["task"], row["depth"]): row["since"] for row in rows}
+def since(endpoint: Endpoint) -> dict[tuple[str, int, int, int, tuple[int, ...]], float]:
+    """Return the time at which each row of the plan came to its shape, from which its dwell is counted."""
+
+    def shape_at_load(row: Manifest) -> tuple[str, int, int, int, tuple[int, ...]]:
+        return row["task"], row["concurrency"], row["context"], row["depth"], tuple(row["parents"])
+
+    return {shape_at_load(row): row["since"] for row in endpoint.state()["rows"]}
 
 
 @pytest.mark.timeout(400)
@@ -48,7 +51,7 @@ def test_serving_survives_a_minute_without_the_operator(
     assert plan.version > version
     after = since(endpoint)
     same = dwell.keys() & after.keys()
-    assert same, "no row kept its depth"
+    assert same, "no row kept its shape"
     assert {key: after[key] for key in same} == {key: dwell[key] for key in same}
 
 

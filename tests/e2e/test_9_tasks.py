@@ -95,13 +95,19 @@ def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(releas
     keys = {"name": SECRET}
     with deployed(watched, "customers", {"tasks": tasks}, {}, knobs=ACME_IS_HARD, apiKeysSecretRef=keys) as endpoint:
         (pod,) = endpoint.ready_pods()
-        with (
-            watched.reach("pod", pod, Port.http) as url,
-            StreamTraffic(url, MODEL, 1, KEYS["acme"]),
-            StreamTraffic(url, MODEL, 1, KEYS["globex"]),
-        ):
-            wait_for("acme is counted", lambda: drafted(endpoint, "acme"), timeout_s=60)
-            wait_for_row(endpoint, "acme runs plainly", CONCURRENCY, (0,), "acme")
-            wait_for("globex speculates", lambda: is_known(endpoint, "other"), timeout_s=SETTLED_SECONDS)
-            assert planned_depth(endpoint, CONCURRENCY, "acme") == 0
+        # One customer after the other: the knobs price the largest tree of a step, so beside the tree of one customer
+        # a node of the other costs nothing.
+        with watched.reach("pod", pod, Port.http) as url:
+            with StreamTraffic(url, MODEL, CONCURRENCY, KEYS["globex"]):
+                wait_for("globex speculates", lambda: is_known(endpoint, "other"), timeout_s=SETTLED_SECONDS)
+            with StreamTraffic(url, MODEL, CONCURRENCY, KEYS["acme"]):
+                wait_for("acme is counted", lambda: drafted(endpoint, "acme"), timeout_s=60)
+                wait_for_row(endpoint, "acme runs plainly", CONCURRENCY, (0,), "acme")
+                wait_for("status tells", lambda: stops(endpoint, "acme"), timeout_s=30)
+            with StreamTraffic(url, MODEL, CONCURRENCY, KEYS["globex"]):
+                before = drafted(endpoint, "other")
+                wait_for("globex is drafted", lambda: drafted(endpoint, "other") > before + 20, timeout_s=60)
+                assert is_known(endpoint, "other")
+                assert planned_depth(endpoint, CONCURRENCY, "acme") == 0
+        assert stops(endpoint, "other") == []
     watched.kubectl("delete", "secret", SECRET)
