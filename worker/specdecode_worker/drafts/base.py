@@ -509,13 +509,6 @@ class LoadedDraft:
     state: DraftState
 
 
-@dataclass(frozen=True, slots=True)
-class UnusableDraft:
-    """Configured draft that cannot run; its state holds the reason."""
-
-    state: DraftState
-
-
 class LoadDraft(Protocol):
     """Callable that loads a draft while others run; see DraftLoader."""
 

@@ -18,7 +18,7 @@ from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
 from specdecode_worker.core.request import ShapeSelector
-from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft, UnusableDraft
+from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
 from specdecode_worker.drafts.own_device import OwnDevice, PlacedDraftLoader
 from specdecode_worker.drafts.registry import DraftLoader, DraftRegistry, Resolve, paged_cache
 from specdecode_worker.drafts.swap import describe_failure, worker_name
@@ -273,15 +273,15 @@ def _graphs(
     )
 
 
-def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | UnusableDraft]:
+def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | DraftState]:
     """Load all drafts of a worker, by name.
 
-    An optional draft that fails to load, for any reason, becomes an ``UnusableDraft`` with the reason.
+    An optional draft that fails to load, for any reason, becomes its state with the reason.
 
     Raises:
         ModelError: A required draft cannot be loaded.
     """
-    drafts: dict[str, LoadedDraft | UnusableDraft] = {}
+    drafts: dict[str, LoadedDraft | DraftState] = {}
     wanted: list[tuple[str, DraftConfig]] = [
         (DEFAULT_DRAFT, worker.draft),
         *((draft.name, draft) for draft in worker.drafts),
@@ -296,7 +296,7 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
             if config.required:
                 raise ModelError(problem) from error
             log.warning("serving plainly: %s", problem)
-            drafts[name] = UnusableDraft(DraftState(name=name, uri=config.uri or "", problem=problem))
+            drafts[name] = DraftState(name=name, uri=config.uri or "", problem=problem)
     return drafts
 
 
