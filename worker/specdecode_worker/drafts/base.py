@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState, Method
+from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.request import DraftProgress, Request, Row
@@ -254,18 +254,35 @@ class PagedDrafter(Drafter):
 
     def record_prefill(self, rows: Sequence[Row]) -> None:
         """Record that the draft has run over these chunks."""
+        for row in rows:
+            progress = self.progress(row.request)
+            if progress.lag > 1:  # the draft has not run over the prompt so far
+                progress.start = self._start_at(row.start)
+            progress.lag = 1
 
-    @abstractmethod
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that the draft runs for: rows that draft, and rows that must catch up now."""
+        return [b for b, row in enumerate(rows) if trees[b].drafted_depth and not row.is_chunk]
 
     @abstractmethod
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root that the draft must run for each request, and still can."""
 
-    @abstractmethod
     def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Record that the draft runs the last ``counts`` slots up to the root of each request in this step."""
+        """Record that the draft runs the last ``counts`` slots up to the root of each request in this step.
+
+        The draft restarts at them where it lags further behind.
+        """
+        for request, count in zip(requests, counts, strict=True):
+            progress = self.progress(request)
+            # The backlog is at most the lag, which is cheaper to read.
+            if progress.lag > count < request.draft_backlog(self.first_slot, progress):
+                progress.start = self._start_at(request.cached_min + 1 - count)
+            progress.reached_root(len(request.in_flight))
+
+    def _start_at(self, slot: int) -> int:
+        """Return the start of a progress whose first key is at this slot. A start of 1 or less means slot 0 too."""
+        return max(slot, 2 - self.first_slot) if slot else 1
 
     def start_catch_up(self, rows: Sequence[Row], trees: Sequence[Tree]) -> tuple[list[int], list[Request], list[int]]:
         """Record the catch-up to the roots, and return the rows that the draft runs for, their requests and counts."""
@@ -279,6 +296,12 @@ class PagedDrafter(Drafter):
         """Return the first slot of the request whose keys the draft attends to."""
         start = self.progress(request).start
         return start if start > 1 else self.first_slot
+
+
+def target_ids_of(network: Any, context: DraftContext) -> Tensor | None:
+    """Return the target id of each token of a draft's vocabulary; None if the vocabularies are the same."""
+    ids: Tensor | None = network.target_ids
+    return None if ids is None or len(ids) == context.vocab_size else ids
 
 
 class CapturedDrafter(PagedDrafter):
@@ -484,17 +507,6 @@ class DraftContext:
     """True if no step is launched before the previous one is collected."""
     make_cache: Callable[[Any], PagedCache]
     """Function that allocates the KV cache of a network, from its configuration."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftMethod:
-    """Drafting method: its name in the contract, and the constructor of its drafter.
-
-    The constructor gets the network, or None for a method without weights.
-    """
-
-    name: Method
-    make: Callable[[Any, DraftContext], Drafter]
 
 
 DEFAULT_DRAFT = ""

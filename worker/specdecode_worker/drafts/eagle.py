@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -25,9 +25,15 @@ from specdecode_worker.core.device_state import (
     PagedCache,
 )
 from specdecode_worker.core.request import Request, Row
-from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
+from specdecode_worker.drafts.base import (
+    CapturedDrafter,
+    DraftContext,
+    PagedDrafter,
+    Ranking,
+    causal_pass,
+    target_ids_of,
+)
 from specdecode_worker.models.causal_lm import Attend
-from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.trees import Tree
 
@@ -60,7 +66,38 @@ class Head(Protocol):
 class StateDrafter(PagedDrafter):
     """Paged drafter whose slot i reads the target's state h[i-1]; it catches up from the ring of DeviceState."""
 
-    _state: DeviceState
+    _head: Any
+
+    def __init__(
+        self,
+        head: Any,
+        target_ids: Tensor | None,
+        cache: PagedCache,
+        state: DeviceState,
+        positions: int,
+        sharpness: Sequence[float] = (),
+    ) -> None:
+        """Create a drafter.
+
+        Args:
+            head: Draft head.
+            target_ids: As for Ranking.
+            cache: KV cache of the head.
+            state: Device state of the running requests.
+            positions: Number of positions that the head supports.
+            sharpness: As for Ranking.
+        """
+        self.reads = head.reads
+        self.first_slot, self.last_position = 1, positions - 1
+        self._head, self._state = head, state
+        self.kv_cache = self._cache = cache
+        self._ranking = Ranking(target_ids, sharpness)
+
+    @classmethod
+    def of(cls, head: Any, context: DraftContext) -> Self:
+        """Create the drafter of a loaded head."""
+        ids, cache = target_ids_of(head, context), context.make_cache(head.config)
+        return cls(head, ids, cache, context.state, context.positions, context.sharpness)
 
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the head needs at the root."""
@@ -98,14 +135,6 @@ class StateDrafter(PagedDrafter):
             self._fused(torch.cat(parts), packed)
         self.record_prefill(rows)
 
-    def record_prefill(self, rows: Sequence[Row]) -> None:
-        """Record that the head has run over these chunks."""
-        for row in rows:
-            progress = self.progress(row.request)
-            if progress.lag > 1:  # the head has not run over the prompt so far
-                progress.start = max(row.start, 1)
-            progress.lag = 1
-
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that draft or must catch up in this step."""
         return [
@@ -117,15 +146,6 @@ class StateDrafter(PagedDrafter):
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
         return [self._reachable(request) for request in requests]
-
-    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Record that the head runs the last ``counts`` slots up to the root of each request."""
-        for request, count in zip(requests, counts, strict=True):
-            progress = self.progress(request)
-            # The ring lost older states: restart the draft. The backlog is at most the lag, which is cheaper to read.
-            if progress.lag > count < request.draft_backlog(1, progress):
-                progress.start = max(request.cached_min + 1 - count, 1)
-            progress.reached_root(len(request.in_flight))
 
     @abstractmethod
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
@@ -151,30 +171,7 @@ class StateDrafter(PagedDrafter):
 class HeadDrafter(StateDrafter):
     """Drafter of heads that read pairs of a target state and a token."""
 
-    def __init__(
-        self,
-        head: Head,
-        target_ids: Tensor | None,
-        cache: PagedCache,
-        state: DeviceState,
-        positions: int,
-        sharpness: Sequence[float] = (),
-    ) -> None:
-        """Create a drafter.
-
-        Args:
-            head: Draft head.
-            target_ids: As for Ranking.
-            cache: KV cache of the head.
-            state: Device state of the running requests.
-            positions: Number of positions that the head supports.
-            sharpness: As for Ranking.
-        """
-        self.reads = head.reads
-        self.first_slot, self.last_position = 1, positions - 1
-        self._head, self._state = head, state
-        self.kv_cache = self._cache = cache
-        self._ranking = Ranking(target_ids, sharpness)
+    _head: Head
 
     def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
@@ -197,23 +194,3 @@ class EagleDrafter(HeadDrafter, CapturedDrafter):
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
         return self._fused(self._state.aux(slots_T, index_T - 1), packed)
-
-
-def _eagle3(head: Eagle3Head, context: DraftContext) -> EagleDrafter:
-    return EagleDrafter(head, *head_parts(head, context))
-
-
-def _eagle(head: EagleHead, context: DraftContext) -> EagleDrafter:
-    cache = context.make_cache(head.config)
-    return EagleDrafter(head, None, cache, context.state, context.positions, context.sharpness)
-
-
-def head_parts(
-    head: Eagle3Head, context: DraftContext
-) -> tuple[Tensor | None, PagedCache, DeviceState, int, tuple[float, ...]]:
-    """Return the arguments of a HeadDrafter after the head."""
-    ids = head.target_ids if head.config.draft_vocab_size != context.vocab_size else None
-    return ids, context.make_cache(head.config), context.state, context.positions, context.sharpness
-
-
-METHODS = (DraftMethod("eagle3", _eagle3), DraftMethod("eagle", _eagle))

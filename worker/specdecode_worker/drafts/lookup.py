@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.request import Request, Row
-from specdecode_worker.drafts.base import DraftContext, Drafter, DraftMethod, Expand
+from specdecode_worker.drafts.base import DraftContext, Drafter, Expand
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Tree
 
@@ -56,6 +57,12 @@ class NgramDrafter(Drafter):
         self._shortest, self._longest = shortest, longest
         self._host_is_current = host_is_current
         self._known: dict[str, _KnownRuns] = {}
+
+    @classmethod
+    def of(cls, _: None, context: DraftContext) -> Self:
+        """Create the drafter of a configuration."""
+        shortest, longest = context.config.prompt_lookup_min, context.config.prompt_lookup_max
+        return cls(context.state, context.vocab_size, shortest, longest, host_is_current=context.host_is_current)
 
     def ready(self, request: Request) -> bool:
         """Return whether the last ``shortest`` tokens occur earlier in the text. Always True if the host is behind.
@@ -169,6 +176,11 @@ class SuffixDrafter(Drafter):
         self._host_is_current = host_is_current
         self._texts: dict[str, RequestText] = {}
 
+    @classmethod
+    def of(cls, _: None, context: DraftContext) -> Self:
+        """Create a drafter without earlier answers."""
+        return cls(context.state, SuffixStore(), host_is_current=context.host_is_current)
+
     def ready(self, request: Request) -> bool:
         """Return whether the end of the text occurred before. Always True if the host is behind."""
         if not self._host_is_current:
@@ -230,18 +242,6 @@ class SuffixDrafter(Drafter):
             text = self._text(request)
             if text.length <= length:
                 text.extend(self._state.tokens_SP[request.slot, text.length : length + 1].tolist())
-
-
-def _ngram(_: None, context: DraftContext) -> NgramDrafter:
-    shortest, longest = context.config.prompt_lookup_min, context.config.prompt_lookup_max
-    return NgramDrafter(context.state, context.vocab_size, shortest, longest, host_is_current=context.host_is_current)
-
-
-def _suffix(_: None, context: DraftContext) -> SuffixDrafter:
-    return SuffixDrafter(context.state, SuffixStore(), host_is_current=context.host_is_current)
-
-
-METHODS = (DraftMethod("ngram", _ngram), DraftMethod("suffix", _suffix))
 
 
 # Suffixes of texts, by which suffix decoding finds continuations.

@@ -9,22 +9,20 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState, MergedDraft, TaskMatch
+from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState, MergedDraft, Method, TaskMatch
 from specdecode_worker.core.device_state import AuxStates, DeviceState, HostCopy, PagedCache, to_host
 from specdecode_worker.core.request import DraftProgress, Request, Row
-from specdecode_worker.drafts import draft_model, eagle, lookup, medusa, parallel
 from specdecode_worker.drafts.base import (
     DEFAULT_DRAFT,
     DraftContext,
     Drafter,
-    DraftMethod,
     LoadedDraft,
     PagedDrafter,
     any_request,
@@ -36,6 +34,11 @@ from specdecode_worker.drafts.base import (
     write_children,
 )
 from specdecode_worker.drafts.draft_files import Calibration, draft_hash, read_calibration
+from specdecode_worker.drafts.draft_model import ModelDrafter
+from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.lookup import NgramDrafter, SuffixDrafter
+from specdecode_worker.drafts.medusa import MedusaDrafter
+from specdecode_worker.drafts.parallel import DFlashDrafter, PEagleDrafter
 from specdecode_worker.drafts.swap import SwapStatus
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import CausalLMConfig, DFlashConfig, Eagle3Config, EagleConfig
@@ -49,10 +52,17 @@ log = logging.getLogger(__name__)
 
 # Loader of drafts: weights, KV cache and calibration of a DraftConfig, at start and for a draft swap.
 
-METHODS: dict[str, DraftMethod] = {
-    one.name: one for one in (*eagle.METHODS, *parallel.METHODS, *lookup.METHODS, medusa.METHOD, draft_model.METHOD)
+METHODS: dict[Method, Callable[[Any, DraftContext], Drafter]] = {
+    "eagle3": EagleDrafter.of,
+    "eagle": EagleDrafter.of,
+    "peagle": PEagleDrafter.of,
+    "dflash": DFlashDrafter.of,
+    "medusa": MedusaDrafter.of,
+    "draft-model": ModelDrafter.of,
+    "ngram": NgramDrafter.of,
+    "suffix": SuffixDrafter.of,
 }
-"""Drafting methods by name."""
+"""Constructor of the drafter of each method, from its network (None for a method without weights)."""
 Resolve = Callable[[str], Path]
 """Callable that returns the local folder of a model URI."""
 
@@ -108,7 +118,7 @@ class DraftLoader:
             quantization=config.quantization,
             agreement=calibration.agreement[:MAX_NODES],
         )
-        return LoadedDraft(METHODS[config.method].make(network, context), state)
+        return LoadedDraft(METHODS[config.method](network, context), state)
 
     def _cache(self, config: CachedConfig) -> PagedCache:
         return paged_cache(config, config.num_hidden_layers, self.blocks, self._dtype, self._device)
