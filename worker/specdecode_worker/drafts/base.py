@@ -284,13 +284,13 @@ class PagedDrafter(Drafter):
         """Return the start of a progress whose first key is at this slot. A start of 1 or less means slot 0 too."""
         return max(slot, 2 - self.first_slot) if slot else 1
 
-    def start_catch_up(self, rows: Sequence[Row], trees: Sequence[Tree]) -> tuple[list[int], list[Request], list[int]]:
-        """Record the catch-up to the roots, and return the rows that the draft runs for, their requests and counts."""
+    def start_catch_up(self, rows: Sequence[Row], trees: Sequence[Tree]) -> tuple[list[int], list[int]]:
+        """Record the catch-up to the roots, and return the rows that the draft runs for, and their counts."""
         drafting = self.drafting(rows, trees)
         requests = [rows[b].request for b in drafting]
         counts = self.catch_up_counts(requests) if drafting else []
         self.record_catch_up(requests, counts)
-        return drafting, requests, counts
+        return drafting, counts
 
     def first_key(self, request: Request) -> int:
         """Return the first slot of the request whose keys the draft attends to."""
@@ -319,7 +319,7 @@ class CapturedDrafter(PagedDrafter):
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Catch up to the root, and return the function that proposes tokens."""
-        drafting, _, counts = self.start_catch_up(rows, forest.trees)
+        drafting, counts = self.start_catch_up(rows, forest.trees)
         return self.first_pass(drafting, counts, rows, forest, sampler)
 
     def first_pass(
