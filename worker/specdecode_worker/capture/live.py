@@ -249,7 +249,6 @@ class LiveStore:
         self.totals = StoredTotals()
         self.folder = folder
         self._clock = clock
-        self._retention: Retention | None = None
         self._writer: SegmentWriter | None = None
         self._index: dict[str, _Summary] = {}
         self._seen_sweeps = 0
@@ -272,15 +271,10 @@ class LiveStore:
             OSError: A segment cannot be read or deleted.
         """
         with self.lock:
-            if self._writer is None or retention != self._retention:
+            if self._writer is None or retention != self._writer.retention:
                 self.close()
-                self._writer = SegmentWriter(
-                    self.folder,
-                    max_bytes=retention.max_bytes,
-                    max_age_seconds=retention.max_age_seconds,
-                    clock=self._clock,
-                )
-                self._retention, self._seen_sweeps = retention, 0
+                self._writer = SegmentWriter(self.folder, retention, self._clock)
+                self._seen_sweeps = 0
             self.sweep()
 
     def append(self, record: Record, body: bytes) -> None:

@@ -1,15 +1,41 @@
-"""Recorder of a worker: it captures by rules that may change while the worker serves."""
+"""Recorder of a worker, which captures by rules that may change while it serves, and what it sends of its folder."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
+import os
 import random
+import re
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from specdecode_worker.capture.live import CaptureLimits, ControlThread, CurrentRules, LiveStore
-from specdecode_worker.capture.records import CaptureCounts, Dropped, FolderUnusable, QueuedRecord, Record, RecordQueue
-from specdecode_worker.capture.segments import DeletionCounts, Retention, SubjectKeys, UserHashes
+from specdecode_worker.capture.records import (
+    CaptureCounts,
+    Dropped,
+    FolderUnusable,
+    QueuedRecord,
+    Record,
+    RecordQueue,
+    SegmentNotFound,
+)
+from specdecode_worker.capture.segments import (
+    MAX_LISTED,
+    MAX_SEGMENT_BYTES,
+    SEGMENT_NAME,
+    DeletionCounts,
+    ListedSegment,
+    Retention,
+    SegmentListing,
+    SubjectKeys,
+    UserHashes,
+    list_segments,
+)
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules, Consent
 
 _MAX_PROBLEM = 1000
@@ -163,3 +189,86 @@ class Recorder:
         if ahead <= _CLOCK_SECONDS:
             return ""
         return f"delete_before is {ahead:.0f} s ahead of this worker's clock; nothing is captured until then"
+
+
+# Finished segments of a folder, as a worker lists and serves them for distillation.
+#
+# A segment is finished when no writer appends to it any more. Writers close a segment after
+# ``Retention.segment_seconds``, so its name, which has its time, is enough to know. The only writer of a folder closes
+# its segment for a listing, so that the listing has all records.
+
+FINISH_MARGIN_SECONDS = 10.0
+"""Time after which a write that began before its segment was closed has ended."""
+_Status = tuple[int, int, int]
+"""Inode, time of modification and size: another one means that the segment must be hashed again."""
+
+
+class FinishedSegments:
+    """Reader of the finished segments of ``folder``. Its methods block, and ``listing`` reads all new segments.
+
+    ``writer`` is None if other processes may write to the folder.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        retention: Retention,
+        writer: Recorder | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder, self._writer, self._clock = folder, writer, clock
+        self.retention = retention
+        """Bounds in force. They may be replaced."""
+        self._hashes: dict[str, tuple[_Status, str]] = {}
+
+    def listing(self) -> SegmentListing:
+        """Return the newest finished segments that have not expired. A segment is hashed once."""
+        if self._writer is not None:
+            self._writer.close_segment()
+        now = self._clock()
+        segments = [one for one in list_segments(self._folder) if not self.retention.is_expired(one, now)]
+        listed = []
+        hashes: dict[str, tuple[_Status, str]] = {}
+        for segment in segments[-MAX_LISTED:]:
+            name = segment.path.name
+            # A segment may be deleted at any time.
+            with contextlib.suppress(SegmentNotFound), self.open(name) as file:
+                status = _status(file)
+                known = self._hashes.get(name)
+                sha256 = known[1] if known and known[0] == status else hashlib.file_digest(file, "sha256").hexdigest()
+                hashes[name] = (status, sha256)
+                listed.append(ListedSegment(name=name, size=status[2], sha256=sha256))
+        self._hashes = hashes
+        return SegmentListing(segments=tuple(listed), max_age_seconds=self.retention.max_age_seconds)
+
+    def open(self, name: str) -> io.FileIO:
+        """Open a finished segment.
+
+        Raises:
+            SegmentNotFound: The folder has no finished segment of this name. A link or another path is none.
+        """
+        if re.fullmatch(SEGMENT_NAME, name) is None or not self._is_finished(name):
+            raise SegmentNotFound(f"there is no finished segment {name[:64]}")
+        try:
+            # Without O_NONBLOCK, opening a named pipe would wait.
+            file = os.fdopen(
+                os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0
+            )
+        except OSError:
+            raise SegmentNotFound(f"there is no finished segment {name}") from None
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_SEGMENT_BYTES:
+            file.close()
+            raise SegmentNotFound(f"there is no finished segment {name}")
+        return file
+
+    def _is_finished(self, name: str) -> bool:
+        if self._writer is not None:
+            return self._writer.is_closed(name)
+        began_seconds = int(name.partition("-")[0]) / 1e6
+        return began_seconds + self.retention.segment_seconds + FINISH_MARGIN_SECONDS < self._clock()
+
+
+def _status(file: BinaryIO) -> _Status:
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_mtime_ns, status.st_size

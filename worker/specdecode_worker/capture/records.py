@@ -148,24 +148,12 @@ class Stamp(msgspec.Struct, frozen=True):
     permitted: bool = False
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Record)
-_STAMP_DECODER = msgspec.msgpack.Decoder(Stamp)
-
-
-def encode(record: Record) -> bytes:
-    """Return the msgpack encoding of a record."""
-    return _ENCODER.encode(record)
-
-
-def decode(body: bytes) -> Record:
-    """Decode a record. Raise msgspec.DecodeError, or its subclass ValidationError, if the bytes are invalid."""
-    return _DECODER.decode(body)
-
-
-def decode_stamp(body: bytes) -> Stamp:
-    """Decode the stamp of an encoded record. Raise msgspec.MsgspecError if the bytes are invalid."""
-    return _STAMP_DECODER.decode(body)
+encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
+"""Function that returns the msgpack encoding of a record."""
+decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode
+"""Function that decodes a record, and raises msgspec.DecodeError or its subclass ValidationError if it cannot."""
+decode_stamp: Callable[[bytes], Stamp] = msgspec.msgpack.Decoder(Stamp).decode
+"""Function that decodes the stamp of an encoded record, and raises msgspec.MsgspecError if it cannot."""
 
 
 # Redaction hook: a function of the user that receives every record before it is written.
@@ -190,28 +178,22 @@ def load_hook(name: str) -> Hook:
     return hook
 
 
-def apply_hook(record: Record, hook: Hook | None) -> Record | Dropped:
-    """Return the record to write, or the reason to drop it.
+def redact_and_encode(record: Record, hook: Hook | None) -> tuple[Record, bytes] | Dropped:
+    """Return the record to write with its encoding, or the reason to drop it.
 
     A hook that fails or returns anything but a record drops the record, so that no unredacted record is written.
     """
-    if hook is None:
-        return record
-    try:
-        redacted = hook(record)
-    except Exception as error:  # any type is possible; the message is not logged, since it may contain the text to hide
-        log.warning("the redaction hook raised %s; the record is dropped", type(error).__name__)
-        return Dropped.redaction_error
+    redacted: Any = record  # the hook is the user's and may return anything
+    if hook is not None:
+        try:
+            redacted = hook(record)
+        except Exception as error:  # of any type; its message is not logged, since it may contain the text to hide
+            log.warning("the redaction hook raised %s; the record is dropped", type(error).__name__)
+            return Dropped.redaction_error
     if redacted is None:
         return Dropped.redacted
-    return redacted if isinstance(redacted, Record) else Dropped.redaction_error
-
-
-def redact_and_encode(record: Record, hook: Hook | None) -> tuple[Record, bytes] | Dropped:
-    """Return the record to write with its encoding, or the reason to drop it."""
-    redacted = apply_hook(record, hook)
-    if isinstance(redacted, Dropped):
-        return redacted
+    if not isinstance(redacted, Record):
+        return Dropped.redaction_error
     try:
         return redacted, encode(redacted)
     except (TypeError, ValueError):  # the hook set a field to a type that a record cannot hold
