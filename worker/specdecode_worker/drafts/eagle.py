@@ -111,27 +111,17 @@ class StateDrafter(PagedDrafter):
         slots = to_device([row.request.slot for row in rows], aux_TA.device)
         starts = to_device([row.start for row in rows], aux_TA.device)
         before_BA = self._state.aux(slots, (starts - 1).clamp(min=0))
-        parts, counts, firsts, end = [], [], [], 0
+        parts, chunks, end = [], [], 0
         for b, row in enumerate(rows):
             begin, end = end, end + row.count
-            head = before_BA[b : b + 1] if row.start else before_BA[:0]
-            parts += [head, aux_TA[begin : end - 1]]
-            firsts.append(max(row.start, 1))
-            counts.append(row.start + row.count - firsts[-1])
-        if sum(counts):
-            chunks = [
-                (row.request, count, first) for row, count, first in zip(rows, counts, firsts, strict=True) if count
-            ]
-            first_B = to_device([first for *_, first in chunks], aux_TA.device)
-            requests = [request for request, *_ in chunks]
-            packed = causal_pass(
-                self._state,
-                requests,
-                [count for _, count, _ in chunks],
-                first_B,
-                self.last_position,
-                first_key=self.first_key,
-            )
+            parts += [before_BA[b : b + 1] if row.start else before_BA[:0], aux_TA[begin : end - 1]]
+            first = max(row.start, 1)
+            if count := row.start + row.count - first:
+                chunks.append((row.request, count, first))
+        if chunks:
+            requests, counts, firsts = zip(*chunks, strict=True)
+            first_B = to_device(firsts, aux_TA.device)
+            packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
             self._fused(torch.cat(parts), packed)
         self.record_prefill(rows)
 
@@ -145,20 +135,16 @@ class StateDrafter(PagedDrafter):
 
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
-        return [self._reachable(request) for request in requests]
+        counts = []
+        for request in requests:
+            progress = self.progress(request)
+            in_ring = max(request.cached_min - progress.features_from, 1)
+            counts.append(min(request.draft_backlog(1, progress), STATE_RING_POSITIONS, in_ring))
+        return counts
 
     @abstractmethod
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Run the draft over committed slots, from the target's states before them."""
-
-    def _reachable(self, request: Request) -> int:
-        """Return the number of slots up to the root that can run from the states in the ring."""
-        progress = self.progress(request)
-        return min(
-            request.draft_backlog(1, progress),
-            STATE_RING_POSITIONS,
-            max(request.cached_min - progress.features_from, 1),
-        )
 
     def _must_catch_up(self, request: Request) -> bool:
         """Return whether the head must run now for a request without a tree, before the ring loses its states."""

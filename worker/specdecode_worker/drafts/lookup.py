@@ -402,21 +402,17 @@ MOST_TEXT_TOKENS = 8_192
 """Most tokens of a running request that are searched."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuffixBounds:
-    """Bounds of the stored answers. A token takes about 100 bytes."""
-
-    tenant_tokens: int = 65_536
-    """Most tokens of one tenant's answers; the oldest are dropped first."""
-    tokens: int = 262_144
-    """Most tokens of all tenants; the tenant that was used least recently is dropped first."""
-
-
 class SuffixStore:
     """Earlier answers by tenant. Answers of one tenant are never drafted for another one."""
 
-    def __init__(self, bounds: SuffixBounds | None = None) -> None:
-        self._bounds = bounds or SuffixBounds()
+    def __init__(self, tenant_tokens: int = 65_536, most_tokens: int = 262_144) -> None:
+        """Create an empty store. A token takes about 100 bytes.
+
+        Args:
+            tenant_tokens: Most tokens of one tenant's answers; the oldest are dropped first.
+            most_tokens: Most tokens of all tenants; the tenant that was used least recently is dropped first.
+        """
+        self._tenant_tokens, self._most_tokens = tenant_tokens, most_tokens
         self._by_salt: OrderedDict[str, SuffixIndex] = OrderedDict()
 
     @property
@@ -426,11 +422,11 @@ class SuffixStore:
 
     def add(self, salt: str, answer: Sequence[int]) -> None:
         """Store an answer of the tenant with this salt."""
-        index = self._by_salt.setdefault(salt, SuffixIndex(self._bounds.tenant_tokens))
+        index = self._by_salt.setdefault(salt, SuffixIndex(self._tenant_tokens))
         self._by_salt.move_to_end(salt)
-        index.extend(answer[-self._bounds.tenant_tokens + 1 :])
+        index.extend(answer[-self._tenant_tokens + 1 :])
         index.end_text()
-        while self.tokens > self._bounds.tokens and len(self._by_salt) > 1:
+        while self.tokens > self._most_tokens and len(self._by_salt) > 1:
             self._by_salt.popitem(last=False)
 
     def matches(self, salt: str, suffix: Sequence[int]) -> list[Occurrence]:

@@ -253,31 +253,24 @@ class ProcessSupervisor:
         """Start processes, in a thread, until one is ready."""
         while not self._closing.wait(self._delay):
             self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
+            process = None
             try:
-                process = self._begin()
-                if process is not None:
-                    process.wait_ready()
+                with self._lock:
+                    if self._closing.is_set():
+                        return
+                    process = self._starting = self._start()
+                process.wait_ready()
             except (ModelError, OSError) as error:
-                self._give_up(str(error))
+                with self._lock:
+                    self._starting = None
+                if process is not None:
+                    process.kill()
+                if not self._closing.is_set():
+                    self._report(str(error))
                 continue
             with self._lock:
                 self._restarted, self._starting = process, None
             return
-
-    def _begin(self) -> DraftProcess | None:
-        """Start a process, which `close` then ends; None after that."""
-        with self._lock:
-            self._starting = None if self._closing.is_set() else self._start()
-            return self._starting
-
-    def _give_up(self, reason: str) -> None:
-        """End the process that could not be started."""
-        with self._lock:
-            process, self._starting = self._starting, None
-        if process is not None:
-            process.kill()
-        if not self._closing.is_set():
-            self._report(reason)
 
 
 # Drafters whose networks run in a draft process. They count what the draft has processed, as local drafters do.

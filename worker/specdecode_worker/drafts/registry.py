@@ -85,7 +85,7 @@ class DraftLoader:
 
     def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
         """Load the draft of ``config``. Raise ModelError if it cannot be loaded or does not fit the target."""
-        network, calibration, folder = None, Calibration(), None
+        network, calibration, folder = None, Calibration(sharpness=()), None
         if config.uri is not None:
             folder = self.resolve(config.uri)
             network = load_draft(
@@ -93,8 +93,8 @@ class DraftLoader:
                 folder,
                 self.target,
                 target_folder=self.target_folder,
-                dtype=self._dtype,
-                device=self._device,
+                dtype=self.state.dtype,
+                device=self.state.length_S.device,
                 max_model_len=self.max_model_len,
             )
             quantise_draft(network, config.quantization)
@@ -121,15 +121,7 @@ class DraftLoader:
         return LoadedDraft(METHODS[config.method](network, context), state)
 
     def _cache(self, config: CachedConfig) -> PagedCache:
-        return paged_cache(config, config.num_hidden_layers, self.blocks, self._dtype, self._device)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.target.model.embed_tokens.weight.dtype
-
-    @property
-    def _device(self) -> torch.device:
-        return self.target.model.embed_tokens.weight.device
+        return paged_cache(config, config.num_hidden_layers, self.blocks, self.state.dtype, self.state.length_S.device)
 
 
 CachedConfig = CausalLMConfig | Eagle3Config | EagleConfig | DFlashConfig

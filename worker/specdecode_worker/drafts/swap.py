@@ -79,17 +79,13 @@ class BlockCosts:
         self._left = requests
         self._members: set[str] = set()
         self._rows: list[tuple[str, int]] = []
-        self._cells: dict[CostCell, CellSums] = {}
+        self.cells: dict[CostCell, CellSums] = {}
+        """Costs so far."""
 
     @property
     def is_complete(self) -> bool:
         """True once enough members have finished."""
         return self._left <= 0
-
-    @property
-    def cells(self) -> BlockCells:
-        """Costs so far."""
-        return self._cells
 
     def admit(self, request_id: str) -> None:
         """Make a request that starts to run a member of this block."""
@@ -103,7 +99,7 @@ class BlockCosts:
     def end_step(self, concurrency: int, context: int, seconds: float) -> None:
         """Attribute the duration of a step to the rows added since the last one."""
         for task, tokens in self._rows:
-            sums = self._cells.setdefault(CostCell(task, concurrency, context), CellSums())
+            sums = self.cells.setdefault(CostCell(task, concurrency, context), CellSums())
             sums.sequence_seconds += seconds
             sums.tokens += tokens
         self._rows.clear()
@@ -431,7 +427,7 @@ class DraftSwapQueue:
 
     def __init__(self, load: LoadDraft | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._load, self._clock = load, clock
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="draft")
         self._swaps: dict[str, tuple[PendingDraft, Future[DraftSwap]]] = {}
         self._problems: dict[str, str] = {}
 
@@ -475,8 +471,6 @@ class DraftSwapQueue:
             quantization=config.quantization,
             since_seconds=self._clock(),
         )
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="draft")
         self.cancel(message.name)
         self._problems.pop(message.name, None)
         future = self._worker.submit(_attempt, self._load, config, message.name, message.expected_hash)
@@ -504,8 +498,7 @@ class DraftSwapQueue:
 
     def close(self) -> None:
         """Cancel queued swaps, without waiting for the one that is loading."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=False, cancel_futures=True)
+        self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _make_room(self, name: str, in_use: Collection[str]) -> None:
         """Forget problems of drafts that never ran, oldest first, so that at most MAX_DRAFTS names remain."""
