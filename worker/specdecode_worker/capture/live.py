@@ -97,7 +97,7 @@ Raises OSError if the disk refuses it.
 
 
 class RecordWriter:
-    """Writer of one redaction hook; None writes records as they are.
+    """Thread that writes the records of one redaction hook; None writes them as they are.
 
     ``failure`` is the reason why the thread ended by itself. It never has text of a record.
     """
@@ -118,9 +118,6 @@ class RecordWriter:
         self._queue, self._counts, self._store, self._ended = queue, counts, store, ended
         self._activity: tuple[str, float] | None = None
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property
@@ -378,16 +375,15 @@ class LiveStore:
             return False
 
         try:
-            result = delete_records(path, is_unwanted_body)
+            is_segment = delete_records(path, is_unwanted_body, counts)
         except OSError:
             path.unlink(missing_ok=True)
             self._index.pop(name, None)
             counts.segments += 1
             return
-        if not result.readable:
+        if not is_segment:
             path.unlink(missing_ok=True)
-        counts.records += result.deleted
-        counts.segments += result.changed or not result.readable
+            counts.segments += 1
         self._index[name] = remaining
 
     def _read_folder(self) -> None:
@@ -482,9 +478,6 @@ class ControlThread:
         self._closing = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="capture control", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
@@ -584,9 +577,8 @@ class ControlThread:
         if self._writer is not None:
             self._assess(self._writer)
         if self._writer is None and self._may_retry() and not self._is_held_up(rules.redact):
-            self._writer = RecordWriter(rules.redact, self._queue, self._counts, self._write, self.wake)
             self.is_stopped = False
-            self._writer.start()
+            self._writer = RecordWriter(rules.redact, self._queue, self._counts, self._write, self.wake)
 
     def _assess(self, writer: RecordWriter) -> None:
         activity, seconds = writer.activity() or ("", 0.0)

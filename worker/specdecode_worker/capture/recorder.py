@@ -72,7 +72,6 @@ class Recorder:
         self._control = ControlThread(
             self._current, self._store, self._queue, self._subjects, self.counts, self._limits
         )
-        self._control.start()
 
     @property
     def is_on(self) -> bool:

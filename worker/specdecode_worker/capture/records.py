@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pkgutil
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib import import_module
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -167,9 +166,8 @@ def load_hook(name: str) -> Hook:
     Raises:
         HookNotFound: the import fails or the result is not callable. The message contains the exception of the module.
     """
-    module, _, path = name.partition(":")
     try:
-        function: Any = attrgetter(path)(import_module(module))
+        function: Any = pkgutil.resolve_name(name)
     except Exception as error:  # a user's module may raise any exception
         raise HookNotFound(f"the redaction hook {name} cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(function):
@@ -218,8 +216,7 @@ class QueuedRecord:
 class RecordQueue:
     """Queue of records. No method waits for a thread that redacts or writes."""
 
-    def __init__(self, size: int = QUEUE_RECORDS) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._waiting: deque[QueuedRecord] = deque()
         self._taken: set[QueuedRecord] = set()
         self._changed = threading.Condition()
@@ -230,7 +227,7 @@ class RecordQueue:
     def put(self, item: QueuedRecord) -> bool:
         """Queue a record. Return False if the queue is full."""
         with self._changed:
-            if len(self._waiting) >= self._size:
+            if len(self._waiting) >= QUEUE_RECORDS:
                 return False
             self._waiting.append(item)
             self._changed.notify()

@@ -336,23 +336,30 @@ def _encoded(user: str) -> bytes:
 # Deletion of single records from a segment file, while its writer may append to it.
 
 
-@dataclass(frozen=True, slots=True)
-class Rewriting:
-    """Result for one segment."""
+@dataclass(slots=True)
+class DeletionCounts:
+    """Result of a deletion."""
 
-    deleted: int = 0
-    """Records that were deleted."""
-    changed: bool = False
-    """True if the segment was replaced or deleted."""
-    readable: bool = True
-    """False if the file is no segment. It stays as it is."""
+    records: int = 0
+    """Stored records that were deleted."""
+    queued: int = 0
+    """Records of the user that waited to be written."""
+    segments: int = 0
+    """Segments that were rewritten or deleted."""
+    unreadable: int = 0
+    """Segments and frames that cannot be read, which may hold records of the user until they expire."""
+    undecidable: int = 0
+    """Records whose hash was made with a key that is not known. They may be of the user."""
 
 
-def delete_records(path: Path, is_unwanted: Callable[[bytes], bool]) -> Rewriting:
-    """Delete the records for whose encoded bodies ``is_unwanted`` holds from one segment.
+def delete_records(path: Path, is_unwanted: Callable[[bytes], bool], counts: DeletionCounts) -> bool:
+    """Delete the records for whose encoded bodies ``is_unwanted`` holds from one segment, and count them.
 
     The segment is replaced by one without them, of the same name, owner and mode, or deleted if none remain. A
     truncated end is dropped, because it may hold such a record.
+
+    Returns:
+        False if the file is no segment. It stays as it is.
 
     Raises:
         OSError: The segment cannot be read or replaced.
@@ -361,15 +368,15 @@ def delete_records(path: Path, is_unwanted: Callable[[bytes], bool]) -> Rewritin
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            return Rewriting()
+            return True
         with file, locked(file.fileno()):
             if os.fstat(file.fileno()).st_nlink:
-                return _delete_from(file, path, is_unwanted)
+                return _delete_from(file, path, is_unwanted, counts)
 
 
-def _delete_from(file: BinaryIO, path: Path, is_unwanted: Callable[[bytes], bool]) -> Rewriting:
+def _delete_from(file: BinaryIO, path: Path, is_unwanted: Callable[[bytes], bool], counts: DeletionCounts) -> bool:
     if file.read(len(MAGIC)) != MAGIC:
-        return Rewriting(readable=False)
+        return False
     file.seek(0)
     kept: set[int] = set()
     deleted, is_torn = 0, False
@@ -381,14 +388,16 @@ def _delete_from(file: BinaryIO, path: Path, is_unwanted: Callable[[bytes], bool
         else:
             kept.add(index)
     if not deleted and not is_torn:
-        return Rewriting()
+        return True
     if kept:
         file.seek(0)
         bodies = enumerate(read_bodies(file))
         _replace(path, file, (frame_of(body) for index, body in bodies if body is not None and index in kept))
     else:
         path.unlink(missing_ok=True)
-    return Rewriting(deleted, changed=True)
+    counts.records += deleted
+    counts.segments += 1
+    return True
 
 
 def _replace(path: Path, replaced: BinaryIO, frames: Iterable[bytes]) -> None:
@@ -650,22 +659,6 @@ class SegmentListing(Received):
 # Deletion of one user's records from a folder of segments, while workers may write to it.
 
 
-@dataclass(slots=True)
-class DeletionCounts:
-    """Result of a deletion."""
-
-    records: int = 0
-    """Stored records of the user that were deleted."""
-    queued: int = 0
-    """Records of the user that waited to be written."""
-    segments: int = 0
-    """Segments that were rewritten or deleted."""
-    unreadable: int = 0
-    """Segments and frames that cannot be read, which may hold records of the user until they expire."""
-    undecidable: int = 0
-    """Records whose hash was made with a key that is not known. They may be of the user."""
-
-
 def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> DeletionCounts:
     """Delete the records of requests whose field ``user`` was ``user``.
 
@@ -684,33 +677,24 @@ def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> 
     if not folder.is_dir():
         raise FolderUnusable(f"{folder} is no folder; name the one that `serve --capture` was given")
     counts = DeletionCounts()
+
+    def is_of_user(body: bytes) -> bool:
+        try:
+            stored = decode_stamp(body).user
+        except msgspec.MsgspecError:
+            counts.unreadable += 1
+            return False
+        counts.undecidable += hashes.is_undecidable(stored)
+        return hashes.matches(stored)
+
     try:
         for segment in list_segments(folder):
-            _delete_users_from(segment.path, hashes, counts)
+            is_segment = delete_records(segment.path, is_of_user, counts)
+            counts.unreadable += not is_segment
         flush(folder)
     except OSError as error:
         raise FolderUnusable(f"{error.filename or folder} cannot be rewritten: {error.strerror or error}") from None
     return counts
-
-
-def _delete_users_from(path: Path, hashes: UserHashes, counts: DeletionCounts) -> None:
-    unreadable = undecidable = 0
-
-    def is_of_user(body: bytes) -> bool:
-        nonlocal unreadable, undecidable
-        try:
-            stored = decode_stamp(body).user
-        except msgspec.MsgspecError:
-            unreadable += 1
-            return False
-        undecidable += hashes.is_undecidable(stored)
-        return hashes.matches(stored)
-
-    result = delete_records(path, is_of_user)
-    counts.records += result.deleted
-    counts.segments += result.changed
-    counts.unreadable += unreadable + (not result.readable)
-    counts.undecidable += undecidable
 
 
 def flush(path: Path) -> None:
