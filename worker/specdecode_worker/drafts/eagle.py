@@ -66,6 +66,38 @@ class Head(Protocol):
 class StateDrafter(PagedDrafter):
     """Paged drafter whose slot i reads the target's state h[i-1]; it catches up from the ring of DeviceState."""
 
+    def ready(self, request: Request) -> bool:
+        """Return whether the ring holds the target state that the head needs at the root."""
+        return request.cached_min > self.progress(request).features_from
+
+    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
+        """Return the indices of the rows that draft or must catch up in this step."""
+        return [
+            b
+            for b, row in enumerate(rows)
+            if (trees[b].drafted_depth or self._must_catch_up(row.request)) and not row.is_chunk
+        ]
+
+    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
+        """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
+        counts = []
+        for request in requests:
+            progress = self.progress(request)
+            in_ring = max(request.cached_min - progress.features_from, 1)
+            counts.append(min(request.draft_backlog(1, progress), STATE_RING_POSITIONS, in_ring))
+        return counts
+
+    def _must_catch_up(self, request: Request) -> bool:
+        """Return whether the head must run now for a request without a tree, before the ring loses its states."""
+        if not self.serves(request):
+            return False
+        is_behind = self.progress(request).lag >= STATE_RING_POSITIONS - MAX_RANKS
+        return is_behind and self.ready(request)
+
+
+class HeadDrafter(StateDrafter, CapturedDrafter):
+    """Drafter of one head that reads target states."""
+
     _head: Any
 
     def __init__(
@@ -99,10 +131,6 @@ class StateDrafter(PagedDrafter):
         ids, cache = target_ids_of(head, context), context.make_cache(head.config)
         return cls(head, ids, cache, context.state, context.positions, context.sharpness)
 
-    def ready(self, request: Request) -> bool:
-        """Return whether the ring holds the target state that the head needs at the root."""
-        return request.cached_min > self.progress(request).features_from
-
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Run the head over prefill chunks.
 
@@ -125,58 +153,31 @@ class StateDrafter(PagedDrafter):
             self._fused(torch.cat(parts), packed)
         self.record_prefill(rows)
 
-    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
-        """Return the indices of the rows that draft or must catch up in this step."""
-        return [
-            b
-            for b, row in enumerate(rows)
-            if (trees[b].drafted_depth or self._must_catch_up(row.request)) and not row.is_chunk
-        ]
-
-    def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
-        """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
-        counts = []
-        for request in requests:
-            progress = self.progress(request)
-            in_ring = max(request.cached_min - progress.features_from, 1)
-            counts.append(min(request.draft_backlog(1, progress), STATE_RING_POSITIONS, in_ring))
-        return counts
+    def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
+        """Return the logits of the head's tokens behind these states, [R, V]."""
+        logits_RV: Tensor = self._head.logits(hidden_RE)
+        return logits_RV
 
     @abstractmethod
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Run the draft over committed slots, from the target's states before them."""
 
-    def _must_catch_up(self, request: Request) -> bool:
-        """Return whether the head must run now for a request without a tree, before the ring loses its states."""
-        if not self.serves(request):
-            return False
-        is_behind = self.progress(request).lag >= STATE_RING_POSITIONS - MAX_RANKS
-        return is_behind and self.ready(request)
 
+class EagleDrafter(HeadDrafter):
+    """Drafter of the methods eagle3 and eagle, whose heads read pairs of a target state and a token.
 
-class HeadDrafter(StateDrafter):
-    """Drafter of heads that read pairs of a target state and a token."""
+    Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.
+    """
 
     _head: Head
+
+    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
+        return self._fused(self._state.aux(slots_T, index_T - 1), packed)
 
     def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
         return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
-    def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
-        """Return the logits of the head's tokens behind these states, [R, V]."""
-        return self._head.logits(hidden_RE)
-
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)
-
-
-class EagleDrafter(HeadDrafter, CapturedDrafter):
-    """Drafter of the methods eagle3 and eagle.
-
-    Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.
-    """
-
-    def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
-        return self._fused(self._state.aux(slots_T, index_T - 1), packed)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Pipe
-from typing import NoReturn
 
 import msgspec
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState
-from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState, PackedBatch, PackedTensors
+from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
 from specdecode_worker.core.errors import EngineError
 from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts import own_device_process as draft_child
@@ -380,9 +379,6 @@ class OwnDrafter(PagedDrafter):
 
 class OwnStateDrafter(OwnDrafter, StateDrafter):
     """Drafter of the methods eagle3 and eagle in a draft process."""
-
-    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> NoReturn:
-        raise NotImplementedError("the draft runs in another process")
 
 
 class OwnModelDrafter(OwnDrafter, TextDrafter):

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from specdecode_worker.core.device_state import PackedBatch, PackedTensors, slots_of, spread
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import CapturedDrafter
-from specdecode_worker.drafts.eagle import HeadDrafter, StateDrafter
+from specdecode_worker.drafts.eagle import EagleDrafter, HeadDrafter
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import PEagleHead
 
@@ -25,7 +24,7 @@ from specdecode_worker.models.eagle import PEagleHead
 # vLLM packs its pass alike (vllm-project/vllm, vllm/v1/spec_decode/llm_base_proposer.py, ``parallel_drafting``).
 
 
-class PEagleDrafter(HeadDrafter, CapturedDrafter):
+class PEagleDrafter(EagleDrafter):
     """Drafter of the method peagle."""
 
     one_pass = True
@@ -51,7 +50,7 @@ class PEagleDrafter(HeadDrafter, CapturedDrafter):
 # therefore the last index of a shared block, which is written again with the same values.
 
 
-class DFlashDrafter(StateDrafter, CapturedDrafter):
+class DFlashDrafter(HeadDrafter):
     """Drafter of the method dflash."""
 
     one_pass = block = True
@@ -71,10 +70,6 @@ class DFlashDrafter(StateDrafter, CapturedDrafter):
         tokens_T = torch.where(masked_T, self._head.config.mask_token_id, packed.tokens_T)
         hidden_TE: Tensor = self._head(tokens_T, packed.positions_T, self._cache.attend(packed))
         return hidden_TE
-
-    def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
-        """Return the logits of the head's tokens behind these states, [R, V]."""
-        return self._head.logits(hidden_RE)
 
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Write keys and values of the tokens before the slots of ``packed``, and return the states that they read."""
