@@ -70,21 +70,6 @@ class RulesState:
         )
 
 
-class CurrentRules:
-    """Holder of the state, which is replaced as a whole. Only the event loop replaces it."""
-
-    def __init__(self, rules: CaptureRules | None) -> None:
-        self.state = RulesState(rules, epoch=0 if rules is not None else 1)
-
-    def replace(self, rules: CaptureRules | None) -> bool:
-        """Replace the rules. Return False if they are the same."""
-        state = self.state
-        if rules == state.rules:
-            return False
-        self.state = RulesState(rules, state.epoch + (rules is None))
-        return True
-
-
 # Thread that redacts records and hands them to the store. It can be abandoned when a redaction hook hangs.
 
 _TAKE_SECONDS = 1.0
@@ -451,11 +436,11 @@ class CaptureLimits:
 
 
 class ControlThread:
-    """Thread that brings folder and writer in line with ``current``. No failure of capture ends it."""
+    """Thread that brings folder and writer in line with the rules. No failure of capture ends it."""
 
     def __init__(
         self,
-        current: CurrentRules,
+        rules: CaptureRules | None,
         store: LiveStore,
         queue: RecordQueue,
         subjects: SubjectKeys,
@@ -464,7 +449,9 @@ class ControlThread:
     ) -> None:
         self.is_stopped = False
         """True while a problem stops capture. No record is queued then."""
-        self._current, self._store, self._queue = current, store, queue
+        self.state = RulesState(rules, epoch=0 if rules is not None else 1)
+        """Rules in force, replaced as a whole by the event loop."""
+        self._store, self._queue = store, queue
         self._subjects, self._counts, self._limits = subjects, counts, limits
         self._cleared_epoch = 0
         self._applied: CaptureRules | None = None
@@ -480,9 +467,12 @@ class ControlThread:
         self._thread = threading.Thread(target=self._run, name="capture control", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
-        """Let the thread apply new rules now."""
-        self._wake.set()
+    def apply(self, rules: CaptureRules | None) -> None:
+        """Replace the rules, and let the thread follow them now. Only the event loop may call it."""
+        state = self.state
+        if rules != state.rules:
+            self.state = RulesState(rules, state.epoch + (rules is None))
+            self._wake.set()
 
     @property
     def problem(self) -> str:
@@ -519,13 +509,13 @@ class ControlThread:
                     log.exception("capture control")
                 self._fail(f"{self._store.folder}: {getattr(error, 'strerror', None) or error}")
             self._busy_since = None
-            state = self._current.state
+            state = self.state
             is_idle = state.rules is None and state.epoch == self._cleared_epoch
             self._wake.wait(None if is_idle else self._limits.tick)
 
     def _converge(self) -> None:
         """Bring folder and writer in line with the rules. Raises OSError and CaptureError."""
-        state = self._current.state
+        state = self.state
         if state.epoch != self._cleared_epoch:
             self._clear(state)
         if state.rules is None:
@@ -558,7 +548,7 @@ class ControlThread:
         Rules that were replaced meanwhile delete nothing: the newer ones may permit what was just written.
         """
         with self._store.lock:
-            state = self._current.state
+            state = self.state
             if state.rules is not rules:
                 return
             gone = self._queue.discard(lambda item: state.forbids(item.record, item.epoch))
@@ -578,7 +568,7 @@ class ControlThread:
             self._assess(self._writer)
         if self._writer is None and self._may_retry() and not self._is_held_up(rules.redact):
             self.is_stopped = False
-            self._writer = RecordWriter(rules.redact, self._queue, self._counts, self._write, self.wake)
+            self._writer = RecordWriter(rules.redact, self._queue, self._counts, self._write, self._wake.set)
 
     def _assess(self, writer: RecordWriter) -> None:
         activity, seconds = writer.activity() or ("", 0.0)
@@ -629,7 +619,7 @@ class ControlThread:
         with self._store.lock:
             if item.unwanted:
                 return True  # counted where it was discarded
-            state = self._current.state
+            state = self.state
             if state.forbids(item.record, item.epoch):
                 self._counts.drop(Dropped.deleted)
                 return True

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from specdecode_worker.capture.live import CaptureLimits, ControlThread, CurrentRules, LiveStore
+from specdecode_worker.capture.live import CaptureLimits, ControlThread, LiveStore
 from specdecode_worker.capture.records import (
     CaptureCounts,
     Dropped,
@@ -65,44 +65,40 @@ class Recorder:
         self.counts = CaptureCounts()
         self._clock, self._limits = clock, limits
         self._random = random.Random(seed)
-        self._current = CurrentRules(rules)
         self._subjects = SubjectKeys(folder, read_token)
         self._queue = RecordQueue()
         self._store = LiveStore(folder, clock)
-        self._control = ControlThread(
-            self._current, self._store, self._queue, self._subjects, self.counts, self._limits
-        )
+        self._control = ControlThread(rules, self._store, self._queue, self._subjects, self.counts, self._limits)
 
     @property
     def is_on(self) -> bool:
         """True if the plan switches capture on."""
-        return self._current.state.rules is not None
+        return self._control.state.rules is not None
 
     @property
     def consent(self) -> Consent:
         """Consent that requests need."""
-        rules = self._current.state.rules
+        rules = self._control.state.rules
         return rules.consent if rules else "OptOut"
 
     @property
     def epoch(self) -> int:
         """Number of times that capture was switched off."""
-        return self._current.state.epoch
+        return self._control.state.epoch
 
     @property
     def retention(self) -> Retention | None:
         """Bounds of the folder; None while capture is off."""
-        rules = self._current.state.rules
+        rules = self._control.state.rules
         return Retention(rules.max_age_seconds, rules.max_bytes) if rules else None
 
     def apply(self, rules: CaptureRules | None) -> None:
         """Follow ``rules`` from the next request on; None switches capture off and deletes what is stored."""
-        if self._current.replace(rules):
-            self._control.wake()
+        self._control.apply(rules)
 
     def share_of(self, task: str) -> float:
         """Return the share of requests of ``task`` to capture."""
-        rules = self._current.state.rules
+        rules = self._control.state.rules
         return rules.task_shares.get(task, rules.share) if rules else 0.0
 
     def should_capture(self, task: str) -> bool:
@@ -122,7 +118,7 @@ class Recorder:
         """Queue the record of a request that began in ``epoch``; drop it if the queue is full or rules forbid it."""
         if self._control.is_stopped:
             self.counts.drop(Dropped.stopped)
-        elif self._current.state.forbids(record, epoch):
+        elif self._control.state.forbids(record, epoch):
             self.counts.drop(Dropped.deleted)
         elif not self._queue.put(QueuedRecord(record, epoch)):
             self.counts.drop(Dropped.queue_full)
@@ -183,7 +179,7 @@ class Recorder:
 
     def _clock_problem(self) -> str:
         """Return the problem of a ``delete_before`` that lies in this worker's future."""
-        rules = self._current.state.rules
+        rules = self._control.state.rules
         ahead = rules.delete_before - self._clock() if rules else 0.0
         if ahead <= _CLOCK_SECONDS:
             return ""
