@@ -59,102 +59,6 @@ def columns_of(one: TargetStates, among: TargetStates, size: int) -> StateColumn
 # Draft slot i belongs to token i and proposes token i + 1. The keys of a tree follow those of the root, as in the
 # target's cache. They are rewritten once their tokens are accepted.
 
-FirstKey = Callable[[Request], int]
-
-
-def causal_pass(
-    state: DeviceState,
-    requests: Sequence[Request],
-    counts: Sequence[int],
-    first_B: Tensor,
-    last_position: int,
-    *,
-    first_key: FirstKey,
-    masks: Sequence[int] = (),
-    block: bool = False,
-) -> PackedBatch:
-    """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
-
-    Args:
-        state: Device state of the running requests.
-        requests: Requests of the pass, B of them.
-        counts: Number of slots of each request.
-        first_B: First slot of each request, on the device.
-        last_position: Last position that the draft supports; later positions are clamped to it.
-        first_key: Function that returns the first slot of a request whose keys the draft attends to.
-        masks: Number of the slots of each request that are mask slots behind its root; none if left out.
-        block: The slots of a request see each other, and not only those before them.
-    """
-    device = first_B.device
-    slots_B = to_device([request.slot for request in requests], device)
-    sequence_T, row_T = spread(tuple(counts), device)
-    index_T = first_B[sequence_T] + row_T
-    table_BM = state.block_table_SM[slots_B]
-    # During prefill, a request owns blocks only for the tokens launched so far; the last of them has the last slot.
-    bounds = tuple(
-        min(max(request.cached_bound, request.prefilled) + 1 + behind, len(request.blocks) * BLOCK_SIZE)
-        for request, behind in zip(requests, masks or [0] * len(requests), strict=True)
-    )
-    seen = to_device([all_nodes(count) for count in counts for _ in range(count)], device) if block else None
-    return PackedBatch(
-        tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
-        positions_T=index_T.clamp(max=last_position),
-        slots_T=slots_of(table_BM, sequence_T, index_T),
-        prefix_len_B=first_B,
-        ancestors_T=torch.zeros_like(index_T) if seen is None else seen,
-        block_table_BM=table_BM,
-        blocks=tuple(tuple(request.blocks) for request in requests),
-        query_counts=tuple(counts),
-        key_bounds=bounds,
-        key_starts=tuple(first_key(request) for request in requests),
-        dense=False,
-    )
-
-
-def level_pass(
-    state: DeviceState,
-    rows: Sequence[Row],
-    level: Level,
-    depth: int,
-    forest: Forest,
-    last_position: int,
-    *,
-    first_key: FirstKey,
-) -> PackedBatch:
-    """Build the pass over the nodes of one level of the trees.
-
-    Args:
-        state: Device state of the running requests.
-        rows: Rows of the step.
-        level: Nodes to run.
-        depth: Depth of the level; the root has depth 0.
-        forest: Trees of the step.
-        last_position: Last position that the draft supports; later positions are clamped to it.
-        first_key: Function that returns the first slot of a request whose keys the draft attends to.
-    """
-    running = [b for b, count in enumerate(level.counts) if count]
-    requests = [rows[b].request for b in running]
-    counts = tuple(level.counts[b] for b in running)
-    slots_B = to_device([request.slot for request in requests], level.node_R.device)
-    sequence_R, _ = spread(counts, slots_B.device)
-    length_B = state.length_S[slots_B]
-    length_R = length_B[sequence_R]
-    table_BM = state.block_table_SM[slots_B]
-    highest = [max(forest.trees[b].expanded[depth]) for b in running]
-    return PackedBatch(
-        tokens_T=state.tokens_SP[slots_B[sequence_R], length_R + level.node_R],
-        positions_T=(length_R + depth).clamp(max=last_position),
-        slots_T=slots_of(table_BM, sequence_R, length_R + level.node_R),
-        prefix_len_B=length_B,
-        ancestors_T=level.ancestors_R,
-        block_table_BM=table_BM,
-        blocks=tuple(tuple(request.blocks) for request in requests),
-        query_counts=counts,
-        key_bounds=tuple(r.cached_bound + node + 1 for r, node in zip(requests, highest, strict=True)),
-        key_starts=tuple(first_key(request) for request in requests),
-        dense=all(r.cached_bound == r.cached for r in requests) and all(node == depth for node in highest),
-    )
-
 
 def catch_up_runs(
     state: DeviceState, requests: Sequence[Request], counts: Sequence[int], masks: Sequence[int] = ()
@@ -344,8 +248,7 @@ class CapturedDrafter(PagedDrafter):
         masks = [max(depth - 1 + self.block, 0) if self.one_pass else 0 for depth in depths]
         every = [count + behind for count, behind in zip(counts, masks, strict=True)]
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts, masks)
-        packed = causal_pass(self._state, requests, every, first_B, self.last_position,
-                             first_key=self.first_key, masks=masks, block=self.block)  # fmt: skip
+        packed = self.causal_pass(requests, every, first_B, masks, block=self.block)
         hidden_TE = self.root_states(slots_T, index_T, packed)
         begins = [begin + count - 1 for begin, count in zip(accumulate(every, initial=0), counts, strict=False)]
         if not self.one_pass:
@@ -381,17 +284,93 @@ class CapturedDrafter(PagedDrafter):
             forest: Their trees.
             sampler: Sampler of the step.
         """
-        hidden_RE, state = roots_RE, self._state
+        hidden_RE = roots_RE
 
         def expand(depth: int, level: Level) -> Tensor:
             nonlocal hidden_RE
             hidden_RE = hidden_RE[level.source_R]
             if depth:
-                packed = level_pass(state, rows, level, depth, forest, self.last_position, first_key=self.first_key)
-                hidden_RE = self.node_states(hidden_RE, packed)
+                hidden_RE = self.node_states(hidden_RE, self.level_pass(rows, level, depth, forest))
             return self.rank(hidden_RE, level.nodes, depth, sampler)
 
         return expand
+
+    def causal_pass(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        first_B: Tensor,
+        masks: Sequence[int] = (),
+        *,
+        block: bool = False,
+    ) -> PackedBatch:
+        """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
+
+        Args:
+            requests: Requests of the pass, B of them.
+            counts: Number of slots of each request.
+            first_B: First slot of each request, on the device.
+            masks: Number of the slots of each request that are mask slots behind its root; none if left out.
+            block: The slots of a request see each other, and not only those before them.
+        """
+        state = self._state
+        device = first_B.device
+        slots_B = to_device([request.slot for request in requests], device)
+        sequence_T, row_T = spread(tuple(counts), device)
+        index_T = first_B[sequence_T] + row_T
+        table_BM = state.block_table_SM[slots_B]
+        # During prefill, a request owns blocks only for the tokens launched so far; the last of them has the last slot.
+        bounds = tuple(
+            min(max(request.cached_bound, request.prefilled) + 1 + behind, len(request.blocks) * BLOCK_SIZE)
+            for request, behind in zip(requests, masks or [0] * len(requests), strict=True)
+        )
+        seen = to_device([all_nodes(count) for count in counts for _ in range(count)], device) if block else None
+        return PackedBatch(
+            tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
+            positions_T=index_T.clamp(max=self.last_position),
+            slots_T=slots_of(table_BM, sequence_T, index_T),
+            prefix_len_B=first_B,
+            ancestors_T=torch.zeros_like(index_T) if seen is None else seen,
+            block_table_BM=table_BM,
+            blocks=tuple(tuple(request.blocks) for request in requests),
+            query_counts=tuple(counts),
+            key_bounds=bounds,
+            key_starts=tuple(self.first_key(request) for request in requests),
+            dense=False,
+        )
+
+    def level_pass(self, rows: Sequence[Row], level: Level, depth: int, forest: Forest) -> PackedBatch:
+        """Build the pass over the nodes of one level of the trees.
+
+        Args:
+            rows: Rows of the step.
+            level: Nodes to run.
+            depth: Depth of the level; the root has depth 0.
+            forest: Trees of the step.
+        """
+        state = self._state
+        running = [b for b, count in enumerate(level.counts) if count]
+        requests = [rows[b].request for b in running]
+        counts = tuple(level.counts[b] for b in running)
+        slots_B = to_device([request.slot for request in requests], level.node_R.device)
+        sequence_R, _ = spread(counts, slots_B.device)
+        length_B = state.length_S[slots_B]
+        length_R = length_B[sequence_R]
+        table_BM = state.block_table_SM[slots_B]
+        highest = [max(forest.trees[b].expanded[depth]) for b in running]
+        return PackedBatch(
+            tokens_T=state.tokens_SP[slots_B[sequence_R], length_R + level.node_R],
+            positions_T=(length_R + depth).clamp(max=self.last_position),
+            slots_T=slots_of(table_BM, sequence_R, length_R + level.node_R),
+            prefix_len_B=length_B,
+            ancestors_T=level.ancestors_R,
+            block_table_BM=table_BM,
+            blocks=tuple(tuple(request.blocks) for request in requests),
+            query_counts=counts,
+            key_bounds=tuple(r.cached_bound + node + 1 for r, node in zip(requests, highest, strict=True)),
+            key_starts=tuple(self.first_key(request) for request in requests),
+            dense=all(r.cached_bound == r.cached for r in requests) and all(node == depth for node in highest),
+        )
 
     @abstractmethod
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.core.request import Request, Row
-from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, PagedDrafter, Ranking, causal_pass
+from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, PagedDrafter, Ranking
 from specdecode_worker.models.causal_lm import CausalLM
 
 LONGEST_CATCH_UP = 1024
@@ -61,7 +61,7 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
         first_B = to_device([row.start for row in rows], self._state.length_S.device)
         requests, counts = [row.request for row in rows], [row.count for row in rows]
-        self._forward(causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key))
+        self._forward(self.causal_pass(requests, counts, first_B))
         self.record_prefill(rows)
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:

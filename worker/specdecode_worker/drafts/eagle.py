@@ -30,7 +30,6 @@ from specdecode_worker.drafts.base import (
     DraftContext,
     PagedDrafter,
     Ranking,
-    causal_pass,
     target_ids_of,
 )
 from specdecode_worker.models.causal_lm import Attend
@@ -149,8 +148,7 @@ class HeadDrafter(StateDrafter, CapturedDrafter):
         if chunks:
             requests, counts, firsts = zip(*chunks, strict=True)
             first_B = to_device(firsts, aux_TA.device)
-            packed = causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
-            self._fused(torch.cat(parts), packed)
+            self._fused(torch.cat(parts), self.causal_pass(requests, counts, first_B))
         self.record_prefill(rows)
 
     def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
