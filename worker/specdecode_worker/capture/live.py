@@ -226,11 +226,11 @@ class LiveStore:
     without it.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, counts: CaptureCounts, clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()
         self.totals = StoredTotals()
         self.folder = folder
-        self._clock = clock
+        self._counts, self._clock = counts, clock
         self._writer: SegmentWriter | None = None
         self._index: dict[str, _Summary] = {}
         self._seen_sweeps = 0
@@ -389,6 +389,7 @@ class LiveStore:
         records = sum(one.records for one in summaries)
         oldest = min((one.oldest for one in summaries if one.records), default=None)
         self.totals = StoredTotals(records, sum(one.size for one in summaries), oldest)
+        self._counts.stored_bytes = self.totals.size
 
 
 def _summary_of(path: Path) -> _Summary:
@@ -540,7 +541,6 @@ class ControlThread:
         self._cleared_epoch = state.epoch
         self._applied = self._tried = None
         self._problem, self._until_written, self.is_stopped = "", False, False
-        self._counts.stored_bytes = 0
 
     def _prepare(self, rules: CaptureRules) -> None:
         """Open the folder with the bounds of the rules, and delete the records that they forbid.
@@ -557,7 +557,6 @@ class ControlThread:
             self._store.delete_forbidden(rules.delete_before, only_permitted=rules.consent == "OptIn")
         self._applied = rules
         self._swept_at = time.monotonic()
-        self._counts.stored_bytes = self._store.totals.size
 
     def _check_writer(self, rules: CaptureRules) -> None:
         """Start the writer of the rules' hook. Replace one that has ended or hangs, after the time of a retry."""
@@ -612,7 +611,6 @@ class ControlThread:
         self._subjects.refresh()
         self._store.sweep()
         self._subjects.expire(rules.max_age_seconds)
-        self._counts.stored_bytes = self._store.totals.size
 
     def _write(self, writer: RecordWriter, item: QueuedRecord, redacted: tuple[Record, bytes] | Dropped) -> bool:
         """Store a record unless the rules forbid it by now. Return False if it needs another hook. Raises OSError."""
@@ -636,7 +634,6 @@ class ControlThread:
             self._subjects.store_for(record.user)
             self._store.append(record, body)
         self._counts.records[record.task] += 1
-        self._counts.stored_bytes = self._store.totals.size
         if self._until_written:
             self._problem, self._until_written = "", False
         return True

@@ -67,7 +67,7 @@ class Recorder:
         self._random = random.Random(seed)
         self._subjects = SubjectKeys(folder, read_token)
         self._queue = RecordQueue()
-        self._store = LiveStore(folder, clock)
+        self._store = LiveStore(folder, self.counts, clock)
         self._control = ControlThread(rules, self._store, self._queue, self._subjects, self.counts, self._limits)
 
     @property
@@ -156,7 +156,6 @@ class Recorder:
         finally:
             self._store.lock.release()
         counts.queued = queued
-        self.counts.stored_bytes = self._store.totals.size
         return counts
 
     def close_segment(self) -> None:
@@ -204,14 +203,8 @@ class FinishedSegments:
     ``writer`` is None if other processes may write to the folder.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        retention: Retention,
-        writer: Recorder | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._folder, self._writer, self._clock = folder, writer, clock
+    def __init__(self, folder: Path, retention: Retention, writer: Recorder | None) -> None:
+        self._folder, self._writer = folder, writer
         self.retention = retention
         """Bounds in force. They may be replaced."""
         self._hashes: dict[str, tuple[_Status, str]] = {}
@@ -220,7 +213,7 @@ class FinishedSegments:
         """Return the newest finished segments that have not expired. A segment is hashed once."""
         if self._writer is not None:
             self._writer.close_segment()
-        now = self._clock()
+        now = time.time()
         segments = [one for one in list_segments(self._folder) if not self.retention.is_expired(one, now)]
         listed = []
         hashes: dict[str, tuple[_Status, str]] = {}
@@ -261,7 +254,7 @@ class FinishedSegments:
         if self._writer is not None:
             return self._writer.is_closed(name)
         began_seconds = int(name.partition("-")[0]) / 1e6
-        return began_seconds + self.retention.segment_seconds + FINISH_MARGIN_SECONDS < self._clock()
+        return began_seconds + self.retention.segment_seconds + FINISH_MARGIN_SECONDS < time.time()
 
 
 def _status(file: BinaryIO) -> _Status:
