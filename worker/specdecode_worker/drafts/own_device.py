@@ -17,7 +17,7 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
-from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState
+from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
 from specdecode_worker.core.errors import EngineError
 from specdecode_worker.core.request import Request, Row
@@ -29,6 +29,7 @@ from specdecode_worker.drafts.base import (
     PagedDrafter,
     StateColumns,
     catch_up_runs,
+    no_ranks,
 )
 from specdecode_worker.drafts.draft_model import LONGEST_CATCH_UP, TextDrafter
 from specdecode_worker.drafts.eagle import StateDrafter
@@ -326,8 +327,7 @@ class OwnDrafter(PagedDrafter):
 
     def _ask(self, rows: Sequence[Row], forest: Forest, drafting: list[int], counts: list[int]) -> Tensor:
         """Return the ranked tokens behind every node [B, N, K], -1 where the process has none or is lost."""
-        nodes = max(len(tree.parents) for tree in forest.trees)
-        ranked_BNK = torch.full((len(rows), nodes, MAX_RANKS), -1, device=self._device)
+        ranked_BNK = no_ranks(forest, self._device)
         if not self._supervisor.usable:
             return ranked_BNK
         trees = [
