@@ -82,9 +82,6 @@ class NgramDrafter(Drafter):
         """Drop what is stored for a request that ends."""
         self._known.pop(request.id, None)
 
-    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Do nothing; a lookup needs the text alone."""
-
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Return the function that looks tokens up in the text of each request."""
         if not forest.levels:

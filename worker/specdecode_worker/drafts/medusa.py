@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors
-from specdecode_worker.core.request import Request, Row
+from specdecode_worker.core.request import Request
 from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, Ranking, target_ids_of
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.sampling.sampler import Proposer
@@ -46,9 +46,6 @@ class MedusaDrafter(CapturedDrafter):
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the heads need."""
         return request.cached_min > self.progress(request).features_from
-
-    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Do nothing; Medusa heads have no cache to fill."""
 
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return 1 for each request: the heads run at the root alone."""
