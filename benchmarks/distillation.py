@@ -33,7 +33,7 @@ from machine import described
 from specdecode_worker.__main__ import main as command
 from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.capture.records import encode
-from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.capture.segments import Retention, SegmentWriter
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, TreeShape, WorkerConfig
@@ -279,7 +279,7 @@ class Bench:
         return list(read_records([self.out / "capture"], ReadStats()))
 
     def _written(self, name: str, records: Sequence[Record]) -> Path:
-        writer = SegmentWriter(self.out / name, max_bytes=2**30, max_age_seconds=1e9)
+        writer = SegmentWriter(self.out / name, Retention(1e9, 2**30))
         for record in records:
             writer.append(encode(record))
         writer.close()

@@ -134,7 +134,7 @@ def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafte
         case "peagle":
             return PEagleDrafter(pair.peagle, pair.peagle.target_ids, cache(2), state, 512)
         case "dflash":
-            return DFlashDrafter(pair.dflash, cache(2), state, 512)
+            return DFlashDrafter(pair.dflash, pair.dflash.target_ids, cache(2), state, 512)
         case "eagle3-steep":
             return EagleDrafter(pair.steep, pair.steep.target_ids, cache(1), state, 512)
         case "eagle":

@@ -12,7 +12,7 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.drafts.draft_model import ModelDrafter
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.own_device import DraftProcess, OwnDrafter, ProcessSupervisor, drafter_of, message_regions
-from specdecode_worker.drafts.own_device_process import BuiltDraft, DraftReady, DraftServer
+from specdecode_worker.drafts.own_device_process import DraftReady, DraftServer
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
@@ -29,7 +29,7 @@ class NetworkDraft:
     network: Eagle3Head | CausalLM
     vocab_size: int
 
-    def __call__(self) -> BuiltDraft:
+    def __call__(self) -> DraftServer:
         torch.set_num_threads(1)
         state = DeviceState(SLOTS, LENGTH, torch.float64, CPU)
         config = self.network.config
@@ -40,8 +40,8 @@ class NetworkDraft:
         else:
             drafter = EagleDrafter(self.network, self.network.target_ids, cache, state, 512)
             state.allocate_states(drafter.reads.width(config.target_hidden_size))
-        server = DraftServer(drafter=drafter, state=state, vocab_size=self.vocab_size)
-        return BuiltDraft(server, DraftState(method="draft-model", hash="d"))
+        loaded = DraftState(method="draft-model", hash="d")
+        return DraftServer(drafter=drafter, loaded=loaded, state=state, vocab_size=self.vocab_size)
 
 
 @dataclass

@@ -10,11 +10,11 @@ import torch
 
 from specdecode_worker.capture import Record
 from specdecode_worker.capture.records import encode
-from specdecode_worker.capture.segments import SegmentWriter
+from specdecode_worker.capture.segments import Retention, SegmentWriter
 
 
 def write(folder: Path, records: Sequence[Record]) -> Path:
-    segments = SegmentWriter(folder, max_bytes=2**24, max_age_seconds=1e12)
+    segments = SegmentWriter(folder, Retention(1e12, 2**24))
     for record in records:
         segments.append(encode(record))
     segments.close()

@@ -6,15 +6,15 @@ import os
 import signal
 from multiprocessing.connection import Connection
 
-from specdecode_worker.drafts.own_device_process import BuiltDraft, TensorRegion, TensorShape
+from specdecode_worker.drafts.own_device_process import DraftServer, TensorRegion, TensorShape
 
 
-def refuse() -> BuiltDraft:
+def refuse() -> DraftServer:
     """Load no draft: a `BuildDraft` whose file is gone."""
     raise FileNotFoundError(2, "No such file or directory", "/models/head/config.json")
 
 
-def die() -> BuiltDraft:
+def die() -> DraftServer:
     """End the process while it loads, as the kernel does when memory is short."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError

@@ -72,7 +72,7 @@ def settle(recorder: Recorder) -> None:
     control, queue = recorder._control, recorder._queue
 
     def is_settled() -> bool:
-        state = recorder._current.state
+        state = recorder._control.state
         if state.epoch != control._cleared_epoch:
             return False
         return state.rules is None or (

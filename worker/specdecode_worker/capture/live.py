@@ -70,21 +70,6 @@ class RulesState:
         )
 
 
-class CurrentRules:
-    """Holder of the state, which is replaced as a whole. Only the event loop replaces it."""
-
-    def __init__(self, rules: CaptureRules | None) -> None:
-        self.state = RulesState(rules, epoch=0 if rules is not None else 1)
-
-    def replace(self, rules: CaptureRules | None) -> bool:
-        """Replace the rules. Return False if they are the same."""
-        state = self.state
-        if rules == state.rules:
-            return False
-        self.state = RulesState(rules, state.epoch + (rules is None))
-        return True
-
-
 # Thread that redacts records and hands them to the store. It can be abandoned when a redaction hook hangs.
 
 _TAKE_SECONDS = 1.0
@@ -97,7 +82,7 @@ Raises OSError if the disk refuses it.
 
 
 class RecordWriter:
-    """Writer of one redaction hook; None writes records as they are.
+    """Thread that writes the records of one redaction hook; None writes them as they are.
 
     ``failure`` is the reason why the thread ended by itself. It never has text of a record.
     """
@@ -118,9 +103,6 @@ class RecordWriter:
         self._queue, self._counts, self._store, self._ended = queue, counts, store, ended
         self._activity: tuple[str, float] | None = None
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     @property
@@ -244,12 +226,11 @@ class LiveStore:
     without it.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folder: Path, counts: CaptureCounts, clock: Callable[[], float]) -> None:
         self.lock = threading.RLock()
         self.totals = StoredTotals()
         self.folder = folder
-        self._clock = clock
-        self._retention: Retention | None = None
+        self._counts, self._clock = counts, clock
         self._writer: SegmentWriter | None = None
         self._index: dict[str, _Summary] = {}
         self._seen_sweeps = 0
@@ -272,15 +253,10 @@ class LiveStore:
             OSError: A segment cannot be read or deleted.
         """
         with self.lock:
-            if self._writer is None or retention != self._retention:
+            if self._writer is None or retention != self._writer.retention:
                 self.close()
-                self._writer = SegmentWriter(
-                    self.folder,
-                    max_bytes=retention.max_bytes,
-                    max_age_seconds=retention.max_age_seconds,
-                    clock=self._clock,
-                )
-                self._retention, self._seen_sweeps = retention, 0
+                self._writer = SegmentWriter(self.folder, retention, self._clock)
+                self._seen_sweeps = 0
             self.sweep()
 
     def append(self, record: Record, body: bytes) -> None:
@@ -384,16 +360,15 @@ class LiveStore:
             return False
 
         try:
-            result = delete_records(path, is_unwanted_body)
+            is_segment = delete_records(path, is_unwanted_body, counts)
         except OSError:
             path.unlink(missing_ok=True)
             self._index.pop(name, None)
             counts.segments += 1
             return
-        if not result.readable:
+        if not is_segment:
             path.unlink(missing_ok=True)
-        counts.records += result.deleted
-        counts.segments += result.changed or not result.readable
+            counts.segments += 1
         self._index[name] = remaining
 
     def _read_folder(self) -> None:
@@ -414,6 +389,7 @@ class LiveStore:
         records = sum(one.records for one in summaries)
         oldest = min((one.oldest for one in summaries if one.records), default=None)
         self.totals = StoredTotals(records, sum(one.size for one in summaries), oldest)
+        self._counts.stored_bytes = self.totals.size
 
 
 def _summary_of(path: Path) -> _Summary:
@@ -461,11 +437,11 @@ class CaptureLimits:
 
 
 class ControlThread:
-    """Thread that brings folder and writer in line with ``current``. No failure of capture ends it."""
+    """Thread that brings folder and writer in line with the rules. No failure of capture ends it."""
 
     def __init__(
         self,
-        current: CurrentRules,
+        rules: CaptureRules | None,
         store: LiveStore,
         queue: RecordQueue,
         subjects: SubjectKeys,
@@ -474,7 +450,9 @@ class ControlThread:
     ) -> None:
         self.is_stopped = False
         """True while a problem stops capture. No record is queued then."""
-        self._current, self._store, self._queue = current, store, queue
+        self.state = RulesState(rules, epoch=0 if rules is not None else 1)
+        """Rules in force, replaced as a whole by the event loop."""
+        self._store, self._queue = store, queue
         self._subjects, self._counts, self._limits = subjects, counts, limits
         self._cleared_epoch = 0
         self._applied: CaptureRules | None = None
@@ -488,14 +466,14 @@ class ControlThread:
         self._closing = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="capture control", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
-    def wake(self) -> None:
-        """Let the thread apply new rules now."""
-        self._wake.set()
+    def apply(self, rules: CaptureRules | None) -> None:
+        """Replace the rules, and let the thread follow them now. Only the event loop may call it."""
+        state = self.state
+        if rules != state.rules:
+            self.state = RulesState(rules, state.epoch + (rules is None))
+            self._wake.set()
 
     @property
     def problem(self) -> str:
@@ -532,13 +510,13 @@ class ControlThread:
                     log.exception("capture control")
                 self._fail(f"{self._store.folder}: {getattr(error, 'strerror', None) or error}")
             self._busy_since = None
-            state = self._current.state
+            state = self.state
             is_idle = state.rules is None and state.epoch == self._cleared_epoch
             self._wake.wait(None if is_idle else self._limits.tick)
 
     def _converge(self) -> None:
         """Bring folder and writer in line with the rules. Raises OSError and CaptureError."""
-        state = self._current.state
+        state = self.state
         if state.epoch != self._cleared_epoch:
             self._clear(state)
         if state.rules is None:
@@ -563,7 +541,6 @@ class ControlThread:
         self._cleared_epoch = state.epoch
         self._applied = self._tried = None
         self._problem, self._until_written, self.is_stopped = "", False, False
-        self._counts.stored_bytes = 0
 
     def _prepare(self, rules: CaptureRules) -> None:
         """Open the folder with the bounds of the rules, and delete the records that they forbid.
@@ -571,7 +548,7 @@ class ControlThread:
         Rules that were replaced meanwhile delete nothing: the newer ones may permit what was just written.
         """
         with self._store.lock:
-            state = self._current.state
+            state = self.state
             if state.rules is not rules:
                 return
             gone = self._queue.discard(lambda item: state.forbids(item.record, item.epoch))
@@ -580,7 +557,6 @@ class ControlThread:
             self._store.delete_forbidden(rules.delete_before, only_permitted=rules.consent == "OptIn")
         self._applied = rules
         self._swept_at = time.monotonic()
-        self._counts.stored_bytes = self._store.totals.size
 
     def _check_writer(self, rules: CaptureRules) -> None:
         """Start the writer of the rules' hook. Replace one that has ended or hangs, after the time of a retry."""
@@ -590,9 +566,8 @@ class ControlThread:
         if self._writer is not None:
             self._assess(self._writer)
         if self._writer is None and self._may_retry() and not self._is_held_up(rules.redact):
-            self._writer = RecordWriter(rules.redact, self._queue, self._counts, self._write, self.wake)
             self.is_stopped = False
-            self._writer.start()
+            self._writer = RecordWriter(rules.redact, self._queue, self._counts, self._write, self._wake.set)
 
     def _assess(self, writer: RecordWriter) -> None:
         activity, seconds = writer.activity() or ("", 0.0)
@@ -636,14 +611,13 @@ class ControlThread:
         self._subjects.refresh()
         self._store.sweep()
         self._subjects.expire(rules.max_age_seconds)
-        self._counts.stored_bytes = self._store.totals.size
 
     def _write(self, writer: RecordWriter, item: QueuedRecord, redacted: tuple[Record, bytes] | Dropped) -> bool:
         """Store a record unless the rules forbid it by now. Return False if it needs another hook. Raises OSError."""
         with self._store.lock:
             if item.unwanted:
                 return True  # counted where it was discarded
-            state = self._current.state
+            state = self.state
             if state.forbids(item.record, item.epoch):
                 self._counts.drop(Dropped.deleted)
                 return True
@@ -660,7 +634,6 @@ class ControlThread:
             self._subjects.store_for(record.user)
             self._store.append(record, body)
         self._counts.records[record.task] += 1
-        self._counts.stored_bytes = self._store.totals.size
         if self._until_written:
             self._problem, self._until_written = "", False
         return True

@@ -27,6 +27,7 @@ from specdecode_worker.capture.segments import (
     Retention,
     SegmentListing,
     list_segments,
+    open_private,
     store_retention,
 )
 from specdecode_worker.contract.names import Route
@@ -121,8 +122,10 @@ def pull_segments(
         for address in _addresses(source):
             if stopped():
                 break
-            with _skipping(result, address):
+            try:
                 pull.worker(address, stopped)
+            except _WorkerFailed as error:
+                result.skipped[address] = str(error)
     except OSError as error:
         raise CapturePullFailed(f"{folder} cannot be written: {error.strerror or error}") from error
     for address, reason in result.skipped.items():
@@ -139,14 +142,6 @@ class _WorkerFailed(Exception):
 
 class _SegmentGone(Exception):
     """A segment that was deleted or rewritten since the worker listed it."""
-
-
-@contextlib.contextmanager
-def _skipping(result: PullResult, address: str) -> Iterator[None]:
-    try:
-        yield
-    except _WorkerFailed as error:
-        result.skipped[address] = str(error)
 
 
 class _Pull:
@@ -198,7 +193,7 @@ class _Pull:
         partial = path.with_suffix(_PARTIAL)
         try:
             with (
-                open(partial, "xb", opener=_private) as file,
+                open(partial, "xb", opener=open_private) as file,
                 self._get(address, f"{Route.captures}/{segment.name}") as response,
             ):
                 digest, size = hashlib.sha256(), 0
@@ -219,39 +214,31 @@ class _Pull:
 
     @contextlib.contextmanager
     def _get(self, address: str, path: str) -> Iterator[http.client.HTTPResponse]:
-        connection = _connection(self._source, address)
-        try:
-            yield _response(connection, path, self._source.token)
-        finally:
-            connection.close()
+        """Connect, send a GET and yield the response with status 200.
 
-
-def _connection(source: PullSource, address: str) -> http.client.HTTPConnection:
-    """Return a connection that is not open yet."""
-    if source.tls is not None:
-        return http.client.HTTPSConnection(address, source.port, timeout=_CONNECT_SECONDS, context=source.tls)
-    return http.client.HTTPConnection(address, source.port, timeout=_CONNECT_SECONDS)
-
-
-def _response(connection: http.client.HTTPConnection, path: str, token: str) -> http.client.HTTPResponse:
-    """Connect, send a GET and return the response with status 200.
-
-    Raises:
-        _SegmentGone: The worker answers 404 for a segment.
-        _WorkerFailed: The worker does not answer, or refuses.
-    """
-    try:
-        connection.connect()
-        connection.sock.settimeout(_READ_SECONDS)
-        connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
-        response = connection.getresponse()
-    except (OSError, http.client.HTTPException) as error:
-        raise _WorkerFailed(_reason(error)) from None
-    if response.status == 404 and path != Route.captures:
-        raise _SegmentGone
-    if response.status != 200:
-        raise _WorkerFailed(f"it answers {response.status} {_message(response)}")
-    return response
+        Raises:
+            _SegmentGone: The worker answers 404 for a segment.
+            _WorkerFailed: The worker does not answer, or refuses.
+        """
+        source = self._source
+        if source.tls is None:
+            connection = http.client.HTTPConnection(address, source.port, timeout=_CONNECT_SECONDS)
+        else:
+            connection = http.client.HTTPSConnection(address, source.port, timeout=_CONNECT_SECONDS, context=source.tls)
+        with contextlib.closing(connection):
+            try:
+                connection.connect()
+                connection.sock.settimeout(_READ_SECONDS)
+                connection.request("GET", path, headers={"Authorization": f"Bearer {source.token}"})
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise _WorkerFailed(_reason(error)) from None
+            if response.status == 404 and path != Route.captures:
+                raise _SegmentGone
+            if response.status != 200:
+                message = " ".join(_read(response, 300).decode(errors="replace").split())
+                raise _WorkerFailed(f"it answers {response.status} {message}")
+            yield response
 
 
 def _addresses(source: PullSource) -> list[str]:
@@ -273,14 +260,5 @@ def _read(response: http.client.HTTPResponse, count: int) -> bytes:
         raise _WorkerFailed(_reason(error)) from None
 
 
-def _message(response: http.client.HTTPResponse) -> str:
-    """Return the beginning of an error's body on one line."""
-    return " ".join(_read(response, 300).decode(errors="replace").split())
-
-
 def _reason(error: Exception) -> str:
     return f"{getattr(error, 'strerror', None) or error or type(error).__name__}"
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

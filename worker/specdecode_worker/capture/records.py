@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import pkgutil
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from importlib import import_module
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -148,24 +147,12 @@ class Stamp(msgspec.Struct, frozen=True):
     permitted: bool = False
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Record)
-_STAMP_DECODER = msgspec.msgpack.Decoder(Stamp)
-
-
-def encode(record: Record) -> bytes:
-    """Return the msgpack encoding of a record."""
-    return _ENCODER.encode(record)
-
-
-def decode(body: bytes) -> Record:
-    """Decode a record. Raise msgspec.DecodeError, or its subclass ValidationError, if the bytes are invalid."""
-    return _DECODER.decode(body)
-
-
-def decode_stamp(body: bytes) -> Stamp:
-    """Decode the stamp of an encoded record. Raise msgspec.MsgspecError if the bytes are invalid."""
-    return _STAMP_DECODER.decode(body)
+encode: Callable[[Record], bytes] = msgspec.msgpack.Encoder().encode
+"""Function that returns the msgpack encoding of a record."""
+decode: Callable[[bytes], Record] = msgspec.msgpack.Decoder(Record).decode
+"""Function that decodes a record, and raises msgspec.DecodeError or its subclass ValidationError if it cannot."""
+decode_stamp: Callable[[bytes], Stamp] = msgspec.msgpack.Decoder(Stamp).decode
+"""Function that decodes the stamp of an encoded record, and raises msgspec.MsgspecError if it cannot."""
 
 
 # Redaction hook: a function of the user that receives every record before it is written.
@@ -179,9 +166,8 @@ def load_hook(name: str) -> Hook:
     Raises:
         HookNotFound: the import fails or the result is not callable. The message contains the exception of the module.
     """
-    module, _, path = name.partition(":")
     try:
-        function: Any = attrgetter(path)(import_module(module))
+        function: Any = pkgutil.resolve_name(name)
     except Exception as error:  # a user's module may raise any exception
         raise HookNotFound(f"the redaction hook {name} cannot be imported: {type(error).__name__}: {error}") from None
     if not callable(function):
@@ -190,28 +176,22 @@ def load_hook(name: str) -> Hook:
     return hook
 
 
-def apply_hook(record: Record, hook: Hook | None) -> Record | Dropped:
-    """Return the record to write, or the reason to drop it.
+def redact_and_encode(record: Record, hook: Hook | None) -> tuple[Record, bytes] | Dropped:
+    """Return the record to write with its encoding, or the reason to drop it.
 
     A hook that fails or returns anything but a record drops the record, so that no unredacted record is written.
     """
-    if hook is None:
-        return record
-    try:
-        redacted = hook(record)
-    except Exception as error:  # any type is possible; the message is not logged, since it may contain the text to hide
-        log.warning("the redaction hook raised %s; the record is dropped", type(error).__name__)
-        return Dropped.redaction_error
+    redacted: Any = record  # the hook is the user's and may return anything
+    if hook is not None:
+        try:
+            redacted = hook(record)
+        except Exception as error:  # of any type; its message is not logged, since it may contain the text to hide
+            log.warning("the redaction hook raised %s; the record is dropped", type(error).__name__)
+            return Dropped.redaction_error
     if redacted is None:
         return Dropped.redacted
-    return redacted if isinstance(redacted, Record) else Dropped.redaction_error
-
-
-def redact_and_encode(record: Record, hook: Hook | None) -> tuple[Record, bytes] | Dropped:
-    """Return the record to write with its encoding, or the reason to drop it."""
-    redacted = apply_hook(record, hook)
-    if isinstance(redacted, Dropped):
-        return redacted
+    if not isinstance(redacted, Record):
+        return Dropped.redaction_error
     try:
         return redacted, encode(redacted)
     except (TypeError, ValueError):  # the hook set a field to a type that a record cannot hold
@@ -236,8 +216,7 @@ class QueuedRecord:
 class RecordQueue:
     """Queue of records. No method waits for a thread that redacts or writes."""
 
-    def __init__(self, size: int = QUEUE_RECORDS) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._waiting: deque[QueuedRecord] = deque()
         self._taken: set[QueuedRecord] = set()
         self._changed = threading.Condition()
@@ -248,7 +227,7 @@ class RecordQueue:
     def put(self, item: QueuedRecord) -> bool:
         """Queue a record. Return False if the queue is full."""
         with self._changed:
-            if len(self._waiting) >= self._size:
+            if len(self._waiting) >= QUEUE_RECORDS:
                 return False
             self._waiting.append(item)
             self._changed.notify()

@@ -7,26 +7,24 @@ import errno
 import fcntl
 import hashlib
 import hmac
-import io
 import json
 import logging
 import os
-import re
 import secrets
-import stat
 import struct
+import sys
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import msgspec
 from pydantic import Field
 
-from specdecode_worker.capture.records import FolderUnusable, Record, SegmentNotFound, decode, decode_stamp
+from specdecode_worker.capture.records import FolderUnusable, Record, decode, decode_stamp
 from specdecode_worker.contract.wire import Received
 
 log = logging.getLogger(__name__)
@@ -159,10 +157,23 @@ class Retention:
 
 def store_retention(folder: Path, retention: Retention) -> None:
     """Write the bounds to the folder, in place of those of a worker that started before. Raise OSError on failure."""
-    partial = folder / f".{uuid.uuid4().hex}"
+    _write_small(folder / RETENTION_FILE, json.dumps(asdict(retention)) + "\n")
+
+
+def open_private(path: str, flags: int) -> int:
+    """Open a file that only this user can read, if it is created: an ``opener`` of `open`."""
+    return os.open(path, flags, 0o600)
+
+
+def _write_small(path: Path, text: str) -> None:
+    """Write or replace a file that only this user can read, whole or not at all. Raise OSError on failure."""
+    partial = path.with_name(f".{uuid.uuid4().hex}")
     try:
-        partial.write_text(json.dumps(asdict(retention)) + "\n")
-        partial.replace(folder / RETENTION_FILE)
+        with open(partial, "x", opener=open_private) as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -177,7 +188,7 @@ def stored_retention(folder: Path) -> Retention | None:
 
 
 def sweep(folder: Path, retention: Retention, now: float) -> int:
-    """Delete segments beyond the bounds of age and size, oldest first, and return the remaining bytes.
+    """Delete segments beyond the bounds of age and size, oldest first, and return how many.
 
     Raises:
         OSError: A segment cannot be deleted.
@@ -186,26 +197,19 @@ def sweep(folder: Path, retention: Retention, now: float) -> int:
     total_bytes = sum(segment.size for segment in segments)
     # Leave room for the records that all workers write until their next sweep.
     bound = retention.max_bytes - retention.segment_bytes
+    deleted = 0
     for segment in segments:
         if retention.is_expired(segment, now) or total_bytes > bound:
             segment.path.unlink(missing_ok=True)
             total_bytes -= segment.size
+            deleted += 1
     _delete_leftovers(folder, now)
-    return total_bytes
+    return deleted
 
 
 def delete_expired(folder: Path, max_age_seconds: float, now: float) -> int:
-    """Delete the segments whose records exceed the age, and return how many.
-
-    Raises:
-        OSError: A segment cannot be deleted.
-    """
-    retention = Retention(max_age_seconds, 0)
-    expired = [segment for segment in list_segments(folder) if retention.is_expired(segment, now)]
-    for segment in expired:
-        segment.path.unlink(missing_ok=True)
-    _delete_leftovers(folder, now)
-    return len(expired)
+    """Delete the segments whose records exceed the age, and return how many. Raise OSError if one cannot be deleted."""
+    return sweep(folder, Retention(max_age_seconds, sys.maxsize), now)
 
 
 def _delete_leftovers(folder: Path, now: float) -> None:
@@ -297,10 +301,13 @@ class SubjectKeys:
             self._key = key
 
     def store_for(self, stored_hash: str) -> None:
-        """Store the key of a hash in the folder before a record with this hash is written. Raise OSError."""
+        """Store the key of a hash in the folder before a record with this hash is written. Raise OSError.
+
+        Several workers may write the same one.
+        """
         identifier = stored_hash.partition("-")[0]
         if identifier not in self._stored and identifier in self._used:
-            _store(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier])
+            _write_small(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier].hex())
             self._stored.add(identifier)
 
     def known(self) -> Mapping[str, bytes]:
@@ -322,45 +329,37 @@ class SubjectKeys:
         self._stored.clear()
 
 
-def _store(path: Path, key: bytes) -> None:
-    """Write a key that only this user can read. Several workers may write the same one."""
-    partial = path.with_name(f".{uuid.uuid4().hex}")
-    try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(key.hex())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _encoded(user: str) -> bytes:
     return user.encode(errors="surrogatepass")
 
 
 # Deletion of single records from a segment file, while its writer may append to it.
 
-_COPY_BYTES = 1024 * 1024
+
+@dataclass(slots=True)
+class DeletionCounts:
+    """Result of a deletion."""
+
+    records: int = 0
+    """Stored records that were deleted."""
+    queued: int = 0
+    """Records of the user that waited to be written."""
+    segments: int = 0
+    """Segments that were rewritten or deleted."""
+    unreadable: int = 0
+    """Segments and frames that cannot be read, which may hold records of the user until they expire."""
+    undecidable: int = 0
+    """Records whose hash was made with a key that is not known. They may be of the user."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rewriting:
-    """Result for one segment."""
-
-    deleted: int = 0
-    """Records that were deleted."""
-    changed: bool = False
-    """True if the segment was replaced or deleted."""
-    readable: bool = True
-    """False if the file is no segment. It stays as it is."""
-
-
-def delete_records(path: Path, is_unwanted: Callable[[bytes], bool]) -> Rewriting:
-    """Delete the records for whose encoded bodies ``is_unwanted`` holds from one segment.
+def delete_records(path: Path, is_unwanted: Callable[[bytes], bool], counts: DeletionCounts) -> bool:
+    """Delete the records for whose encoded bodies ``is_unwanted`` holds from one segment, and count them.
 
     The segment is replaced by one without them, of the same name, owner and mode, or deleted if none remain. A
     truncated end is dropped, because it may hold such a record.
+
+    Returns:
+        False if the file is no segment. It stays as it is.
 
     Raises:
         OSError: The segment cannot be read or replaced.
@@ -369,71 +368,55 @@ def delete_records(path: Path, is_unwanted: Callable[[bytes], bool]) -> Rewritin
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            return Rewriting()
+            return True
         with file, locked(file.fileno()):
             if os.fstat(file.fileno()).st_nlink:
-                return _delete_from(file, path, is_unwanted)
+                return _delete_from(file, path, is_unwanted, counts)
 
 
-def _delete_from(file: BinaryIO, path: Path, is_unwanted: Callable[[bytes], bool]) -> Rewriting:
+def _delete_from(file: BinaryIO, path: Path, is_unwanted: Callable[[bytes], bool], counts: DeletionCounts) -> bool:
     if file.read(len(MAGIC)) != MAGIC:
-        return Rewriting(readable=False)
+        return False
     file.seek(0)
-    wanted: list[tuple[int, int]] = []
-    deleted, is_torn, at = 0, False, len(MAGIC)
-    for body in read_bodies(file):
+    kept: set[int] = set()
+    deleted, is_torn = 0, False
+    for index, body in enumerate(read_bodies(file)):
         if body is None:
             is_torn = True
-            break
-        size = FRAME_OVERHEAD + len(body)
-        if is_unwanted(body):
+        elif is_unwanted(body):
             deleted += 1
-        elif wanted and sum(wanted[-1]) == at:
-            wanted[-1] = (wanted[-1][0], wanted[-1][1] + size)
         else:
-            wanted.append((at, size))
-        at += size
+            kept.add(index)
     if not deleted and not is_torn:
-        return Rewriting()
-    _replace(path, file, wanted)
-    return Rewriting(deleted, changed=True)
-
-
-def _replace(path: Path, source: BinaryIO, ranges: list[tuple[int, int]]) -> None:
-    """Replace a segment by one with these ranges of bytes; delete it if there are none."""
-    if not ranges:
+        return True
+    if kept:
+        file.seek(0)
+        bodies = enumerate(read_bodies(file))
+        _replace(path, file, (frame_of(body) for index, body in bodies if body is not None and index in kept))
+    else:
         path.unlink(missing_ok=True)
-        return
-    status = os.fstat(source.fileno())
+    counts.records += deleted
+    counts.segments += 1
+    return True
+
+
+def _replace(path: Path, replaced: BinaryIO, frames: Iterable[bytes]) -> None:
+    """Replace an open segment by one with these frames, of the same owner and mode."""
+    status = os.fstat(replaced.fileno())
     other = path.with_suffix(REWRITE_SUFFIX)
     try:
-        with open(other, "wb", opener=_private) as file:
+        with open(other, "wb", opener=open_private) as file:
             os.fchmod(file.fileno(), status.st_mode & 0o777)
             with contextlib.suppress(PermissionError):
                 os.fchown(file.fileno(), status.st_uid, status.st_gid)
             file.write(MAGIC)
-            for at, size in ranges:
-                _copy(source, file, at, size)
+            file.writelines(frames)
             file.flush()
             os.fsync(file.fileno())
         other.replace(path)
     except OSError:
         other.unlink(missing_ok=True)
         raise
-
-
-def _copy(source: BinaryIO, target: BinaryIO, at: int, size: int) -> None:
-    source.seek(at)
-    while size > 0:
-        piece = source.read(min(size, _COPY_BYTES))
-        target.write(piece)
-        size -= len(piece)
-        if not piece:
-            return
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 # Writer of segment files: crash-safe, shared by several workers, bounded in bytes and age.
@@ -454,14 +437,12 @@ class SegmentWriter:
     writer works once there is space.
     """
 
-    def __init__(
-        self, folder: Path, *, max_bytes: int, max_age_seconds: float, clock: Callable[[], float] = time.time
-    ) -> None:
-        self._folder, self._clock = folder, clock
-        self._retention = Retention(max_age_seconds, max_bytes)
+    def __init__(self, folder: Path, retention: Retention, clock: Callable[[], float] = time.time) -> None:
+        self._folder, self.retention, self._clock = folder, retention, clock
         self._retention_stored = False
         self._file: int | None = None
-        self._path = folder
+        self.path = folder
+        """Segment of the last record."""
         self._size, self._began, self._unswept = 0, 0.0, 0
         self.sweeps = 0
         """Sweeps so far. After each, older segments may be gone."""
@@ -478,22 +459,17 @@ class SegmentWriter:
     @property
     def largest(self) -> int:
         """Size in bytes of the largest record that fits a segment."""
-        return self._retention.segment_bytes - len(MAGIC) - FRAME_OVERHEAD
-
-    @property
-    def path(self) -> Path:
-        """Segment of the last record."""
-        return self._path
+        return self.retention.segment_bytes - len(MAGIC) - FRAME_OVERHEAD
 
     @property
     def open_path(self) -> Path | None:
         """Segment that the next record may be appended to; None if the next record begins another one."""
-        return self._path if self._file is not None else None
+        return self.path if self._file is not None else None
 
     @property
     def sweep_seconds(self) -> float:
         """Interval between sweeps in seconds, at which no record exceeds its age by more than a fraction."""
-        return min(60.0, self._retention.segment_seconds)
+        return min(60.0, self.retention.segment_seconds)
 
     def append(self, body: bytes) -> None:
         """Append a record.
@@ -512,18 +488,14 @@ class SegmentWriter:
         else:
             raise OSError(errno.ENOENT, f"the segments in {self._folder} are deleted as soon as they are made")
         self._unswept += len(frame)
-        if self._unswept > self._retention.segment_bytes // PARTS:
+        if self._unswept > self.retention.segment_bytes // PARTS:
             self._try_to_sweep()
 
-    def sweep(self) -> int:
-        """Delete segments beyond the bounds of age and size, oldest first, and return the remaining bytes.
-
-        Raises:
-            OSError: A segment cannot be deleted.
-        """
+    def sweep(self) -> None:
+        """Delete segments beyond the bounds of age and size, oldest first. Raise OSError if one cannot be deleted."""
         self._unswept = 0
         self.sweeps += 1
-        return sweep(self._folder, self._retention, self._clock())
+        sweep(self._folder, self.retention, self._clock())
 
     def close(self) -> None:
         """Flush the current segment to disk and close it."""
@@ -544,21 +516,21 @@ class SegmentWriter:
 
     def _is_over(self, more: int) -> bool:
         assert self._file is not None
-        too_old = self._clock() - self._began > self._retention.segment_seconds
-        too_large = self._size + more > self._retention.segment_bytes
+        too_old = self._clock() - self._began > self.retention.segment_seconds
+        too_large = self._size + more > self.retention.segment_bytes
         return too_old or too_large or os.fstat(self._file).st_nlink == 0
 
     def _new_segment(self) -> int:
         """Create a segment with its head and open it. Nothing is left of a segment whose head cannot be written."""
         self._prepare_folder()
         self._began = self._clock()
-        self._path = self._folder / segment_name(self._began)
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        self.path = self._folder / segment_name(self._began)
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
             _write_whole(file, MAGIC)
         except OSError:
             os.close(file)
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             raise
         self._size = len(MAGIC)
         return file
@@ -578,14 +550,11 @@ class SegmentWriter:
         try:
             os.ftruncate(file, self._size)
         except OSError:
-            is_cut = False
-        else:
-            is_cut = not is_empty
-        if not is_cut:
             self.close()  # nothing may follow an incomplete frame
         if is_empty:
+            self.close()
             with contextlib.suppress(OSError):
-                self._path.unlink(missing_ok=True)
+                self.path.unlink(missing_ok=True)
 
     def _try_to_sweep(self) -> None:
         """Sweep; the periodic sweep reports a failure, which must not lose the record that was written."""
@@ -595,7 +564,7 @@ class SegmentWriter:
     def _prepare_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self._retention_stored:
-            store_retention(self._folder, self._retention)
+            store_retention(self._folder, self.retention)
             self._retention_stored = True
 
 
@@ -662,11 +631,7 @@ def _records(file: BinaryIO, stats: ReadStats) -> Iterator[Record]:
             stats.unreadable += 1
 
 
-# Finished segments of a folder, as a worker lists and serves them for distillation.
-#
-# A segment is finished when no writer appends to it any more. Writers close a segment after
-# ``Retention.segment_seconds``, so its name, which has its time, is enough to know. The only writer of a folder closes
-# its segment for a listing, so that the listing has all records.
+# Listing of the finished segments of a folder, as a worker sends it for distillation.
 
 SEGMENT_NAME = r"^[0-9]{18}-[0-9a-f]{12}\.segment$"
 MAX_SEGMENT_BYTES = 2**31
@@ -674,11 +639,6 @@ MAX_LISTED = 4096
 """Segments of a listing, the newest: 14 days of segments of 5 minutes each."""
 READ_BYTES = 256 * 1024
 """Bytes read at once, which bound the memory of hashing and of a transfer."""
-FINISH_MARGIN_SECONDS = 10.0
-"""Time after which a write that began before its segment was closed has ended."""
-
-_Status = tuple[int, int, int]
-"""Inode, time of modification and size: another one means that the segment must be hashed again."""
 
 
 class ListedSegment(Received):
@@ -696,104 +656,7 @@ class SegmentListing(Received):
     max_age_seconds: float = Field(gt=0, allow_inf_nan=False)
 
 
-class OnlyWriter(Protocol):
-    """Writer of a folder that no other process writes: the recorder, which imports this module."""
-
-    def close_segment(self) -> None:
-        """Close the open segment. The next record begins another one. Blocks, and never raises OSError."""
-
-    def is_closed(self, name: str) -> bool:
-        """Return whether the segment ``name`` of the folder is not open."""
-
-
-class FinishedSegments:
-    """Reader of the finished segments of ``folder``. Its methods block, and ``listing`` reads all new segments.
-
-    ``writer`` is None if other processes may write to the folder.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        retention: Retention,
-        writer: OnlyWriter | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._folder, self._writer, self._clock = folder, writer, clock
-        self.retention = retention
-        """Bounds in force. They may be replaced."""
-        self._hashes: dict[str, tuple[_Status, str]] = {}
-
-    def listing(self) -> SegmentListing:
-        """Return the newest finished segments that have not expired. A segment is hashed once."""
-        if self._writer is not None:
-            self._writer.close_segment()
-        now = self._clock()
-        segments = [one for one in list_segments(self._folder) if not self.retention.is_expired(one, now)]
-        listed = []
-        hashes: dict[str, tuple[_Status, str]] = {}
-        for segment in segments[-MAX_LISTED:]:
-            name = segment.path.name
-            # A segment may be deleted at any time.
-            with contextlib.suppress(SegmentNotFound), self.open(name) as file:
-                status = _status(file)
-                known = self._hashes.get(name)
-                sha256 = known[1] if known and known[0] == status else hashlib.file_digest(file, "sha256").hexdigest()
-                hashes[name] = (status, sha256)
-                listed.append(ListedSegment(name=name, size=status[2], sha256=sha256))
-        self._hashes = hashes
-        return SegmentListing(segments=tuple(listed), max_age_seconds=self.retention.max_age_seconds)
-
-    def open(self, name: str) -> io.FileIO:
-        """Open a finished segment.
-
-        Raises:
-            SegmentNotFound: The folder has no finished segment of this name. A link or another path is none.
-        """
-        if re.fullmatch(SEGMENT_NAME, name) is None or not self._is_finished(name):
-            raise SegmentNotFound(f"there is no finished segment {name[:64]}")
-        try:
-            # Without O_NONBLOCK, opening a named pipe would wait.
-            file = os.fdopen(
-                os.open(self._folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb", buffering=0
-            )
-        except OSError:
-            raise SegmentNotFound(f"there is no finished segment {name}") from None
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_SEGMENT_BYTES:
-            file.close()
-            raise SegmentNotFound(f"there is no finished segment {name}")
-        return file
-
-    def _is_finished(self, name: str) -> bool:
-        if self._writer is not None:
-            return self._writer.is_closed(name)
-        began_seconds = int(name.partition("-")[0]) / 1e6
-        return began_seconds + self.retention.segment_seconds + FINISH_MARGIN_SECONDS < self._clock()
-
-
-def _status(file: BinaryIO) -> _Status:
-    status = os.fstat(file.fileno())
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
 # Deletion of one user's records from a folder of segments, while workers may write to it.
-
-
-@dataclass(slots=True)
-class DeletionCounts:
-    """Result of a deletion."""
-
-    records: int = 0
-    """Stored records of the user that were deleted."""
-    queued: int = 0
-    """Records of the user that waited to be written."""
-    segments: int = 0
-    """Segments that were rewritten or deleted."""
-    unreadable: int = 0
-    """Segments and frames that cannot be read, which may hold records of the user until they expire."""
-    undecidable: int = 0
-    """Records whose hash was made with a key that is not known. They may be of the user."""
 
 
 def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> DeletionCounts:
@@ -814,33 +677,24 @@ def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> 
     if not folder.is_dir():
         raise FolderUnusable(f"{folder} is no folder; name the one that `serve --capture` was given")
     counts = DeletionCounts()
+
+    def is_of_user(body: bytes) -> bool:
+        try:
+            stored = decode_stamp(body).user
+        except msgspec.MsgspecError:
+            counts.unreadable += 1
+            return False
+        counts.undecidable += hashes.is_undecidable(stored)
+        return hashes.matches(stored)
+
     try:
         for segment in list_segments(folder):
-            _delete_users_from(segment.path, hashes, counts)
+            is_segment = delete_records(segment.path, is_of_user, counts)
+            counts.unreadable += not is_segment
         flush(folder)
     except OSError as error:
         raise FolderUnusable(f"{error.filename or folder} cannot be rewritten: {error.strerror or error}") from None
     return counts
-
-
-def _delete_users_from(path: Path, hashes: UserHashes, counts: DeletionCounts) -> None:
-    unreadable = undecidable = 0
-
-    def is_of_user(body: bytes) -> bool:
-        nonlocal unreadable, undecidable
-        try:
-            stored = decode_stamp(body).user
-        except msgspec.MsgspecError:
-            unreadable += 1
-            return False
-        undecidable += hashes.is_undecidable(stored)
-        return hashes.matches(stored)
-
-    result = delete_records(path, is_of_user)
-    counts.records += result.deleted
-    counts.segments += result.changed
-    counts.unreadable += unreadable + (not result.readable)
-    counts.undecidable += undecidable
 
 
 def flush(path: Path) -> None:

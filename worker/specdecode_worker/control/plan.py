@@ -124,15 +124,12 @@ class ShapeState:
             self._confirm_stop(self.check, plain)
         elif self.probe is not None:
             self._judge_probe(self.probe, plain_seconds)
-        elif not self.suppressed and self._is_slower(plain_seconds):
+        elif not self.suppressed and (
+            _is_slower(self.recent, plain_seconds, STOP_RULES[1:])
+            or _is_slower(self.speculative, plain_seconds, STOP_RULES[:1])
+        ):
             self.suppressed, self.steps_since_decision, self.check = True, 0, TimePerToken()
             self.probe_wait = max(PROBE_EVERY, _steps_until_probe(self.recent, plain_seconds))
-
-    def _is_slower(self, plain_seconds: float) -> bool:
-        """Return whether either average meets a stop rule."""
-        return _is_slower(self.recent, plain_seconds, STOP_RULES[1:]) or _is_slower(
-            self.speculative, plain_seconds, STOP_RULES[:1]
-        )
 
     def _confirm_stop(self, check: TimePerToken, plain: TimePerToken) -> None:
         """Confirm a stop after CHECK_STEPS plain steps, or revoke it if speculation was faster than these steps."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState, Method
+from specdecode_worker.contract import MAX_RANKS, DraftConfig, DraftState
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache, slots_of, spread
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.request import DraftProgress, Request, Row
@@ -58,102 +58,6 @@ def columns_of(one: TargetStates, among: TargetStates, size: int) -> StateColumn
 #
 # Draft slot i belongs to token i and proposes token i + 1. The keys of a tree follow those of the root, as in the
 # target's cache. They are rewritten once their tokens are accepted.
-
-FirstKey = Callable[[Request], int]
-
-
-def causal_pass(
-    state: DeviceState,
-    requests: Sequence[Request],
-    counts: Sequence[int],
-    first_B: Tensor,
-    last_position: int,
-    *,
-    first_key: FirstKey,
-    masks: Sequence[int] = (),
-    block: bool = False,
-) -> PackedBatch:
-    """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
-
-    Args:
-        state: Device state of the running requests.
-        requests: Requests of the pass, B of them.
-        counts: Number of slots of each request.
-        first_B: First slot of each request, on the device.
-        last_position: Last position that the draft supports; later positions are clamped to it.
-        first_key: Function that returns the first slot of a request whose keys the draft attends to.
-        masks: Number of the slots of each request that are mask slots behind its root; none if left out.
-        block: The slots of a request see each other, and not only those before them.
-    """
-    device = first_B.device
-    slots_B = to_device([request.slot for request in requests], device)
-    sequence_T, row_T = spread(tuple(counts), device)
-    index_T = first_B[sequence_T] + row_T
-    table_BM = state.block_table_SM[slots_B]
-    # During prefill, a request owns blocks only for the tokens launched so far; the last of them has the last slot.
-    bounds = tuple(
-        min(max(request.cached_bound, request.prefilled) + 1 + behind, len(request.blocks) * BLOCK_SIZE)
-        for request, behind in zip(requests, masks or [0] * len(requests), strict=True)
-    )
-    seen = to_device([all_nodes(count) for count in counts for _ in range(count)], device) if block else None
-    return PackedBatch(
-        tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
-        positions_T=index_T.clamp(max=last_position),
-        slots_T=slots_of(table_BM, sequence_T, index_T),
-        prefix_len_B=first_B,
-        ancestors_T=torch.zeros_like(index_T) if seen is None else seen,
-        block_table_BM=table_BM,
-        blocks=tuple(tuple(request.blocks) for request in requests),
-        query_counts=tuple(counts),
-        key_bounds=bounds,
-        key_starts=tuple(first_key(request) for request in requests),
-        dense=False,
-    )
-
-
-def level_pass(
-    state: DeviceState,
-    rows: Sequence[Row],
-    level: Level,
-    depth: int,
-    forest: Forest,
-    last_position: int,
-    *,
-    first_key: FirstKey,
-) -> PackedBatch:
-    """Build the pass over the nodes of one level of the trees.
-
-    Args:
-        state: Device state of the running requests.
-        rows: Rows of the step.
-        level: Nodes to run.
-        depth: Depth of the level; the root has depth 0.
-        forest: Trees of the step.
-        last_position: Last position that the draft supports; later positions are clamped to it.
-        first_key: Function that returns the first slot of a request whose keys the draft attends to.
-    """
-    running = [b for b, count in enumerate(level.counts) if count]
-    requests = [rows[b].request for b in running]
-    counts = tuple(level.counts[b] for b in running)
-    slots_B = to_device([request.slot for request in requests], level.node_R.device)
-    sequence_R, _ = spread(counts, slots_B.device)
-    length_B = state.length_S[slots_B]
-    length_R = length_B[sequence_R]
-    table_BM = state.block_table_SM[slots_B]
-    highest = [max(forest.trees[b].expanded[depth]) for b in running]
-    return PackedBatch(
-        tokens_T=state.tokens_SP[slots_B[sequence_R], length_R + level.node_R],
-        positions_T=(length_R + depth).clamp(max=last_position),
-        slots_T=slots_of(table_BM, sequence_R, length_R + level.node_R),
-        prefix_len_B=length_B,
-        ancestors_T=level.ancestors_R,
-        block_table_BM=table_BM,
-        blocks=tuple(tuple(request.blocks) for request in requests),
-        query_counts=counts,
-        key_bounds=tuple(r.cached_bound + node + 1 for r, node in zip(requests, highest, strict=True)),
-        key_starts=tuple(first_key(request) for request in requests),
-        dense=all(r.cached_bound == r.cached for r in requests) and all(node == depth for node in highest),
-    )
 
 
 def catch_up_runs(
@@ -224,8 +128,7 @@ class Drafter(ABC):
     def ready(self, request: Request) -> bool:
         """Return whether the draft can propose tokens for this request in the next step; else it decodes plainly."""
 
-    @abstractmethod
-    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:  # noqa: B027 - some drafts need no prefill
         """Run the draft over prefill chunks. ``aux_TA`` [T, A] holds the target states of their tokens."""
 
     @abstractmethod
@@ -254,31 +157,54 @@ class PagedDrafter(Drafter):
 
     def record_prefill(self, rows: Sequence[Row]) -> None:
         """Record that the draft has run over these chunks."""
+        for row in rows:
+            progress = self.progress(row.request)
+            if progress.lag > 1:  # the draft has not run over the prompt so far
+                progress.start = self._start_at(row.start)
+            progress.lag = 1
 
-    @abstractmethod
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that the draft runs for: rows that draft, and rows that must catch up now."""
+        return [b for b, row in enumerate(rows) if trees[b].drafted_depth and not row.is_chunk]
 
     @abstractmethod
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root that the draft must run for each request, and still can."""
 
-    @abstractmethod
     def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Record that the draft runs the last ``counts`` slots up to the root of each request in this step."""
+        """Record that the draft runs the last ``counts`` slots up to the root of each request in this step.
 
-    def start_catch_up(self, rows: Sequence[Row], trees: Sequence[Tree]) -> tuple[list[int], list[Request], list[int]]:
-        """Record the catch-up to the roots, and return the rows that the draft runs for, their requests and counts."""
+        The draft restarts at them where it lags further behind.
+        """
+        for request, count in zip(requests, counts, strict=True):
+            progress = self.progress(request)
+            # The backlog is at most the lag, which is cheaper to read.
+            if progress.lag > count < request.draft_backlog(self.first_slot, progress):
+                progress.start = self._start_at(request.cached_min + 1 - count)
+            progress.reached_root(len(request.in_flight))
+
+    def _start_at(self, slot: int) -> int:
+        """Return the start of a progress whose first key is at this slot. A start of 1 or less means slot 0 too."""
+        return max(slot, 2 - self.first_slot) if slot else 1
+
+    def start_catch_up(self, rows: Sequence[Row], trees: Sequence[Tree]) -> tuple[list[int], list[int]]:
+        """Record the catch-up to the roots, and return the rows that the draft runs for, and their counts."""
         drafting = self.drafting(rows, trees)
         requests = [rows[b].request for b in drafting]
         counts = self.catch_up_counts(requests) if drafting else []
         self.record_catch_up(requests, counts)
-        return drafting, requests, counts
+        return drafting, counts
 
     def first_key(self, request: Request) -> int:
         """Return the first slot of the request whose keys the draft attends to."""
         start = self.progress(request).start
         return start if start > 1 else self.first_slot
+
+
+def target_ids_of(network: Any, context: DraftContext) -> Tensor | None:
+    """Return the target id of each token of a draft's vocabulary; None if the vocabularies are the same."""
+    ids: Tensor | None = network.target_ids
+    return None if ids is None or len(ids) == context.vocab_size else ids
 
 
 class CapturedDrafter(PagedDrafter):
@@ -296,7 +222,7 @@ class CapturedDrafter(PagedDrafter):
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Catch up to the root, and return the function that proposes tokens."""
-        drafting, _, counts = self.start_catch_up(rows, forest.trees)
+        drafting, counts = self.start_catch_up(rows, forest.trees)
         return self.first_pass(drafting, counts, rows, forest, sampler)
 
     def first_pass(
@@ -321,8 +247,7 @@ class CapturedDrafter(PagedDrafter):
         masks = [max(depth - 1 + self.block, 0) if self.one_pass else 0 for depth in depths]
         every = [count + behind for count, behind in zip(counts, masks, strict=True)]
         first_B, index_T, slots_T = catch_up_runs(self._state, requests, counts, masks)
-        packed = causal_pass(self._state, requests, every, first_B, self.last_position,
-                             first_key=self.first_key, masks=masks, block=self.block)  # fmt: skip
+        packed = self.causal_pass(requests, every, first_B, masks, block=self.block)
         hidden_TE = self.root_states(slots_T, index_T, packed)
         begins = [begin + count - 1 for begin, count in zip(accumulate(every, initial=0), counts, strict=False)]
         if not self.one_pass:
@@ -358,17 +283,93 @@ class CapturedDrafter(PagedDrafter):
             forest: Their trees.
             sampler: Sampler of the step.
         """
-        hidden_RE, state = roots_RE, self._state
+        hidden_RE = roots_RE
 
         def expand(depth: int, level: Level) -> Tensor:
             nonlocal hidden_RE
             hidden_RE = hidden_RE[level.source_R]
             if depth:
-                packed = level_pass(state, rows, level, depth, forest, self.last_position, first_key=self.first_key)
-                hidden_RE = self.node_states(hidden_RE, packed)
+                hidden_RE = self.node_states(hidden_RE, self.level_pass(rows, level, depth, forest))
             return self.rank(hidden_RE, level.nodes, depth, sampler)
 
         return expand
+
+    def causal_pass(
+        self,
+        requests: Sequence[Request],
+        counts: Sequence[int],
+        first_B: Tensor,
+        masks: Sequence[int] = (),
+        *,
+        block: bool = False,
+    ) -> PackedBatch:
+        """Build the pass over ``counts[b]`` consecutive draft slots of each request, from ``first_B[b]`` on.
+
+        Args:
+            requests: Requests of the pass, B of them.
+            counts: Number of slots of each request.
+            first_B: First slot of each request, on the device.
+            masks: Number of the slots of each request that are mask slots behind its root; none if left out.
+            block: The slots of a request see each other, and not only those before them.
+        """
+        state = self._state
+        device = first_B.device
+        slots_B = to_device([request.slot for request in requests], device)
+        sequence_T, row_T = spread(tuple(counts), device)
+        index_T = first_B[sequence_T] + row_T
+        table_BM = state.block_table_SM[slots_B]
+        # During prefill, a request owns blocks only for the tokens launched so far; the last of them has the last slot.
+        bounds = tuple(
+            min(max(request.cached_bound, request.prefilled) + 1 + behind, len(request.blocks) * BLOCK_SIZE)
+            for request, behind in zip(requests, masks or [0] * len(requests), strict=True)
+        )
+        seen = to_device([all_nodes(count) for count in counts for _ in range(count)], device) if block else None
+        return PackedBatch(
+            tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
+            positions_T=index_T.clamp(max=self.last_position),
+            slots_T=slots_of(table_BM, sequence_T, index_T),
+            prefix_len_B=first_B,
+            ancestors_T=torch.zeros_like(index_T) if seen is None else seen,
+            block_table_BM=table_BM,
+            blocks=tuple(tuple(request.blocks) for request in requests),
+            query_counts=tuple(counts),
+            key_bounds=bounds,
+            key_starts=tuple(self.first_key(request) for request in requests),
+            dense=False,
+        )
+
+    def level_pass(self, rows: Sequence[Row], level: Level, depth: int, forest: Forest) -> PackedBatch:
+        """Build the pass over the nodes of one level of the trees.
+
+        Args:
+            rows: Rows of the step.
+            level: Nodes to run.
+            depth: Depth of the level; the root has depth 0.
+            forest: Trees of the step.
+        """
+        state = self._state
+        running = [b for b, count in enumerate(level.counts) if count]
+        requests = [rows[b].request for b in running]
+        counts = tuple(level.counts[b] for b in running)
+        slots_B = to_device([request.slot for request in requests], level.node_R.device)
+        sequence_R, _ = spread(counts, slots_B.device)
+        length_B = state.length_S[slots_B]
+        length_R = length_B[sequence_R]
+        table_BM = state.block_table_SM[slots_B]
+        highest = [max(forest.trees[b].expanded[depth]) for b in running]
+        return PackedBatch(
+            tokens_T=state.tokens_SP[slots_B[sequence_R], length_R + level.node_R],
+            positions_T=(length_R + depth).clamp(max=self.last_position),
+            slots_T=slots_of(table_BM, sequence_R, length_R + level.node_R),
+            prefix_len_B=length_B,
+            ancestors_T=level.ancestors_R,
+            block_table_BM=table_BM,
+            blocks=tuple(tuple(request.blocks) for request in requests),
+            query_counts=counts,
+            key_bounds=tuple(r.cached_bound + node + 1 for r, node in zip(requests, highest, strict=True)),
+            key_starts=tuple(self.first_key(request) for request in requests),
+            dense=all(r.cached_bound == r.cached for r in requests) and all(node == depth for node in highest),
+        )
 
     @abstractmethod
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
@@ -486,17 +487,6 @@ class DraftContext:
     """Function that allocates the KV cache of a network, from its configuration."""
 
 
-@dataclass(frozen=True, slots=True)
-class DraftMethod:
-    """Drafting method: its name in the contract, and the constructor of its drafter.
-
-    The constructor gets the network, or None for a method without weights.
-    """
-
-    name: Method
-    make: Callable[[Any, DraftContext], Drafter]
-
-
 DEFAULT_DRAFT = ""
 """Name of the default draft, used by tasks that have no draft of their own."""
 
@@ -506,13 +496,6 @@ class LoadedDraft:
     """Draft that can run, and its state for the worker report."""
 
     drafter: Drafter
-    state: DraftState
-
-
-@dataclass(frozen=True, slots=True)
-class UnusableDraft:
-    """Configured draft that cannot run; its state holds the reason."""
-
     state: DraftState
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.models.errors import ModelError
@@ -43,13 +43,12 @@ _MAX_BYTES = 2**20
 """Bound of the file. The evaluation writes some kilobytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(msgspec.Struct, frozen=True):
     """Figures of the evaluation by depth, from depth 1 on; empty if there are none."""
 
-    sharpness: tuple[float, ...] = ()
+    sharpness: tuple[Annotated[float, msgspec.Meta(gt=0)], ...]
     """Factors on the draft's logits."""
-    agreement: tuple[float, ...] = ()
+    agreement: tuple[Annotated[float, msgspec.Meta(ge=0, le=1)], ...] = ()
     """Share of the drafted tokens that were the target's, given that those before were."""
 
 
@@ -61,32 +60,16 @@ def read_calibration(folder: Path) -> Calibration:
     """
     path = folder / CALIBRATION_FILE
     if not os.path.lexists(path):  # a link to a missing file is an error
-        return Calibration()
+        return Calibration(sharpness=())
     try:
-        document = _read(path)
-        sharpness = tuple(float(factor) for factor in document["sharpness"])
-        agreement = tuple(float(share) for share in document.get("agreement", ()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise _malformed(path, str(reason)) from None
-    if not all(math.isfinite(factor) and factor > 0 for factor in sharpness):
-        raise _malformed(path, "a factor is not a finite number above 0")
-    if not all(0 <= share <= 1 for share in agreement):
-        raise _malformed(path, "an agreement is not between 0 and 1")
-    return Calibration(sharpness, agreement)
-
-
-def _read(path: Path) -> dict[str, list[float]]:
-    with path.open("rb") as file:
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-    document: dict[str, list[float]] = json.loads(content)
-    return document
-
-
-def _malformed(path: Path, reason: str) -> ModelError:
-    return ModelError(
-        f'{path} should hold {{"sharpness": [factor of depth 1, ...]}} ({reason}); write it again, or delete it to '
-        "draft without calibration"
-    )
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES} bytes")
+        return msgspec.json.decode(content, type=Calibration)
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelError(
+            f'{path} should hold {{"sharpness": [factor of depth 1, ...]}} ({reason}); write it again, or delete it to '
+            "draft without calibration"
+        ) from None

@@ -8,15 +8,15 @@ already be in place, but those of a tree are not; and one pass costs about as mu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache
 from specdecode_worker.core.request import Request, Row
-from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
+from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, PagedDrafter, Ranking
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.sampling.trees import Tree
 
 LONGEST_CATCH_UP = 1024
 """Maximum number of tokens that the draft catches up with in one step.
@@ -32,30 +32,10 @@ class TextDrafter(PagedDrafter):
         """Return whether the request is still within the positions that the draft model supports."""
         return request.cached_min <= self.last_position
 
-    def record_prefill(self, rows: Sequence[Row]) -> None:
-        """Record that the draft model has run over these chunks."""
-        for row in rows:
-            progress = self.progress(row.request)
-            if progress.lag > 1:  # the draft has not run over the prompt so far
-                progress.start = row.start if row.start == 0 else max(row.start, 2)
-            progress.lag = 1
-
-    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
-        """Return the indices of the rows with a tree to draft."""
-        return [b for b, row in enumerate(rows) if not row.is_chunk and trees[b].drafted_depth]
-
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root to run for each request, at most LONGEST_CATCH_UP."""
         backlogs = (request.draft_backlog(0, self.progress(request)) for request in requests)
         return [min(backlog, LONGEST_CATCH_UP) for backlog in backlogs]
-
-    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Record that the draft runs the last ``counts`` slots up to the root of each request."""
-        for request, count in zip(requests, counts, strict=True):
-            progress = self.progress(request)
-            if request.draft_backlog(0, progress) > count:
-                progress.start = max(request.cached_min + 1 - count, 2)  # a start of 1 or less means slot 0 too
-            progress.reached_root(len(request.in_flight))
 
 
 class ModelDrafter(TextDrafter, CapturedDrafter):
@@ -71,10 +51,17 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         self.first_slot, self.last_position = 0, model.config.max_position_embeddings - 1
         self._ranking = Ranking(None, sharpness)
 
+    @classmethod
+    def of(cls, model: CausalLM, context: DraftContext) -> Self:
+        """Create the drafter of a loaded model."""
+        cache = context.make_cache(model.config)
+        return cls(model, context.vocab_size, cache, context.state, context.sharpness)
+
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
         """Run the draft model over prefill chunks. ``aux_TA`` is not used."""
         first_B = to_device([row.start for row in rows], self._state.length_S.device)
-        self._run([row.request for row in rows], [row.count for row in rows], first_B)
+        requests, counts = [row.request for row in rows], [row.count for row in rows]
+        self._forward(self.causal_pass(requests, counts, first_B))
         self.record_prefill(rows)
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
@@ -89,19 +76,5 @@ class ModelDrafter(TextDrafter, CapturedDrafter):
         """Return the logits of the target's tokens behind these states, [R, V]."""
         return self._model.logits(hidden_RE)[:, : self._vocab_size]
 
-    def _run(self, requests: Sequence[Request], counts: Sequence[int], first_B: Tensor) -> Tensor:
-        """Run ``counts[b]`` slots of each request from ``first_B[b]`` on, and return their hidden states [T, E]."""
-        return self._forward(
-            causal_pass(self._state, requests, counts, first_B, self.last_position, first_key=self.first_key)
-        )
-
     def _forward(self, packed: PackedBatch | PackedTensors) -> Tensor:
         return self._model(packed.tokens_T, packed.positions_T, self._cache.attend(packed)).hidden_TE  # type: ignore[no-any-return]
-
-
-def _draft_model(model: CausalLM, context: DraftContext) -> ModelDrafter:
-    cache = context.make_cache(model.config)
-    return ModelDrafter(model, context.vocab_size, cache, context.state, context.sharpness)
-
-
-METHOD = DraftMethod("draft-model", _draft_model)

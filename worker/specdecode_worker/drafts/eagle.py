@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -25,9 +25,14 @@ from specdecode_worker.core.device_state import (
     PagedCache,
 )
 from specdecode_worker.core.request import Request, Row
-from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, PagedDrafter, Ranking, causal_pass
+from specdecode_worker.drafts.base import (
+    CapturedDrafter,
+    DraftContext,
+    PagedDrafter,
+    Ranking,
+    target_ids_of,
+)
 from specdecode_worker.models.causal_lm import Attend
-from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.trees import Tree
 
@@ -60,51 +65,9 @@ class Head(Protocol):
 class StateDrafter(PagedDrafter):
     """Paged drafter whose slot i reads the target's state h[i-1]; it catches up from the ring of DeviceState."""
 
-    _state: DeviceState
-
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the head needs at the root."""
         return request.cached_min > self.progress(request).features_from
-
-    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Run the head over prefill chunks.
-
-        The first slot of a chunk needs the target state before the chunk, which is read from the ring.
-        """
-        slots = to_device([row.request.slot for row in rows], aux_TA.device)
-        starts = to_device([row.start for row in rows], aux_TA.device)
-        before_BA = self._state.aux(slots, (starts - 1).clamp(min=0))
-        parts, counts, firsts, end = [], [], [], 0
-        for b, row in enumerate(rows):
-            begin, end = end, end + row.count
-            head = before_BA[b : b + 1] if row.start else before_BA[:0]
-            parts += [head, aux_TA[begin : end - 1]]
-            firsts.append(max(row.start, 1))
-            counts.append(row.start + row.count - firsts[-1])
-        if sum(counts):
-            chunks = [
-                (row.request, count, first) for row, count, first in zip(rows, counts, firsts, strict=True) if count
-            ]
-            first_B = to_device([first for *_, first in chunks], aux_TA.device)
-            requests = [request for request, *_ in chunks]
-            packed = causal_pass(
-                self._state,
-                requests,
-                [count for _, count, _ in chunks],
-                first_B,
-                self.last_position,
-                first_key=self.first_key,
-            )
-            self._fused(torch.cat(parts), packed)
-        self.record_prefill(rows)
-
-    def record_prefill(self, rows: Sequence[Row]) -> None:
-        """Record that the head has run over these chunks."""
-        for row in rows:
-            progress = self.progress(row.request)
-            if progress.lag > 1:  # the head has not run over the prompt so far
-                progress.start = max(row.start, 1)
-            progress.lag = 1
 
     def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
         """Return the indices of the rows that draft or must catch up in this step."""
@@ -116,29 +79,12 @@ class StateDrafter(PagedDrafter):
 
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return the number of slots up to the root to run for each request, limited by what the ring holds."""
-        return [self._reachable(request) for request in requests]
-
-    def record_catch_up(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
-        """Record that the head runs the last ``counts`` slots up to the root of each request."""
-        for request, count in zip(requests, counts, strict=True):
+        counts = []
+        for request in requests:
             progress = self.progress(request)
-            # The ring lost older states: restart the draft. The backlog is at most the lag, which is cheaper to read.
-            if progress.lag > count < request.draft_backlog(1, progress):
-                progress.start = max(request.cached_min + 1 - count, 1)
-            progress.reached_root(len(request.in_flight))
-
-    @abstractmethod
-    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        """Run the draft over committed slots, from the target's states before them."""
-
-    def _reachable(self, request: Request) -> int:
-        """Return the number of slots up to the root that can run from the states in the ring."""
-        progress = self.progress(request)
-        return min(
-            request.draft_backlog(1, progress),
-            STATE_RING_POSITIONS,
-            max(request.cached_min - progress.features_from, 1),
-        )
+            in_ring = max(request.cached_min - progress.features_from, 1)
+            counts.append(min(request.draft_backlog(1, progress), STATE_RING_POSITIONS, in_ring))
+        return counts
 
     def _must_catch_up(self, request: Request) -> bool:
         """Return whether the head must run now for a request without a tree, before the ring loses its states."""
@@ -148,12 +94,14 @@ class StateDrafter(PagedDrafter):
         return is_behind and self.ready(request)
 
 
-class HeadDrafter(StateDrafter):
-    """Drafter of heads that read pairs of a target state and a token."""
+class HeadDrafter(StateDrafter, CapturedDrafter):
+    """Drafter of one head that reads target states."""
+
+    _head: Any
 
     def __init__(
         self,
-        head: Head,
+        head: Any,
         target_ids: Tensor | None,
         cache: PagedCache,
         state: DeviceState,
@@ -176,44 +124,58 @@ class HeadDrafter(StateDrafter):
         self.kv_cache = self._cache = cache
         self._ranking = Ranking(target_ids, sharpness)
 
-    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
-        return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
+    @classmethod
+    def of(cls, head: Any, context: DraftContext) -> Self:
+        """Create the drafter of a loaded head."""
+        ids, cache = target_ids_of(head, context), context.make_cache(head.config)
+        return cls(head, ids, cache, context.state, context.positions, context.sharpness)
+
+    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
+        """Run the head over prefill chunks.
+
+        The first slot of a chunk needs the target state before the chunk, which is read from the ring.
+        """
+        slots = to_device([row.request.slot for row in rows], aux_TA.device)
+        starts = to_device([row.start for row in rows], aux_TA.device)
+        before_BA = self._state.aux(slots, (starts - 1).clamp(min=0))
+        parts, chunks, end = [], [], 0
+        for b, row in enumerate(rows):
+            begin, end = end, end + row.count
+            parts += [before_BA[b : b + 1] if row.start else before_BA[:0], aux_TA[begin : end - 1]]
+            first = max(row.start, 1)
+            if count := row.start + row.count - first:
+                chunks.append((row.request, count, first))
+        if chunks:
+            requests, counts, firsts = zip(*chunks, strict=True)
+            first_B = to_device(firsts, aux_TA.device)
+            self._fused(torch.cat(parts), self.causal_pass(requests, counts, first_B))
+        self.record_prefill(rows)
 
     def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
         """Return the logits of the head's tokens behind these states, [R, V]."""
-        return self._head.logits(hidden_RE)
+        logits_RV: Tensor = self._head.logits(hidden_RE)
+        return logits_RV
 
+    @abstractmethod
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
-        return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)
+        """Run the draft over committed slots, from the target's states before them."""
 
 
-class EagleDrafter(HeadDrafter, CapturedDrafter):
-    """Drafter of the methods eagle3 and eagle.
+class EagleDrafter(HeadDrafter):
+    """Drafter of the methods eagle3 and eagle, whose heads read pairs of a target state and a token.
 
     Rows without a tree catch up too when they lag so far that the ring would soon lose the states they need.
     """
+
+    _head: Head
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [T, E] at committed slots, from the target's states in the ring."""
         return self._fused(self._state.aux(slots_T, index_T - 1), packed)
 
+    def node_states(self, hidden_RE: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        """Return the head's hidden states [R, E] at tree nodes, from the states of their parents."""
+        return self._head(hidden_RE, packed.tokens_T, packed.positions_T, self._cache.attend(packed))
 
-def _eagle3(head: Eagle3Head, context: DraftContext) -> EagleDrafter:
-    return EagleDrafter(head, *head_parts(head, context))
-
-
-def _eagle(head: EagleHead, context: DraftContext) -> EagleDrafter:
-    cache = context.make_cache(head.config)
-    return EagleDrafter(head, None, cache, context.state, context.positions, context.sharpness)
-
-
-def head_parts(
-    head: Eagle3Head, context: DraftContext
-) -> tuple[Tensor | None, PagedCache, DeviceState, int, tuple[float, ...]]:
-    """Return the arguments of a HeadDrafter after the head."""
-    ids = head.target_ids if head.config.draft_vocab_size != context.vocab_size else None
-    return ids, context.make_cache(head.config), context.state, context.positions, context.sharpness
-
-
-METHODS = (DraftMethod("eagle3", _eagle3), DraftMethod("eagle", _eagle))
+    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
+        return self.node_states(self._head.fuse(self.columns.of(aux_TA)), packed)

@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.request import Request, Row
-from specdecode_worker.drafts.base import DraftContext, Drafter, DraftMethod, Expand
+from specdecode_worker.drafts.base import DraftContext, Drafter, Expand
 from specdecode_worker.sampling.sampler import Proposer
 from specdecode_worker.sampling.trees import Forest, Level, Tree
 
@@ -57,6 +58,12 @@ class NgramDrafter(Drafter):
         self._host_is_current = host_is_current
         self._known: dict[str, _KnownRuns] = {}
 
+    @classmethod
+    def of(cls, _: None, context: DraftContext) -> Self:
+        """Create the drafter of a configuration."""
+        shortest, longest = context.config.prompt_lookup_min, context.config.prompt_lookup_max
+        return cls(context.state, context.vocab_size, shortest, longest, host_is_current=context.host_is_current)
+
     def ready(self, request: Request) -> bool:
         """Return whether the last ``shortest`` tokens occur earlier in the text. Always True if the host is behind.
 
@@ -74,9 +81,6 @@ class NgramDrafter(Drafter):
     def record_end(self, request: Request) -> None:
         """Drop what is stored for a request that ends."""
         self._known.pop(request.id, None)
-
-    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Do nothing; a lookup needs the text alone."""
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Return the function that looks tokens up in the text of each request."""
@@ -169,6 +173,11 @@ class SuffixDrafter(Drafter):
         self._host_is_current = host_is_current
         self._texts: dict[str, RequestText] = {}
 
+    @classmethod
+    def of(cls, _: None, context: DraftContext) -> Self:
+        """Create a drafter without earlier answers."""
+        return cls(context.state, SuffixStore(), host_is_current=context.host_is_current)
+
     def ready(self, request: Request) -> bool:
         """Return whether the end of the text occurred before. Always True if the host is behind."""
         if not self._host_is_current:
@@ -230,18 +239,6 @@ class SuffixDrafter(Drafter):
             text = self._text(request)
             if text.length <= length:
                 text.extend(self._state.tokens_SP[request.slot, text.length : length + 1].tolist())
-
-
-def _ngram(_: None, context: DraftContext) -> NgramDrafter:
-    shortest, longest = context.config.prompt_lookup_min, context.config.prompt_lookup_max
-    return NgramDrafter(context.state, context.vocab_size, shortest, longest, host_is_current=context.host_is_current)
-
-
-def _suffix(_: None, context: DraftContext) -> SuffixDrafter:
-    return SuffixDrafter(context.state, SuffixStore(), host_is_current=context.host_is_current)
-
-
-METHODS = (DraftMethod("ngram", _ngram), DraftMethod("suffix", _suffix))
 
 
 # Suffixes of texts, by which suffix decoding finds continuations.
@@ -402,21 +399,17 @@ MOST_TEXT_TOKENS = 8_192
 """Most tokens of a running request that are searched."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SuffixBounds:
-    """Bounds of the stored answers. A token takes about 100 bytes."""
-
-    tenant_tokens: int = 65_536
-    """Most tokens of one tenant's answers; the oldest are dropped first."""
-    tokens: int = 262_144
-    """Most tokens of all tenants; the tenant that was used least recently is dropped first."""
-
-
 class SuffixStore:
     """Earlier answers by tenant. Answers of one tenant are never drafted for another one."""
 
-    def __init__(self, bounds: SuffixBounds | None = None) -> None:
-        self._bounds = bounds or SuffixBounds()
+    def __init__(self, tenant_tokens: int = 65_536, most_tokens: int = 262_144) -> None:
+        """Create an empty store. A token takes about 100 bytes.
+
+        Args:
+            tenant_tokens: Most tokens of one tenant's answers; the oldest are dropped first.
+            most_tokens: Most tokens of all tenants; the tenant that was used least recently is dropped first.
+        """
+        self._tenant_tokens, self._most_tokens = tenant_tokens, most_tokens
         self._by_salt: OrderedDict[str, SuffixIndex] = OrderedDict()
 
     @property
@@ -426,11 +419,11 @@ class SuffixStore:
 
     def add(self, salt: str, answer: Sequence[int]) -> None:
         """Store an answer of the tenant with this salt."""
-        index = self._by_salt.setdefault(salt, SuffixIndex(self._bounds.tenant_tokens))
+        index = self._by_salt.setdefault(salt, SuffixIndex(self._tenant_tokens))
         self._by_salt.move_to_end(salt)
-        index.extend(answer[-self._bounds.tenant_tokens + 1 :])
+        index.extend(answer[-self._tenant_tokens + 1 :])
         index.end_text()
-        while self.tokens > self._bounds.tokens and len(self._by_salt) > 1:
+        while self.tokens > self._most_tokens and len(self._by_salt) > 1:
             self._by_salt.popitem(last=False)
 
     def matches(self, salt: str, suffix: Sequence[int]) -> list[Occurrence]:

@@ -8,17 +8,18 @@ children.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from specdecode_worker.contract import MAX_RANKS
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors
-from specdecode_worker.core.request import Request, Row
-from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, DraftMethod, Ranking
+from specdecode_worker.core.request import Request
+from specdecode_worker.drafts.base import CapturedDrafter, DraftContext, Ranking, target_ids_of
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Nodes, Tree
+from specdecode_worker.sampling.trees import Nodes
 
 
 class MedusaDrafter(CapturedDrafter):
@@ -37,16 +38,14 @@ class MedusaDrafter(CapturedDrafter):
         self._heads, self._state = heads, state
         self._ranking = Ranking(target_ids, sharpness)
 
+    @classmethod
+    def of(cls, heads: MedusaHeads, context: DraftContext) -> Self:
+        """Create the drafter of loaded heads."""
+        return cls(heads, target_ids_of(heads, context), context.state, context.sharpness)
+
     def ready(self, request: Request) -> bool:
         """Return whether the ring holds the target state that the heads need."""
         return request.cached_min > self.progress(request).features_from
-
-    def prefill(self, rows: Sequence[Row], aux_TA: Tensor) -> None:
-        """Do nothing; Medusa heads have no cache to fill."""
-
-    def drafting(self, rows: Sequence[Row], trees: Sequence[Tree]) -> list[int]:
-        """Return the indices of the rows with a tree to draft."""
-        return [b for b, row in enumerate(rows) if not row.is_chunk and trees[b].drafted_depth]
 
     def catch_up_counts(self, requests: Sequence[Request]) -> list[int]:
         """Return 1 for each request: the heads run at the root alone."""
@@ -70,10 +69,3 @@ class MedusaDrafter(CapturedDrafter):
         if depth >= self._heads.count:
             return torch.full((len(at.batch_R), MAX_RANKS), -1, dtype=torch.int64, device=at.batch_R.device)
         return super().rank(hidden_RE, at, depth, sampler)
-
-
-def _medusa(heads: MedusaHeads, context: DraftContext) -> MedusaDrafter:
-    return MedusaDrafter(heads, heads.target_ids, context.state, context.sharpness)
-
-
-METHOD = DraftMethod("medusa", _medusa)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Pipe
-from typing import NoReturn
 
 import msgspec
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
-from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState
-from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState, PackedBatch, PackedTensors
+from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState
+from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
 from specdecode_worker.core.errors import EngineError
 from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts import own_device_process as draft_child
@@ -30,6 +29,7 @@ from specdecode_worker.drafts.base import (
     PagedDrafter,
     StateColumns,
     catch_up_runs,
+    no_ranks,
 )
 from specdecode_worker.drafts.draft_model import LONGEST_CATCH_UP, TextDrafter
 from specdecode_worker.drafts.eagle import StateDrafter
@@ -253,31 +253,24 @@ class ProcessSupervisor:
         """Start processes, in a thread, until one is ready."""
         while not self._closing.wait(self._delay):
             self._delay = min(2 * self._delay, LONGEST_DELAY_SECONDS)
+            process = None
             try:
-                process = self._begin()
-                if process is not None:
-                    process.wait_ready()
+                with self._lock:
+                    if self._closing.is_set():
+                        return
+                    process = self._starting = self._start()
+                process.wait_ready()
             except (ModelError, OSError) as error:
-                self._give_up(str(error))
+                with self._lock:
+                    self._starting = None
+                if process is not None:
+                    process.kill()
+                if not self._closing.is_set():
+                    self._report(str(error))
                 continue
             with self._lock:
                 self._restarted, self._starting = process, None
             return
-
-    def _begin(self) -> DraftProcess | None:
-        """Start a process, which `close` then ends; None after that."""
-        with self._lock:
-            self._starting = None if self._closing.is_set() else self._start()
-            return self._starting
-
-    def _give_up(self, reason: str) -> None:
-        """End the process that could not be started."""
-        with self._lock:
-            process, self._starting = self._starting, None
-        if process is not None:
-            process.kill()
-        if not self._closing.is_set():
-            self._report(reason)
 
 
 # Drafters whose networks run in a draft process. They count what the draft has processed, as local drafters do.
@@ -326,7 +319,7 @@ class OwnDrafter(PagedDrafter):
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Draft the whole trees in the draft process, with the noise that the target chooses with."""
-        drafting, _, counts = self.start_catch_up(rows, forest.trees)
+        drafting, counts = self.start_catch_up(rows, forest.trees)
         if not drafting:
             return None
         ranked_BNK = self._ask(rows, forest, drafting, counts)
@@ -334,8 +327,7 @@ class OwnDrafter(PagedDrafter):
 
     def _ask(self, rows: Sequence[Row], forest: Forest, drafting: list[int], counts: list[int]) -> Tensor:
         """Return the ranked tokens behind every node [B, N, K], -1 where the process has none or is lost."""
-        nodes = max(len(tree.parents) for tree in forest.trees)
-        ranked_BNK = torch.full((len(rows), nodes, MAX_RANKS), -1, device=self._device)
+        ranked_BNK = no_ranks(forest, self._device)
         if not self._supervisor.usable:
             return ranked_BNK
         trees = [
@@ -388,9 +380,6 @@ class OwnDrafter(PagedDrafter):
 class OwnStateDrafter(OwnDrafter, StateDrafter):
     """Drafter of the methods eagle3 and eagle in a draft process."""
 
-    def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> NoReturn:
-        raise NotImplementedError("the draft runs in another process")
-
 
 class OwnModelDrafter(OwnDrafter, TextDrafter):
     """Drafter of the method draft-model in a draft process."""
@@ -412,101 +401,81 @@ _SPARE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnDevice:
-    """Device of the drafts that run in processes of their own, and bounds of their messages."""
-
-    device: torch.device
-    threads: int
-    """Number of torch threads of a draft process on a CPU."""
-    max_num_batched_tokens: int
-    reply_seconds: float
-    """Time without an answer after which a draft process counts as hung."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedDraftLoader:
     """``LoadDraft`` for drafts of either placement."""
 
     local: DraftLoader
     """Loader of drafts on the device of the target. It knows the target, its folder and the size of the caches."""
-    own: OwnDevice
+    device: torch.device
+    """Device of the drafts that run in processes of their own."""
+    threads: int
+    """Number of torch threads of a draft process on a CPU."""
+    max_num_batched_tokens: int
+    """Most tokens of prompts in one step."""
+    reply_seconds: float
+    """Time without an answer after which a draft process counts as hung."""
 
     def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
-        """Load a draft. Raise ModelError if it cannot be loaded or if its device is missing."""
+        """Load a draft. Raise ModelError if it cannot be loaded or if its device is missing.
+
+        One in a process of its own is loaded once that process is ready.
+        """
+        local = self.local
         if config.placement == "shared":
-            return self.local(config, name)
+            return local(config, name)
         assert config.uri is not None, "the contract allows no other method"
         seen = torch.cuda.device_count()
-        if self.own.device.type == "cuda" and seen <= (self.own.device.index or 0):
+        if self.device.type == "cuda" and seen <= (self.device.index or 0):
             raise ModelError(
                 f"draft.placement own needs a GPU beside the target's, and torch sees {seen} here; "
                 "request one more, or set placement shared"
             )
         build = FolderDraft(
-            config=config.model_copy(update={"placement": "shared", "uri": str(self.local.resolve(config.uri))}),
+            config=config.model_copy(update={"placement": "shared", "uri": str(local.resolve(config.uri))}),
             uri=config.uri,
             name=name,
-            target_folder=self.local.target_folder,
-            max_model_len=self.local.max_model_len,
-            dtype=self.local.state.dtype,
-            device=self.own.device,
-            slots=self.local.state.padding_slot,
-            blocks=self.local.blocks,
-            threads=self.own.threads,
+            target_folder=local.target_folder,
+            max_model_len=local.max_model_len,
+            dtype=local.state.dtype,
+            device=self.device,
+            slots=local.state.padding_slot,
+            blocks=local.blocks,
+            threads=self.threads,
         )
-        widest = self.local.target.config.hidden_size * (self.local.target.config.num_hidden_layers + 2)
-        return start_draft(build, self.local.state, self.own.max_num_batched_tokens, widest, self.own.reply_seconds)
+        widest = local.target.config.hidden_size * (local.target.config.num_hidden_layers + 2)
+        regions = message_regions(local.state, self.max_num_batched_tokens, widest)
+        start = partial(DraftProcess, build, regions, self.reply_seconds)
+        process = start()
+        try:
+            ready = process.wait_ready()
+        except BaseException:
+            process.kill()
+            raise
+        supervisor = ProcessSupervisor(process, start)
+        drafter = drafter_of(ready, supervisor, local.state)
+        # A draft is replaced, or loaded and never used, without further notice.
+        weakref.finalize(drafter, supervisor.close)
+        return LoadedDraft(drafter, DraftState.model_validate_json(ready.state_json))
 
     def leaves_memory_of_target(self, config: DraftConfig) -> bool:
         """Return whether a draft takes no memory of the target's device."""
-        return config.placement == "own" and self.own.device != self.local.state.length_S.device
-
-
-def start_draft(
-    build: BuildDraft,
-    state: DeviceState,
-    max_tokens: int,
-    widest: int,
-    reply_seconds: float,
-    first_delay: float = FIRST_DELAY_SECONDS,
-) -> LoadedDraft:
-    """Start a draft process and wait until its draft is loaded.
-
-    Args:
-        build: Loader of the draft, which runs in the process.
-        state: Device state of the running requests.
-        max_tokens: Most tokens of prompts in one step.
-        widest: Largest width of the target states that a draft could read.
-        reply_seconds: Time without an answer after which the process counts as hung.
-        first_delay: Time from the loss of the process to its restart, in seconds.
-
-    Raises:
-        ModelError: The draft cannot be loaded.
-    """
-    regions = message_regions(state, max_tokens, widest)
-    start = partial(DraftProcess, build, regions, reply_seconds)
-    process = start()
-    try:
-        ready = process.wait_ready()
-    except BaseException:
-        process.kill()
-        raise
-    supervisor = ProcessSupervisor(process, start, first_delay)
-    drafter = drafter_of(ready, supervisor, state)
-    # A draft is replaced, or loaded and never used, without further notice.
-    weakref.finalize(drafter, supervisor.close)
-    return LoadedDraft(drafter, DraftState.model_validate_json(ready.state_json))
+        return config.placement == "own" and self.device != self.local.state.length_S.device
 
 
 def drafter_of(ready: DraftReady, supervisor: ProcessSupervisor, state: DeviceState) -> OwnDrafter:
     """Return the drafter for the draft of a process."""
-    reads = TargetStates(ready.layers, ready.final)
-    kind = OwnStateDrafter if reads else OwnModelDrafter
-    return kind(supervisor, reads, ready.last_position, state)
+    kind = OwnStateDrafter if ready.reads else OwnModelDrafter
+    return kind(supervisor, ready.reads, ready.last_position, state)
 
 
 def message_regions(state: DeviceState, max_tokens: int, widest: int) -> Regions:
-    """Return regions for the largest messages. Memory that is never written is never taken."""
+    """Return regions for the largest messages. Memory that is never written is never taken.
+
+    Args:
+        state: Device state of the running requests.
+        max_tokens: Most tokens of prompts in one step.
+        widest: Largest width of the target states that a draft could read.
+    """
     slots, positions = state.tokens_SP.shape
     tokens = max(positions + max_tokens, slots * max(STATE_RING_POSITIONS, LONGEST_CATCH_UP))
     texts, states = 8 * (slots * positions + tokens), (tokens + slots) * widest * state.dtype.itemsize

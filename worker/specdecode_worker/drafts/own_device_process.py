@@ -26,6 +26,7 @@ from specdecode_worker.drafts.registry import DraftLoader
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.headers import read_tensor_headers
+from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.sampling.params import FinishRule, Sampling, SamplingParams
 from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
@@ -164,9 +165,8 @@ class DraftReady(msgspec.Struct, frozen=True, tag=True):
 
     state_json: bytes
     """`DraftState` of the draft as JSON."""
-    layers: tuple[int, ...]
-    final: bool
-    """``layers`` and ``final`` are the `TargetStates` that the draft reads."""
+    reads: TargetStates
+    """Target states that the draft reads."""
     last_position: int
 
 
@@ -202,6 +202,8 @@ class DraftServer:
     """Executor of messages on a local drafter, which was built on ``state``. ``vocab_size`` is that of the target."""
 
     drafter: CapturedDrafter
+    loaded: DraftState
+    """State of the draft for the report."""
     state: DeviceState
     vocab_size: int
 
@@ -290,15 +292,7 @@ class DraftServer:
 # Main function of a draft process: load the draft, then answer messages until the worker closes the pipe.
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltDraft:
-    """Draft that was loaded in this process."""
-
-    server: DraftServer
-    state: DraftState
-
-
-BuildDraft = Callable[[], BuiltDraft]
+BuildDraft = Callable[[], DraftServer]
 """Picklable loader of a draft. It raises ModelError if the draft cannot be loaded."""
 
 
@@ -306,18 +300,16 @@ def main(build: BuildDraft, messages: TensorRegion, answers: TensorRegion, pipe:
     """Run the draft process. Exit with 0 when the worker closes the pipe, with 1 after a DraftFailed message."""
     encoder = msgspec.msgpack.Encoder()
     try:
-        built = build()
-        drafter, decoder = built.server.drafter, msgspec.msgpack.Decoder(ToDraft)
+        server, decoder = build(), msgspec.msgpack.Decoder(ToDraft)
         ready = DraftReady(
-            state_json=built.state.model_dump_json().encode(),
-            layers=drafter.reads.layers,
-            final=drafter.reads.final,
-            last_position=drafter.last_position,
+            state_json=server.loaded.model_dump_json().encode(),
+            reads=server.drafter.reads,
+            last_position=server.drafter.last_position,
         )
         pipe.send_bytes(encoder.encode(ready))
         while True:
             message = decoder.decode(pipe.recv_bytes())
-            shapes = answers.put(built.server.run(message, messages.get(message.tensors)))
+            shapes = answers.put(server.run(message, messages.get(message.tensors)))
             pipe.send_bytes(encoder.encode(DraftAnswer(shapes)))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the worker is gone
@@ -362,7 +354,7 @@ class FolderDraft:
     threads: int
     """Number of torch threads on a CPU."""
 
-    def __call__(self) -> BuiltDraft:
+    def __call__(self) -> DraftServer:
         """Load the draft. Raise ModelError if it cannot be loaded."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -385,8 +377,9 @@ class FolderDraft:
         loaded = load(self.config, self.name)
         assert isinstance(loaded.drafter, CapturedDrafter), "the contract allows no other method"
         state.allocate_states(loaded.drafter.reads.width(target.config.hidden_size))
-        server = DraftServer(drafter=loaded.drafter, state=state, vocab_size=target.config.vocab_size)
-        return BuiltDraft(server, loaded.state.model_copy(update={"uri": self.uri}))
+        described = loaded.state.model_copy(update={"uri": self.uri})
+        vocab_size = target.config.vocab_size
+        return DraftServer(drafter=loaded.drafter, loaded=described, state=state, vocab_size=vocab_size)
 
 
 def _shared_part(

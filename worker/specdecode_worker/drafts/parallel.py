@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache, slots_of, spread
+from specdecode_worker.core.device_state import PackedBatch, PackedTensors, slots_of, spread
 from specdecode_worker.core.request import Request
-from specdecode_worker.drafts.base import (
-    CapturedDrafter,
-    DraftContext,
-    DraftMethod,
-    Ranking,
-)
-from specdecode_worker.drafts.eagle import HeadDrafter, StateDrafter, head_parts
+from specdecode_worker.drafts.eagle import EagleDrafter, HeadDrafter
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import PEagleHead
 
@@ -31,30 +24,18 @@ from specdecode_worker.models.eagle import PEagleHead
 # vLLM packs its pass alike (vllm-project/vllm, vllm/v1/spec_decode/llm_base_proposer.py, ``parallel_drafting``).
 
 
-class PEagleDrafter(HeadDrafter, CapturedDrafter):
+class PEagleDrafter(EagleDrafter):
     """Drafter of the method peagle."""
 
     one_pass = True
-
-    def __init__(
-        self,
-        head: PEagleHead,
-        target_ids: Tensor | None,
-        cache: PagedCache,
-        state: DeviceState,
-        positions: int,
-        sharpness: Sequence[float] = (),
-    ) -> None:
-        """Create a drafter. The arguments are those of HeadDrafter."""
-        super().__init__(head, target_ids, cache, state, positions, sharpness)
-        self._masked_head = head
+    _head: PEagleHead
 
     def root_states(self, slots_T: Tensor, index_T: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Return the head's hidden states [T, E] at committed slots and at the mask slots behind the roots."""
         masked_T = index_T > self._state.length_S[slots_T]
-        tokens_T = torch.where(masked_T, self._masked_head.config.mask_token_id, packed.tokens_T)
+        tokens_T = torch.where(masked_T, self._head.config.mask_token_id, packed.tokens_T)
         aux_TA = self.columns.of(self._state.aux(slots_T, index_T - 1))
-        return self.node_states(self._masked_head.masked_states(aux_TA, masked_T), replace(packed, tokens_T=tokens_T))
+        return self.node_states(self._head.masked_states(aux_TA, masked_T), replace(packed, tokens_T=tokens_T))
 
 
 # Drafter of the method dflash (DFlash, arXiv 2602.06036): all depths in one pass over a block of mask slots.
@@ -69,20 +50,11 @@ class PEagleDrafter(HeadDrafter, CapturedDrafter):
 # therefore the last index of a shared block, which is written again with the same values.
 
 
-class DFlashDrafter(StateDrafter, CapturedDrafter):
+class DFlashDrafter(HeadDrafter):
     """Drafter of the method dflash."""
 
     one_pass = block = True
-
-    def __init__(
-        self, head: DFlashHead, cache: PagedCache, state: DeviceState, positions: int, sharpness: Sequence[float] = ()
-    ) -> None:
-        """Create a drafter. The arguments are those of HeadDrafter; the head knows its vocabulary."""
-        self.reads = head.reads
-        self.first_slot, self.last_position = 1, positions - 1
-        self._head, self._state = head, state
-        self.kv_cache = self._cache = cache
-        self._ranking = Ranking(head.target_ids, sharpness)
+    _head: DFlashHead
 
     def first_key(self, request: Request) -> int:
         """Return the first index of the request whose keys the draft attends to: slot i is at index i - 1."""
@@ -99,10 +71,6 @@ class DFlashDrafter(StateDrafter, CapturedDrafter):
         hidden_TE: Tensor = self._head(tokens_T, packed.positions_T, self._cache.attend(packed))
         return hidden_TE
 
-    def logits(self, hidden_RE: Tensor, depth: int) -> Tensor:
-        """Return the logits of the head's tokens behind these states, [R, V]."""
-        return self._head.logits(hidden_RE)
-
     def _fused(self, aux_TA: Tensor, packed: PackedBatch | PackedTensors) -> Tensor:
         """Write keys and values of the tokens before the slots of ``packed``, and return the states that they read."""
         assert isinstance(packed, PackedBatch), "a captured pass writes them by `store_context`"
@@ -115,15 +83,3 @@ class DFlashDrafter(StateDrafter, CapturedDrafter):
     def _write(self, aux_TA: Tensor, positions_T: Tensor, places_T: Tensor) -> None:
         for layer, pair in enumerate(self._head.context(self.columns.of(aux_TA), positions_T)):
             self._cache.write(layer, places_T, *pair)
-
-
-def _peagle(head: PEagleHead, context: DraftContext) -> PEagleDrafter:
-    return PEagleDrafter(head, *head_parts(head, context))
-
-
-def _dflash(head: DFlashHead, context: DraftContext) -> DFlashDrafter:
-    cache = context.make_cache(head.config)
-    return DFlashDrafter(head, cache, context.state, context.positions, context.sharpness)
-
-
-METHODS = (DraftMethod("peagle", _peagle), DraftMethod("dflash", _dflash))

@@ -9,25 +9,22 @@ from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState, MergedDraft, TaskMatch
+from specdecode_worker.contract import MAX_NODES, MAX_RANKS, DraftConfig, DraftState, MergedDraft, Method, TaskMatch
 from specdecode_worker.core.device_state import AuxStates, DeviceState, HostCopy, PagedCache, to_host
 from specdecode_worker.core.request import DraftProgress, Request, Row
-from specdecode_worker.drafts import draft_model, eagle, lookup, medusa, parallel
 from specdecode_worker.drafts.base import (
     DEFAULT_DRAFT,
     DraftContext,
     Drafter,
-    DraftMethod,
     LoadedDraft,
     PagedDrafter,
-    UnusableDraft,
     any_request,
     columns_of,
     draft_trees,
@@ -37,6 +34,11 @@ from specdecode_worker.drafts.base import (
     write_children,
 )
 from specdecode_worker.drafts.draft_files import Calibration, draft_hash, read_calibration
+from specdecode_worker.drafts.draft_model import ModelDrafter
+from specdecode_worker.drafts.eagle import EagleDrafter
+from specdecode_worker.drafts.lookup import NgramDrafter, SuffixDrafter
+from specdecode_worker.drafts.medusa import MedusaDrafter
+from specdecode_worker.drafts.parallel import DFlashDrafter, PEagleDrafter
 from specdecode_worker.drafts.swap import SwapStatus
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import CausalLMConfig, DFlashConfig, Eagle3Config, EagleConfig
@@ -44,16 +46,23 @@ from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import PLAIN, Forest, Tree, forest_of
+from specdecode_worker.sampling.trees import PLAIN, Forest, forest_of
 
 log = logging.getLogger(__name__)
 
 # Loader of drafts: weights, KV cache and calibration of a DraftConfig, at start and for a draft swap.
 
-METHODS: dict[str, DraftMethod] = {
-    one.name: one for one in (*eagle.METHODS, *parallel.METHODS, *lookup.METHODS, medusa.METHOD, draft_model.METHOD)
+METHODS: dict[Method, Callable[[Any, DraftContext], Drafter]] = {
+    "eagle3": EagleDrafter.of,
+    "eagle": EagleDrafter.of,
+    "peagle": PEagleDrafter.of,
+    "dflash": DFlashDrafter.of,
+    "medusa": MedusaDrafter.of,
+    "draft-model": ModelDrafter.of,
+    "ngram": NgramDrafter.of,
+    "suffix": SuffixDrafter.of,
 }
-"""Drafting methods by name."""
+"""Constructor of the drafter of each method, from its network (None for a method without weights)."""
 Resolve = Callable[[str], Path]
 """Callable that returns the local folder of a model URI."""
 
@@ -76,7 +85,7 @@ class DraftLoader:
 
     def __call__(self, config: DraftConfig, name: str = DEFAULT_DRAFT) -> LoadedDraft:
         """Load the draft of ``config``. Raise ModelError if it cannot be loaded or does not fit the target."""
-        network, calibration, folder = None, Calibration(), None
+        network, calibration, folder = None, Calibration(sharpness=()), None
         if config.uri is not None:
             folder = self.resolve(config.uri)
             network = load_draft(
@@ -84,8 +93,8 @@ class DraftLoader:
                 folder,
                 self.target,
                 target_folder=self.target_folder,
-                dtype=self._dtype,
-                device=self._device,
+                dtype=self.state.dtype,
+                device=self.state.length_S.device,
                 max_model_len=self.max_model_len,
             )
             quantise_draft(network, config.quantization)
@@ -109,18 +118,10 @@ class DraftLoader:
             quantization=config.quantization,
             agreement=calibration.agreement[:MAX_NODES],
         )
-        return LoadedDraft(METHODS[config.method].make(network, context), state)
+        return LoadedDraft(METHODS[config.method](network, context), state)
 
     def _cache(self, config: CachedConfig) -> PagedCache:
-        return paged_cache(config, config.num_hidden_layers, self.blocks, self._dtype, self._device)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return self.target.model.embed_tokens.weight.dtype
-
-    @property
-    def _device(self) -> torch.device:
-        return self.target.model.embed_tokens.weight.device
+        return paged_cache(config, config.num_hidden_layers, self.blocks, self.state.dtype, self.state.length_S.device)
 
 
 CachedConfig = CausalLMConfig | Eagle3Config | EagleConfig | DFlashConfig
@@ -164,20 +165,27 @@ class DraftRegistry:
 
     def __init__(
         self,
-        drafts: Mapping[str, LoadedDraft | UnusableDraft],
+        drafts: Mapping[str, LoadedDraft | DraftState],
         state: DeviceState,
         hidden_size: int,
         *,
         merges: bool = True,
     ) -> None:
-        """Take over loaded drafts. ``merges`` is False for a sampler that cannot merge drafts."""
+        """Take over drafts by name.
+
+        Args:
+            drafts: Loaded drafts, and the states of those that could not be loaded, with the reason.
+            state: Device state of the running requests.
+            hidden_size: Width of the target's hidden states.
+            merges: False for a sampler that cannot merge drafts.
+        """
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
-        self._unusable = {name: one.state for name, one in drafts.items() if isinstance(one, UnusableDraft)}
-        """States of the drafts that could not be loaded, by name."""
+        self._unusable = {name: one for name, one in drafts.items() if isinstance(one, DraftState)}
         self._paged: dict[str, PagedDrafter] = {}
         self._state, self._size = state, hidden_size
-        self._tasks = TaskDrafts(DEFAULT_DRAFT, self._drafts.__contains__, self._is_mergeable, merges=merges)
-        self.proposals = StepProposals(self._drafts, self._tasks, state)
+        self.tasks = TaskDrafts(self._drafts, merges=merges)
+        """Drafts of each task."""
+        self.proposals = StepProposals(self._drafts, self.tasks, state)
         self.reads = TargetStates()
         """Target states that the loaded drafts read, in total."""
         self._align()
@@ -193,25 +201,7 @@ class DraftRegistry:
     @property
     def merges(self) -> bool:
         """True if some task merges drafts."""
-        return self._tasks.merges
-
-    @property
-    def merged_names(self) -> set[tuple[str, ...]]:
-        """Names of the drafts of each task that merges some, sorted."""
-        tasks = self._tasks.merging if self._tasks.merges else ()
-        return {tuple(sorted({self.name_of(task), *(one.draft for one in self._tasks.merged(task))})) for task in tasks}
-
-    def name_of(self, task: str) -> str:
-        """Return the name of the draft of a task, loaded or not."""
-        return self._tasks.name(task)
-
-    def merged(self, task: str) -> tuple[MergedDraft, ...]:
-        """Return the drafts that are merged with the draft of a task."""
-        return self._tasks.merged(task)
-
-    def serves(self, name: str, task: str) -> bool:
-        """Return whether the draft of this name proposes for requests of a task, alone or merged with others."""
-        return self._tasks.serves(name, task)
+        return self.tasks.merges
 
     def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
         """Return the draft of this name, or None if it is not loaded."""
@@ -242,33 +232,29 @@ class DraftRegistry:
 
     def set_tasks(self, tasks: Iterable[TaskMatch]) -> None:
         """Set the drafts of each task, by name. Tasks without one use the default draft."""
-        self._tasks.set_tasks(tasks)
+        self.tasks.set_tasks(tasks)
         self._assign_requests()
-        self.proposals.order.retain(self._tasks.merging)
+        self.proposals.order.retain(self.tasks.merging)
 
     def assign_draft(self, request: Request) -> None:
         """Record the draft of a request.
 
         A prefix found in the cache can then be matched with the draft whose keys it holds.
         """
-        loaded = self._drafts.get(self._tasks.name(request.submit.task))
+        loaded = self._drafts.get(self.tasks.name(request.submit.task))
         if loaded is not None:
             self._restart_if_changed(request, loaded.state.hash)
-
-    def uses_default(self, request: Request) -> bool:
-        """Return whether the request uses the default draft and not one of its task."""
-        return self._tasks.name(request.submit.task) == DEFAULT_DRAFT
 
     def ready(self, request: Request) -> bool:
         """Return whether a draft can propose for the request in the next step.
 
         If the draft of the request has changed, its progress restarts.
         """
-        loaded = self._drafts.get(self._tasks.name(request.submit.task))
+        loaded = self._drafts.get(self.tasks.name(request.submit.task))
         if loaded is None:
             return False
         self._restart_if_changed(request, loaded.state.hash)
-        return self.proposals.ready(request) if self._tasks.merges else loaded.drafter.ready(request)
+        return self.proposals.ready(request) if self.tasks.merges else loaded.drafter.ready(request)
 
     def extension(self, request: Request) -> int:
         """Return the depth to which drafts without passes extend the request's tree in the next step; 0 for none."""
@@ -279,9 +265,9 @@ class DraftRegistry:
         states_TA = self._state.length_S.new_empty(sum(row.count for row in rows), 0) if aux_TA is None else aux_TA
         begins = [sum(row.count for row in rows[:b]) for b in range(len(rows))]
         for name, loaded in self._drafts.items():
-            mine = [b for b, row in enumerate(rows) if self._tasks.serves(name, row.request.submit.task)]
+            mine = [b for b, row in enumerate(rows) if self.tasks.serves(name, row.request.submit.task)]
             for b in mine:
-                if self._tasks.name(rows[b].request.submit.task) == name:
+                if self.tasks.name(rows[b].request.submit.task) == name:
                     self._restart_if_changed(rows[b].request, loaded.state.hash)
             if len(mine) == len(rows):
                 loaded.drafter.prefill(rows, states_TA)
@@ -346,17 +332,13 @@ class DraftRegistry:
         """Tell each draft which requests it serves, and where its progress through their text is."""
         for name, loaded in self._drafts.items():
             # Called for every row of a step: without drafts of tasks, the default draft serves all requests.
-            serves_all, drafter = name == DEFAULT_DRAFT and self._tasks.is_empty, loaded.drafter
+            serves_all, drafter = name == DEFAULT_DRAFT and self.tasks.is_empty, loaded.drafter
             drafter.serves = any_request if serves_all else partial(self._serves, name)
             drafter.progress = own_progress if serves_all else partial(self._progress, name)
 
-    def _is_mergeable(self, name: str) -> bool:
-        """Return whether a draft proposes node by node. One in a process of its own drafts whole trees."""
-        return name not in self._drafts or not self._drafts[name].drafter.own_process
-
     def _progress(self, name: str, request: Request) -> DraftProgress:
         """Return the progress of a draft through the text of a request, as its own draft or as one that is merged."""
-        if self._tasks.name(request.submit.task) == name:
+        if self.tasks.name(request.submit.task) == name:
             return request.draft
         identity, progress = self._drafts[name].state.hash, request.merged.get(name)
         if progress is None or progress.draft != identity:
@@ -364,7 +346,7 @@ class DraftRegistry:
         return progress
 
     def _serves(self, name: str, request: Request) -> bool:
-        return self._tasks.serves(name, request.submit.task)
+        return self.tasks.serves(name, request.submit.task)
 
     @staticmethod
     def _restart_if_changed(request: Request, identity: str) -> None:
@@ -449,23 +431,18 @@ class MergeOrder:
 
 # Drafts of each task: the one that it names, and those that are merged with it.
 
-Known = Callable[[str], bool]
-"""Function that returns whether a draft of this name can run."""
-
 
 class TaskDrafts:
     """Choice of drafts by task. Without tasks all requests use the default draft, and nothing is merged."""
 
-    def __init__(self, default: str, known: Known, mergeable: Known, *, merges: bool = True) -> None:
+    def __init__(self, drafts: Mapping[str, LoadedDraft], *, merges: bool = True) -> None:
         """Start without tasks.
 
         Args:
-            default: Name of the draft of tasks without one.
-            known: Whether a draft can run; names of others are ignored.
-            mergeable: Whether a draft that can run can propose behind tokens of other drafts.
+            drafts: Drafts that can run, by name; names of others are ignored. They may change between steps.
             merges: False if the sampler cannot merge drafts. Each task then uses its own draft alone.
         """
-        self._default, self._known, self._mergeable, self._can_merge = default, known, mergeable, merges
+        self._drafts, self._can_merge = drafts, merges
         self._by_task: dict[str, TaskMatch] = {}
         self.merges = False
         """True if some task merges drafts."""
@@ -485,10 +462,16 @@ class TaskDrafts:
         """Names of the tasks that merge drafts."""
         return [name for name, task in self._by_task.items() if task.merge]
 
+    @property
+    def merged_names(self) -> set[tuple[str, ...]]:
+        """Names of the drafts of each task that merges some, sorted."""
+        tasks = self.merging if self.merges else ()
+        return {tuple(sorted({self.name(task), *(one.draft for one in self.merged(task))})) for task in tasks}
+
     def name(self, task: str) -> str:
         """Return the name of the draft of a task: the default one if it names none, or one that cannot run."""
         match = self._by_task.get(task) if self._by_task else None
-        return match.draft if match is not None and match.draft and self._known(match.draft) else self._default
+        return match.draft if match is not None and match.draft and match.draft in self._drafts else DEFAULT_DRAFT
 
     def merged(self, task: str) -> tuple[MergedDraft, ...]:
         """Return the drafts that are merged with the draft of a task and can run; none if that draft cannot run."""
@@ -498,8 +481,8 @@ class TaskDrafts:
         return tuple(one for one in match.merge if one.draft != own and self._can_propose(one.draft))
 
     def _can_propose(self, draft: str) -> bool:
-        """Return whether a draft can run and propose behind tokens of other drafts."""
-        return self._known(draft) and self._mergeable(draft)
+        """Return whether a draft can run and propose node by node. One in a process of its own drafts whole trees."""
+        return draft in self._drafts and not self._drafts[draft].drafter.own_process
 
     def serves(self, draft: str, task: str) -> bool:
         """Return whether a draft proposes for a task, alone or merged with others."""
@@ -576,20 +559,11 @@ def _rank(ranked: Sequence[int], token: int) -> int:
 # next level, so a draft continues paths that another one proposed.
 
 
-@dataclass(frozen=True, slots=True)
-class DraftedPart:
-    """Draft of a step, and the trees that it proposes for: PLAIN for rows that it does not draft."""
-
-    name: str
-    drafter: Drafter
-    forest: Forest
-
-
 def propose_together(
     rows: Sequence[Row],
     forest: Forest,
-    parts: Sequence[DraftedPart],
-    orders: Sequence[Sequence[Candidate]],
+    parts: Sequence[tuple[Drafter, Forest]],
+    orders: Sequence[Sequence[int]],
     state: DeviceState,
     sampler: Proposer,
 ) -> tuple[Tensor | None, Tensor]:
@@ -598,9 +572,8 @@ def propose_together(
     Args:
         rows: Rows of the step.
         forest: Trees of all rows.
-        parts: Drafts of the step.
-        orders: Order of the candidates of each row, where a draft is its position among ``parts``. A draft that is not
-            in the order of a row proposes nothing for it.
+        parts: Drafts of the step, and the trees that each proposes for: PLAIN for rows that it does not draft.
+        orders: Order of the candidates of each row, as by `StepProposals.orders`.
         state: Device state of the running requests.
         sampler: Sampler of the step.
 
@@ -609,18 +582,18 @@ def propose_together(
         those of each draft in its own order, [F, B, N, K]. Both are -1 elsewhere.
     """
     device = state.length_S.device
-    expands = [part.drafter.begin(rows, part.forest, sampler) for part in parts]
+    expands = [drafter.begin(rows, own, sampler) for drafter, own in parts]
     own_FBNK = torch.stack([no_ranks(forest, device)] * len(parts))
     if not forest.levels:
         return None, own_FBNK
     slots_B = to_device([row.request.slot for row in rows], device)
-    order_BM = to_device(order_table(orders, len(parts)), device, dtype=torch.int64)
+    order_BM = to_device(orders, device, dtype=torch.int64)
     ranked_BNK = no_ranks(forest, device)
     for depth, level in enumerate(forest.levels):
-        for f, (part, expand) in enumerate(zip(parts, expands, strict=True)):
-            if expand is None or depth >= len(part.forest.levels):
+        for f, ((_, own), expand) in enumerate(zip(parts, expands, strict=True)):
+            if expand is None or depth >= len(own.levels):
                 continue
-            mine = part.forest.levels[depth]
+            mine = own.levels[depth]
             ranked_RK = expand(depth, mine)
             own_FBNK[f, mine.batch_R, mine.node_R, : ranked_RK.shape[1]] = ranked_RK
         own_RFK = own_FBNK[:, level.batch_R, level.node_R].transpose(0, 1)
@@ -640,19 +613,6 @@ def first_distinct(tokens_RM: Tensor, count: int) -> Tensor:
     dropped_RM = repeated_RM | (tokens_RM < 0)
     first_RK = dropped_RM.to(torch.int8).argsort(dim=1, stable=True)[:, :count]
     return torch.where(dropped_RM.gather(1, first_RK), -1, tokens_RM.gather(1, first_RK))
-
-
-def order_table(orders: Sequence[Sequence[Candidate]], drafts: int) -> list[list[int]]:
-    """Return the candidates of each row as indices of [drafts, MAX_RANKS], [B, drafts * MAX_RANKS].
-
-    Drafts that are not in the order of a row follow; they propose nothing for it.
-    """
-    table = []
-    for order in orders:
-        listed = [draft * MAX_RANKS + rank for draft, rank in order]
-        rest = set(range(drafts * MAX_RANKS)).difference(listed)
-        table.append([*listed, *sorted(rest)])
-    return table
 
 
 # Drafts that propose in a step: the drafts of each request, their passes, their proposals and their credit.
@@ -704,13 +664,32 @@ class StepProposals:
         return max((one.depth for one in merged if not self._drafts[one.draft].drafter.needs_passes), default=0)
 
     def orders(self, rows: Sequence[Row], used: Sequence[str]) -> list[list[int]]:
-        """Return the order of the candidates of the drafts ``used`` for each row, as `order_table`."""
-        return order_table(self._orders(rows, [self.proposers(row.request, row.tree) for row in rows], used), len(used))
+        """Return the order of the candidates of each row, [B, F * MAX_RANKS]: indices of [F, MAX_RANKS] of ``used``.
 
-    def own_ranks(self, rows: Sequence[Row], used: Sequence[str], own_FBNK: Tensor) -> OwnRanks | None:
+        Those of drafts that propose nothing for a row are the last.
+        """
+        orders: dict[tuple[str, bool, tuple[str, ...]], list[int]] = {}
+        keys = [(row.request.submit.task, not row.request.sampling_params.greedy, self.proposers(row)) for row in rows]
+        for task, sampled, names in set(keys):
+            drafts = [name for name in names if name in used]
+            ordered = self.order.order(task, drafts, sampled=sampled)
+            listed = [used.index(drafts[draft]) * MAX_RANKS + rank for draft, rank in ordered]
+            rest = set(range(len(used) * MAX_RANKS)).difference(listed)
+            orders[task, sampled, names] = [*listed, *sorted(rest)]
+        return [orders[key] for key in keys]
+
+    def own_ranks(self, rows: Sequence[Row], used: Sequence[str], own_FBNK: Tensor | None = None) -> OwnRanks | None:
         """Return the ranks of the drafts ``used`` for the rows of tasks that merge drafts; None if there are none."""
-        names = [self.proposers(row.request, row.tree) for row in rows]
-        return self._own_ranks(rows, names, used, own_FBNK)
+        if not self._tasks.merges:
+            return None
+        proposers = {
+            b: tuple(
+                CreditedDraft(name, self._drafts[name].state.hash, used.index(name)) for name in self.proposers(row)
+            )
+            for b, row in enumerate(rows)
+            if self._tasks.merged(row.request.submit.task)
+        }
+        return OwnRanks(proposers, own_FBNK) if proposers else None
 
     def record_credit(self, request: Request, credits: Iterable[Credit]) -> None:
         """Take over the credit of each draft for the last tokens of a request, for the order of later candidates."""
@@ -719,27 +698,27 @@ class StepProposals:
 
     def propose(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Proposed:
         """Draft the trees of all rows, each row by its own draft and those that are merged with it."""
-        names = [self.proposers(row.request, tree) for row, tree in zip(rows, forest.trees, strict=True)]
+        names = [self.proposers(row) for row in rows]
         used = sorted({name for row in names for name in row if name in self._drafts})
         if not used:
             return Proposed()
         if len(used) == 1 and len(set(names)) == 1:
             expand = self._drafts[used[0]].drafter.begin(rows, forest, sampler)
-            return Proposed(draft_trees(rows, forest, self._state, expand), self._own_ranks(rows, names, used))
-        parts = [DraftedPart(name, self._drafts[name].drafter, self._own_forest(name, names, forest)) for name in used]
-        orders = self._orders(rows, names, used)
-        ranked_BNK, own_FBNK = propose_together(rows, forest, parts, orders, self._state, sampler)
-        return Proposed(ranked_BNK, self._own_ranks(rows, names, used, own_FBNK))
+            return Proposed(draft_trees(rows, forest, self._state, expand), self.own_ranks(rows, used))
+        parts = [(self._drafts[name].drafter, self._own_forest(name, names, forest)) for name in used]
+        ranked_BNK, own_FBNK = propose_together(rows, forest, parts, self.orders(rows, used), self._state, sampler)
+        return Proposed(ranked_BNK, self.own_ranks(rows, used, own_FBNK))
 
-    def proposers(self, request: Request, tree: Tree) -> tuple[str, ...]:
-        """Return the drafts that propose for a tree; without a tree those that must know of the request's tokens."""
+    def proposers(self, row: Row) -> tuple[str, ...]:
+        """Return the drafts that propose for a row; without a tree those that must know of the request's tokens."""
+        request = row.request
         own, merged = self._tasks.name(request.submit.task), self._tasks.merged(request.submit.task)
-        return request.proposers if merged and tree.drafted_depth else (own, *(one.draft for one in merged))
+        return request.proposers if merged and row.tree.drafted_depth else (own, *(one.draft for one in merged))
 
     def _row_passes(self, row: Row, depth: int) -> int:
         """Return the number of draft passes for the first ``depth`` levels of a row's tree."""
         planned = min(depth, row.tree.planned_part.drafted_depth)
-        names = self.proposers(row.request, row.tree)
+        names = self.proposers(row)
         if len(names) == 1 and row.tree.planned is None:
             return min(planned, 1) if self._has_one_pass(names[0]) else planned
         heads = [name for name in names if self._drafts[name].drafter.needs_passes]
@@ -755,34 +734,3 @@ class StepProposals:
         own = (tree.planned_part if passes else tree for tree in forest.trees)
         mine = tuple(tree if name in row else PLAIN for tree, row in zip(own, names, strict=True))
         return forest_of(mine, forest.parents_BN.device)
-
-    def _orders(
-        self, rows: Sequence[Row], names: Sequence[tuple[str, ...]], used: Sequence[str]
-    ) -> list[list[Candidate]]:
-        """Return the order of the candidates of each row, for drafts by their position in ``used``."""
-        orders: dict[tuple[str, bool, tuple[str, ...]], list[Candidate]] = {}
-        keys = [
-            (row.request.submit.task, not row.request.sampling_params.greedy, tuple(n for n in drafts if n in used))
-            for row, drafts in zip(rows, names, strict=True)
-        ]
-        for task, sampled, drafts in set(keys):
-            ordered = self.order.order(task, drafts, sampled=sampled)
-            orders[task, sampled, drafts] = [Candidate(used.index(drafts[draft]), rank) for draft, rank in ordered]
-        return [orders[key] for key in keys]
-
-    def _own_ranks(
-        self,
-        rows: Sequence[Row],
-        names: Sequence[tuple[str, ...]],
-        used: Sequence[str],
-        own_FBNK: Tensor | None = None,
-    ) -> OwnRanks | None:
-        """Return the ranks of each draft for the rows of tasks that merge drafts; None if there are none."""
-        if not self._tasks.merges:
-            return None
-        proposers = {
-            b: tuple(CreditedDraft(name, self._drafts[name].state.hash, used.index(name)) for name in names[b])
-            for b, row in enumerate(rows)
-            if self._tasks.merged(row.request.submit.task)
-        }
-        return OwnRanks(proposers, own_FBNK) if proposers else None

@@ -79,17 +79,13 @@ class BlockCosts:
         self._left = requests
         self._members: set[str] = set()
         self._rows: list[tuple[str, int]] = []
-        self._cells: dict[CostCell, CellSums] = {}
+        self.cells: dict[CostCell, CellSums] = {}
+        """Costs so far."""
 
     @property
     def is_complete(self) -> bool:
         """True once enough members have finished."""
         return self._left <= 0
-
-    @property
-    def cells(self) -> BlockCells:
-        """Costs so far."""
-        return self._cells
 
     def admit(self, request_id: str) -> None:
         """Make a request that starts to run a member of this block."""
@@ -103,7 +99,7 @@ class BlockCosts:
     def end_step(self, concurrency: int, context: int, seconds: float) -> None:
         """Attribute the duration of a step to the rows added since the last one."""
         for task, tokens in self._rows:
-            sums = self._cells.setdefault(CostCell(task, concurrency, context), CellSums())
+            sums = self.cells.setdefault(CostCell(task, concurrency, context), CellSums())
             sums.sequence_seconds += seconds
             sums.tokens += tokens
         self._rows.clear()
@@ -137,63 +133,6 @@ def pair_of(index: int, incumbent: BlockCells, candidate: BlockCells) -> TrialPa
 def _cost(cell: CostCell, sums: CellSums) -> TrialCost:
     """Return the reported form of a cell, rounded to keep the report small."""
     return TrialCost(**cell._asdict(), sequence_seconds=float(f"{sums.sequence_seconds:.6g}"), tokens=sums.tokens)
-
-
-# Schedule of a draft trial: which draft runs in which block, and the pairs that are finished.
-
-MAX_PAIRS = 16
-"""Most finished pairs in the report. The operator reads reports far more often than pairs finish."""
-MAX_PAIRS_BYTES = 16 * 1024
-"""Most bytes of the finished pairs in the report, a quarter of it. The newest pair is reported in any case."""
-
-
-class TrialSchedule:
-    """Position in a trial. Each pair has two blocks, one for each draft, in the order that `candidate_first` says."""
-
-    def __init__(self, trial: DraftTrial) -> None:
-        self.trial = trial
-        """The trial. It may be replaced between two blocks by one with the same id and candidate."""
-        self.pair = trial.first_pair
-        """Index of the pair that runs."""
-        self._first_block: BlockCells | None = None
-        self._pairs: deque[TrialPair] = deque(maxlen=MAX_PAIRS)
-
-    @property
-    def is_between_pairs(self) -> bool:
-        """True before the first block of a pair."""
-        return self._first_block is None
-
-    @property
-    def is_candidates_turn(self) -> bool:
-        """True if the next or running block belongs to the candidate."""
-        return candidate_first(self.trial.id, self.pair) == self.is_between_pairs
-
-    @property
-    def pairs(self) -> tuple[TrialPair, ...]:
-        """Newest finished pairs that fit into the report, oldest first."""
-        newest: deque[TrialPair] = deque()
-        left = MAX_PAIRS_BYTES
-        for pair in reversed(self._pairs):
-            left -= len(pair.model_dump_json())
-            if newest and left < 0:
-                break
-            newest.appendleft(pair)
-        return tuple(newest)
-
-    def new_block(self) -> BlockCosts:
-        """Return an empty accumulator for the block that begins."""
-        return BlockCosts(self.trial.block_requests)
-
-    def end_block(self, block: BlockCosts) -> None:
-        """Record the costs of the finished block and go on to the next one."""
-        if self._first_block is None:
-            self._first_block = block.cells
-            return
-        blocks = (self._first_block, block.cells)
-        incumbent, candidate = reversed(blocks) if candidate_first(self.trial.id, self.pair) else blocks
-        self._pairs.append(pair_of(self.pair, incumbent, candidate))
-        self._first_block = None
-        self.pair = max(self.pair + 1, self.trial.first_pair)
 
 
 # Messages about drafts that cannot be loaded: one sentence that names the file or tensor and the remedy.
@@ -431,7 +370,7 @@ class DraftSwapQueue:
 
     def __init__(self, load: LoadDraft | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._load, self._clock = load, clock
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="draft")
         self._swaps: dict[str, tuple[PendingDraft, Future[DraftSwap]]] = {}
         self._problems: dict[str, str] = {}
 
@@ -475,8 +414,6 @@ class DraftSwapQueue:
             quantization=config.quantization,
             since_seconds=self._clock(),
         )
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="draft")
         self.cancel(message.name)
         self._problems.pop(message.name, None)
         future = self._worker.submit(_attempt, self._load, config, message.name, message.expected_hash)
@@ -504,8 +441,7 @@ class DraftSwapQueue:
 
     def close(self) -> None:
         """Cancel queued swaps, without waiting for the one that is loading."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=False, cancel_futures=True)
+        self._worker.shutdown(wait=False, cancel_futures=True)
 
     def _make_room(self, name: str, in_use: Collection[str]) -> None:
         """Forget problems of drafts that never ran, oldest first, so that at most MAX_DRAFTS names remain."""
@@ -565,26 +501,39 @@ class FollowedEngine(Protocol):
         ...
 
 
-# Trial of a candidate on one worker: the two drafts, the block that runs, and the state for the report.
+# Trial of a candidate on one worker: its two drafts, which of them runs in which block, and the finished pairs.
+
+MAX_PAIRS = 16
+"""Most finished pairs in the report. The operator reads reports far more often than pairs finish."""
+MAX_PAIRS_BYTES = 16 * 1024
+"""Most bytes of the finished pairs in the report, a quarter of it. The newest pair is reported in any case."""
 
 
-@dataclass(slots=True)
 class TrialRun:
-    """Trial that this worker was assigned, until the plan assigns it another one or none."""
+    """Trial that this worker was assigned, until the plan assigns it another one or none.
 
-    schedule: TrialSchedule
-    stable: DraftGoal
-    """Incumbent, which runs before and after the trial."""
-    incumbent: LoadedDraft | None = None
-    candidate: LoadedDraft | None = None
-    block: BlockCosts | None = None
-    """Block that runs; None before the first one, and once the trial has failed."""
-    problem: str = ""
-    """Reason why the trial has failed; empty if it has not."""
+    Each pair has two blocks, one for each draft, in the order that `candidate_first` says.
+    """
+
+    def __init__(self, trial: DraftTrial, stable: DraftGoal) -> None:
+        """Start before the first block, with no draft loaded. ``stable`` runs before and after the trial."""
+        self.trial = trial
+        """The trial. It may be replaced between two blocks by one with the same id and candidate."""
+        self.stable = stable
+        self.pair = trial.first_pair
+        """Index of the pair that runs."""
+        self.incumbent: LoadedDraft | None = None
+        self.candidate: LoadedDraft | None = None
+        self.block: BlockCosts | None = None
+        """Block that runs; None before the first one, and once the trial has failed."""
+        self.problem = ""
+        """Reason why the trial has failed; empty if it has not."""
+        self._first_block: BlockCells | None = None
+        self._pairs: deque[TrialPair] = deque(maxlen=MAX_PAIRS)
 
     def is_same(self, trial: DraftTrial | None, stable: DraftGoal) -> bool:
         """Return whether an assignment goes on with this trial."""
-        own = self.schedule.trial
+        own = self.trial
         return trial is not None and (trial.id, trial.candidate, stable) == (own.id, own.candidate, self.stable)
 
     @property
@@ -593,9 +542,19 @@ class TrialRun:
         return self.block is None and not self.problem
 
     @property
+    def is_between_pairs(self) -> bool:
+        """True before the first block of a pair."""
+        return self._first_block is None
+
+    @property
+    def is_candidates_turn(self) -> bool:
+        """True if the next or running block belongs to the candidate."""
+        return candidate_first(self.trial.id, self.pair) == self.is_between_pairs
+
+    @property
     def next_draft(self) -> LoadedDraft:
         """Draft of the next or running block."""
-        draft = self.candidate if self.schedule.is_candidates_turn else self.incumbent
+        draft = self.candidate if self.is_candidates_turn else self.incumbent
         assert draft is not None, "both are loaded before the first block"
         return draft
 
@@ -604,6 +563,34 @@ class TrialRun:
         """Drafts that the trial holds, the incumbent first."""
         return tuple(draft for draft in (self.incumbent, self.candidate) if draft is not None)
 
+    @property
+    def pairs(self) -> tuple[TrialPair, ...]:
+        """Newest finished pairs that fit into the report, oldest first."""
+        newest: deque[TrialPair] = deque()
+        left = MAX_PAIRS_BYTES
+        for pair in reversed(self._pairs):
+            left -= len(pair.model_dump_json())
+            if newest and left < 0:
+                break
+            newest.appendleft(pair)
+        return tuple(newest)
+
+    def begin_block(self) -> BlockCosts:
+        """Begin a block, and return its empty accumulator."""
+        self.block = BlockCosts(self.trial.block_requests)
+        return self.block
+
+    def end_block(self, block: BlockCosts) -> None:
+        """Record the costs of the finished block and go on to the next one."""
+        if self._first_block is None:
+            self._first_block = block.cells
+            return
+        blocks = (self._first_block, block.cells)
+        incumbent, candidate = reversed(blocks) if candidate_first(self.trial.id, self.pair) else blocks
+        self._pairs.append(pair_of(self.pair, incumbent, candidate))
+        self._first_block = None
+        self.pair = max(self.pair + 1, self.trial.first_pair)
+
     def fail(self, problem: str) -> None:
         """End the trial for a reason and let go of both drafts."""
         self.problem = problem or "unknown reason"
@@ -611,13 +598,12 @@ class TrialRun:
 
     def state(self) -> TrialState:
         """Return the state for the report."""
-        schedule = self.schedule
         return TrialState(
-            id=schedule.trial.id,
+            id=self.trial.id,
             state="Failed" if self.problem else "Loading" if self.block is None else "Running",
             hash=self.candidate.state.hash if self.candidate else "",
-            pair=schedule.pair,
-            pairs=schedule.pairs,
+            pair=self.pair,
+            pairs=self.pairs,
             problem=self.problem[:1000] or None,
         )
 
@@ -731,7 +717,7 @@ class DraftFollower:
         run = self._run
         if run is not None and run.block is not None:
             if run.block.is_complete:
-                run.schedule.end_block(run.block)
+                run.end_block(run.block)
                 self._next_block(run)
             return
         if self._load is not None:
@@ -742,7 +728,7 @@ class DraftFollower:
         elif self._convergence.is_due(self._clock()):
             self._converge()
         elif run is not None and run.is_loading and self._convergence.goal is None:
-            candidate = run.schedule.trial.candidate
+            candidate = run.trial.candidate
             self._begin(_Load.CANDIDATE, DraftGoal(artifact_config(candidate, self._config), candidate.hash))
 
     def _assigned(self, plan: Plan) -> tuple[DraftTrial | None, DraftGoal]:
@@ -764,7 +750,7 @@ class DraftFollower:
             return  # a draft that a person has put there stays
         self._follows = follows
         if run is None and trial is not None:
-            self._run = TrialRun(TrialSchedule(trial), goal)
+            self._run = TrialRun(trial, goal)
         if self._load is not _Load.CANDIDATE:
             self._aim(goal)
 
@@ -830,13 +816,12 @@ class DraftFollower:
 
         The draft is installed also if it runs already, so that guard, caches and burn-in are alike in both blocks.
         """
-        if run.schedule.is_between_pairs:
+        if run.is_between_pairs:
             self._take_held(run)
         if problem := self._install(run.next_draft):
             self._fail_trial(problem)
             return
-        run.block = run.schedule.new_block()
-        self._engine.set_block(run.block)
+        self._engine.set_block(run.begin_block())
 
     def _take_held(self, run: TrialRun) -> None:
         """Put the plan in force that has waited for the end of the pair, if there is one."""
@@ -845,7 +830,7 @@ class DraftFollower:
             return
         trial, _ = self._assigned(plan)
         assert trial is not None, "a plan that ends the trial does not wait"
-        run.schedule.trial = trial
+        run.trial = trial
         try:
             self._set_plan(plan)
         except ValueError as error:
@@ -855,7 +840,7 @@ class DraftFollower:
         """End the trial for a reason, and return to the incumbent."""
         run = self._run
         assert run is not None
-        log.warning("the trial %s has failed: %s", run.schedule.trial.id, problem)
+        log.warning("the trial %s has failed: %s", run.trial.id, problem)
         self._stop(run, run.stable)
         run.fail(problem)
         self._take_held(run)

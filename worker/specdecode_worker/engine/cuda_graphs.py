@@ -423,9 +423,9 @@ class StepPlanner:
         """Return the reason why drafts run before the graph without one, None if they run in one or not at all."""
         drafted = [row for row in rows if row.tree.drafted_depth]
         if self._drafts.merges:
-            names = {name for row in drafted for name in self._drafts.proposals.proposers(row.request, row.tree)}
+            names = {name for row in drafted for name in self._drafts.proposals.proposers(row)}
         else:
-            names = {self._drafts.name_of(task) for task in {row.request.submit.task for row in drafted}}
+            names = {self._drafts.tasks.name(task) for task in {row.request.submit.task for row in drafted}}
         paged = self._drafts.paged()
         if any(not isinstance(paged.get(name), CapturedDrafter) for name in names):
             return OutsideReason.METHOD
@@ -436,11 +436,11 @@ class StepPlanner:
         running = []
         tasks, proposals = {row.request.submit.task for row in rows}, self._drafts.proposals
         for name, drafter in sorted(self._drafts.paged().items()):
-            served = {task for task in tasks if self._drafts.serves(name, task)}
+            served = {task for task in tasks if self._drafts.tasks.serves(name, task)}
             mine = [b for b, row in enumerate(rows) if row.request.submit.task in served]
             trees = [rows[b].tree for b in mine]
             if self._drafts.merges:
-                proposers = (proposals.proposers(rows[b].request, rows[b].tree) for b in mine)
+                proposers = (proposals.proposers(rows[b]) for b in mine)
                 trees = [tree if name in names else PLAIN for tree, names in zip(trees, proposers, strict=True)]
             behind = drafter.drafting([rows[b] for b in mine], trees)
             if behind:
@@ -626,7 +626,7 @@ class StepGraphs:
     def _planned_keys(self, wanted: Iterable[TreeShape]) -> list[GraphKey]:
         """Return the keys of the tree shapes ``wanted`` and of plain steps, the most important first."""
         drafters = self._captured_drafters()
-        together = {names for names in self._drafts.merged_names if drafters.keys() >= set(names)}
+        together = {names for names in self._drafts.tasks.merged_names if drafters.keys() >= set(names)}
         together |= {(name,) for name in drafters}
         sets = [_graph_drafts({name: drafters[name] for name in names}) for names in together]
         shapes = {(PLAIN, OF_DEFAULT), *((tree_of(shape), drafts) for shape in wanted for drafts in sets)}

@@ -548,7 +548,7 @@ class Engine:
         for row in chunks:
             if row.is_first_chunk:
                 self._recorder.record_admission(row.request, began)
-                if self._drafts.uses_default(row.request):
+                if self._drafts.tasks.name(row.request.submit.task) == DEFAULT_DRAFT:
                     self._recorder.admit_to_block(row.request)
         launched = self._launcher.launch(rows, batch.choice, began_seconds=began, draft_prefill=draft_prefill)
         for row in rows:

@@ -18,8 +18,8 @@ from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
 from specdecode_worker.core.request import ShapeSelector
-from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft, UnusableDraft
-from specdecode_worker.drafts.own_device import OwnDevice, PlacedDraftLoader
+from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
+from specdecode_worker.drafts.own_device import PlacedDraftLoader
 from specdecode_worker.drafts.registry import DraftLoader, DraftRegistry, Resolve, paged_cache
 from specdecode_worker.drafts.swap import describe_failure, worker_name
 from specdecode_worker.engine.cuda_graphs import CaptureBackend, StagedBackend, StepGraphs, capture_backend
@@ -157,8 +157,7 @@ def assemble(
         resolve=resolve,
         host_is_current=not pipelined,
     )
-    own = _own_device(worker, weight.device)
-    load = PlacedDraftLoader(local=loader, own=own)
+    load = _placed(worker, loader, weight.device)
     merges = worker.engine.sampler == "coupled"
     drafts = DraftRegistry(load_drafts(worker, load), state, target.config.hidden_size, merges=merges)
     identity = _identity(target_hash(), worker, budget)
@@ -210,10 +209,11 @@ def _transfer_access(worker: WorkerConfig, target: str, device: torch.device) ->
     return TransferAccess(compatibility, read_tokens, worker.server.tls_cert_file, worker.server.tls_key_file)
 
 
-def _own_device(worker: WorkerConfig, device: torch.device) -> OwnDevice:
-    """Return the device of drafts that do not share the target's: the one after those of the ranks, or the CPU."""
+def _placed(worker: WorkerConfig, local: DraftLoader, device: torch.device) -> PlacedDraftLoader:
+    """Return the loader of drafts. One on a device of its own gets that after those of the ranks, or the CPU."""
     config = worker.engine
-    return OwnDevice(
+    return PlacedDraftLoader(
+        local=local,
         device=torch.device("cuda", config.tensor_parallel_size) if device.type == "cuda" else device,
         threads=torch.get_num_threads(),
         max_num_batched_tokens=max(config.max_num_batched_tokens, worker.model.max_model_len or 0),
@@ -273,15 +273,15 @@ def _graphs(
     )
 
 
-def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | UnusableDraft]:
+def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | DraftState]:
     """Load all drafts of a worker, by name.
 
-    An optional draft that fails to load, for any reason, becomes an ``UnusableDraft`` with the reason.
+    An optional draft that fails to load, for any reason, becomes its state with the reason.
 
     Raises:
         ModelError: A required draft cannot be loaded.
     """
-    drafts: dict[str, LoadedDraft | UnusableDraft] = {}
+    drafts: dict[str, LoadedDraft | DraftState] = {}
     wanted: list[tuple[str, DraftConfig]] = [
         (DEFAULT_DRAFT, worker.draft),
         *((draft.name, draft) for draft in worker.drafts),
@@ -296,7 +296,7 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
             if config.required:
                 raise ModelError(problem) from error
             log.warning("serving plainly: %s", problem)
-            drafts[name] = UnusableDraft(DraftState(name=name, uri=config.uri or "", problem=problem))
+            drafts[name] = DraftState(name=name, uri=config.uri or "", problem=problem)
     return drafts
 
 

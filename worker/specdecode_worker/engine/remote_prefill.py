@@ -103,7 +103,7 @@ class BlockParts:
 
     def are_whole(self, request: Request) -> bool:
         """Return whether a block has the keys of all drafts of a request; those of merged drafts are in none."""
-        others = [self._drafts.loaded(one.draft) for one in self._drafts.merged(request.submit.task)]
+        others = [self._drafts.loaded(one.draft) for one in self._drafts.tasks.merged(request.submit.task)]
         return all(one is None or one.drafter.kv_cache is None for one in others)
 
     def read(self, request: Request, blocks: Sequence[int], names: Iterable[str]) -> Callable[[], list[memoryview]]:
@@ -138,7 +138,7 @@ class BlockParts:
         A draft without a cache has no bytes.
         """
         parts: dict[str, PagedCache | _StoredStates | None] = {TARGET_PART: self._target.cache}
-        loaded = self._drafts.loaded(self._drafts.name_of(request.submit.task))
+        loaded = self._drafts.loaded(self._drafts.tasks.name(request.submit.task))
         if loaded is not None and request.draft.draft == loaded.state.hash:
             parts[_DRAFT_PART + loaded.state.hash] = loaded.drafter.kv_cache
         if self._state.block_aux_NA is not None:

@@ -420,7 +420,7 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """Catch-up of each draft of a step, and of several drafts the order of their candidates, see `order_table`."""
+    """Catch-up of each draft of a step, and of several drafts the candidates' order (`StepProposals.orders`)."""
 
     catch_ups: tuple[CatchUp, ...] = ()
     orders: list[list[int]] = field(default_factory=list)

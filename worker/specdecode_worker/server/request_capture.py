@@ -20,7 +20,7 @@ import msgspec
 
 from specdecode_worker.capture import CaptureError, Dropped, Record, Recorder, opening_hash
 from specdecode_worker.capture.records import load_hook
-from specdecode_worker.capture.segments import DeletionCounts, SegmentWriter
+from specdecode_worker.capture.segments import DeletionCounts, Retention, SegmentWriter
 from specdecode_worker.contract import CaptureConfig, CaptureRules, Env, Plan, Sampler, WorkerConfig
 from specdecode_worker.core.messages import Tokens
 from specdecode_worker.sampling.params import Sampling
@@ -179,7 +179,7 @@ def _configured(config: CaptureConfig, read_token: Callable[[], str | None]) -> 
     folder = Path(config.dir)
     if config.redact is not None:
         load_hook(config.redact)
-    SegmentWriter(folder, max_bytes=config.max_bytes, max_age_seconds=config.max_age_seconds)
+    SegmentWriter(folder, Retention(config.max_age_seconds, config.max_bytes))
     return Recorder(folder, CaptureRules(**config.model_dump(exclude={"dir"})), read_token=read_token)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
@@ -219,7 +220,7 @@ def test_segment_that_cannot_be_rewritten_is_deleted(tmp_path: Path, monkeypatch
         recorder.enqueue(now_record(0, age=100), recorder.epoch)
         put(recorder, 1)
         stored(recorder, 2)
-        monkeypatch.setattr("specdecode_worker.capture.segments._copy", refuse)
+        monkeypatch.setattr(os, "fchmod", refuse)
         recorder.apply(CaptureRules(share=1.0, delete_before=time.time() - 50))
         stored(recorder, 0)
         put(recorder, 2)

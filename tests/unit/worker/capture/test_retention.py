@@ -21,10 +21,10 @@ AGE_SECONDS = 160.0
 def write(folder: Path, seconds: list[float]) -> None:
     """Write one segment for each time, as a worker that no longer runs."""
     for number, began in enumerate(seconds):
-        segments = SegmentWriter(folder, max_bytes=2**20, max_age_seconds=1e12, clock=lambda began=began: began)
+        segments = SegmentWriter(folder, Retention(1e12, 2**20), clock=lambda began=began: began)
         segments.append(encode(record(number)))
         segments.close()
-    SegmentWriter(folder, max_bytes=2**20, max_age_seconds=AGE_SECONDS)
+    SegmentWriter(folder, Retention(AGE_SECONDS, 2**20))
 
 
 def numbers(folder: Path, now: float) -> list[int]:

@@ -15,6 +15,7 @@ from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.capture.records import encode
 from specdecode_worker.capture.segments import (
     KEY_SUFFIX,
+    Retention,
     SegmentWriter,
     SubjectKeys,
     UserHashes,
@@ -43,7 +44,7 @@ def writer(folder: Path) -> SegmentWriter:
     folder.mkdir(parents=True, exist_ok=True)
     subjects = SubjectKeys(folder, lambda: "token")
     subjects.store_for(subjects.hash_of("ann"))
-    return SegmentWriter(folder, max_bytes=2**20, max_age_seconds=1e9)
+    return SegmentWriter(folder, Retention(1e9, 2**20))
 
 
 def read(folder: Path) -> list[Record]:

@@ -12,7 +12,6 @@ from specdecode_worker.drafts.lookup import (
     LONGEST,
     SHORTEST,
     RequestText,
-    SuffixBounds,
     SuffixIndex,
     SuffixStore,
     following,
@@ -129,7 +128,7 @@ def test_no_match_crosses_two_answers() -> None:
 
 
 def test_store_is_bounded_by_tenant_and_in_total() -> None:
-    store = SuffixStore(SuffixBounds(tenant_tokens=10, tokens=25))
+    store = SuffixStore(tenant_tokens=10, most_tokens=25)
     store.add("one", range(100))
     assert store.tokens == 10
     assert rank(store.matches("one", [97, 98])) == [99]

@@ -22,8 +22,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.types import Scope as AsgiScope
 
+from specdecode_worker.capture.recorder import FinishedSegments
 from specdecode_worker.capture.records import FolderUnusable, SegmentNotFound
-from specdecode_worker.capture.segments import READ_BYTES, FinishedSegments
+from specdecode_worker.capture.segments import READ_BYTES
 from specdecode_worker.contract import MAX_REPORT_BYTES, Env, Header, Report, Route, SyntheticKnobs
 from specdecode_worker.server.admission import (
     ReloadedSecrets,

@@ -26,7 +26,7 @@ MALFORMED = {
 
 
 def test_factors_are_read(tmp_path: Path) -> None:
-    assert read_calibration(tmp_path) == Calibration()
+    assert read_calibration(tmp_path) == Calibration(())
     (tmp_path / "calibration.json").write_text('{"sharpness": [1, 0.5], "tasks": {}}')
     assert read_calibration(tmp_path) == Calibration((1.0, 0.5))
     (tmp_path / "calibration.json").write_text('{"sharpness": [1, 0.5], "agreement": [0.6, 0.5]}')

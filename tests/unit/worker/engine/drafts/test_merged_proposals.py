@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -53,33 +56,34 @@ def test_a_draft_that_proposed_alone_has_the_ranks_of_the_row() -> None:
     ]
 
 
-def any_draft(name: str) -> bool:
-    """Return True, whatever the draft."""
-    return True
+def task_drafts(*names: str, merges: bool = True) -> TaskDrafts:
+    """Return the drafts of tasks, of which those with these names can run; "trees" has a process of its own."""
+    drafts: Any = {name: SimpleNamespace(drafter=SimpleNamespace(own_process=name == "trees")) for name in names}
+    return TaskDrafts(drafts, merges=merges)
 
 
 def test_tasks_merge_drafts_that_can_run() -> None:
-    tasks = TaskDrafts("", {"", "head", "lookup"}.__contains__, any_draft)
+    tasks = task_drafts("", "head", "lookup")
     merge = tuple(MergedDraft(draft=name) for name in ("lookup", "head"))
     tasks.set_tasks([TaskMatch(name="a", draft="head", merge=merge), TaskMatch(name="b", draft="gone", merge=merge[:1]),
                      TaskMatch(name="c", merge=(MergedDraft(draft="gone"),))])  # fmt: skip
     assert [tasks.name(task) for task in "abcd"] == ["head", "", "", ""]
     assert [[one.draft for one in tasks.merged(task)] for task in "abcd"] == [["lookup"], ["lookup"], [], []]
     assert [tasks.serves("lookup", task) for task in "abcd"] == [True, True, False, False]
-    one = TaskDrafts("", any_draft, any_draft, merges=False)
+    one = task_drafts("", "head", "lookup", merges=False)
     one.set_tasks([TaskMatch(name="a", merge=merge)])
     assert (one.merges, one.merged("a")) == (False, ()), "its sampler verifies one draft"
 
 
 def test_nothing_is_merged_with_a_draft_that_cannot_run() -> None:
-    tasks = TaskDrafts("", {"lookup"}.__contains__, any_draft)
+    tasks = task_drafts("lookup")
     tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
     assert (tasks.name("a"), tasks.merged("a"), tasks.serves("lookup", "a")) == ("", (), False)
 
 
 def test_a_draft_of_whole_trees_is_not_merged() -> None:
     """Such as one on a device of its own."""
-    tasks = TaskDrafts("", any_draft, {"", "lookup"}.__contains__)
+    tasks = task_drafts("", "lookup", "trees")
     merge = (MergedDraft(draft="lookup"), MergedDraft(draft="trees"))
     tasks.set_tasks([TaskMatch(name="a", merge=merge), TaskMatch(name="b", draft="trees", merge=merge[:1])])
     assert [one.draft for one in tasks.merged("a")] == ["lookup"]
