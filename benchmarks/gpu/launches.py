@@ -32,7 +32,6 @@ from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import Linear, Shard, Split
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import NO_STATES
-from specdecode_worker.models.tensor_parallel import share
 from specdecode_worker.sampling.params import NO_FEATURES, Features
 from specdecode_worker.sampling.trees import tree_of
 
@@ -107,7 +106,9 @@ def networks(shapes: Shapes, layers: int, *, dtype: torch.dtype = torch.bfloat16
     for network in (target, head):
         _move(network, dtype)
         if network is target and rank is not None:
-            share(target, Shard(rank, RANKS))
+            for module in target.modules():
+                if isinstance(module, Linear):
+                    module.share(Shard(rank, RANKS), config.vocab_size)
         fuse(network)
     return Networks(target, head)
 
