@@ -25,9 +25,9 @@ from specdecode_worker.engine.captured_step import CapturedStep, StepParts
 from specdecode_worker.engine.step_tables import GraphKey, MaskTable, key_of, key_outside
 from specdecode_worker.engine.target import Target
 from specdecode_worker.engine.tensor_parallel import LeaderTarget, RankGroup, RankStep, StepShape
-from specdecode_worker.models.arch import causal_lm_config, split_config
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.config import eagle3_config, split_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import Linear, Shard, Split
 from specdecode_worker.models.optimize import fuse

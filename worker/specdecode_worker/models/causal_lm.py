@@ -15,7 +15,7 @@ from specdecode_kernels.grouped_linear.op import group
 from specdecode_kernels.rms_norm.op import rms_norm
 from specdecode_kernels.rope_cache.reference import UNSCALED, Scales
 from specdecode_worker.models.checkpoint import Entry, whole
-from specdecode_worker.models.config import BlockConfig, CausalLMConfig, PassRotations, Rope, split_blocks
+from specdecode_worker.models.config import BlockConfig, CausalLMConfig, PassRotations, Rope
 from specdecode_worker.models.fields import Fields
 from specdecode_worker.models.linear import Linear, Split
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
@@ -365,8 +365,6 @@ class Architecture:
     """Reader of config.json for texts of up to so many tokens; None stands for the model's own limit."""
     network: Callable[[CausalLMConfig], CausalLM] = CausalLM
     """Network with random weights."""
-    split: Callable[[CausalLMConfig, int], CausalLMConfig] = split_blocks
-    """Shape of one of so many devices' part. Which matrices are split, the layers say themselves."""
     tensor_name: Callable[[str], str | None] = str
     """Name in the network of a tensor of the files; None for a tensor that the text model has not."""
     entries: Callable[[str, tuple[int, ...]], Mapping[str, Entry]] = whole

@@ -384,7 +384,7 @@ def refuse_window(fields: Fields, window: int | None, positions: int, max_model_
         )
 
 
-def split_blocks(config: CausalLMConfig, size: int) -> CausalLMConfig:
+def split_config(config: CausalLMConfig, size: int) -> CausalLMConfig:
     """Return the shape of one of ``size`` devices' part: heads and channels of the MLPs are split.
 
     With fewer key-value heads than devices, each device has one, and neighbours have the same.

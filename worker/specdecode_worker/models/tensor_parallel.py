@@ -11,8 +11,9 @@ from typing import cast
 
 import torch
 
-from specdecode_worker.models.arch import new_network, split_config
+from specdecode_worker.models.arch import new_network
 from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import split_config
 from specdecode_worker.models.linear import Linear, Shard, Split
 from specdecode_worker.models.unloaded import meta_init
 from specdecode_worker.models.weights import prepare_causal_lm
