@@ -422,7 +422,11 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
     width = fields.integer("head_dim", head_dim or hidden // heads, most=4096)
     if width % 2:
         raise ConfigMismatch(f"head_dim {width} is odd; rotary positions need pairs")
-    theta, scaling, positions = _positions(fields)
+    positions = fields.integer("max_position_embeddings", 2048, most=_LONGEST)
+    theta, scaling = read_rope(fields, positions)
+    if isinstance(scaling, YarnScaling):
+        # As in vLLM: YaRN is often enabled without a change to max_position_embeddings.
+        positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
@@ -434,15 +438,6 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
         "rope_scaling": scaling,
         "max_position_embeddings": positions,
     }
-
-
-def _positions(fields: Fields) -> tuple[float, Scaling | None, int]:
-    positions = fields.integer("max_position_embeddings", 2048, most=_LONGEST)
-    theta, scaling = read_rope(fields, positions)
-    if isinstance(scaling, YarnScaling):
-        # As in vLLM: YaRN is often enabled without a change to max_position_embeddings.
-        positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
-    return theta, scaling, positions
 
 
 def refuse_long(positions: int, head_dim: int) -> None:

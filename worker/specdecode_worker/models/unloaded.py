@@ -128,7 +128,8 @@ class UnloadedNetwork(Generic[Network]):
         for name, tensor in staged("read", self.checkpoint.read_all(self._plain_names, part)):
             _touch(tensor)
             with stage("place"):
-                wanted = dtype if tensor.is_floating_point() else _integer(tensor)
+                whole = torch.bool if tensor.dtype == torch.bool else torch.int64
+                wanted = dtype if tensor.is_floating_point() else whole
                 placed[name] = tensor.to(device=device, dtype=wanted).contiguous()
         if finite:
             self._check_finite(placed)
@@ -164,10 +165,6 @@ def _touch(tensor: Tensor) -> None:
     with stage("read"):
         if tensor.dim() and tensor.is_contiguous():
             tensor.view(torch.uint8).flatten()[::4096].any()
-
-
-def _integer(tensor: Tensor) -> torch.dtype:
-    return torch.bool if tensor.dtype == torch.bool else torch.int64
 
 
 def _expect(folder: Path, name: str, header: TensorHeader, wanted: Tensor) -> None:
