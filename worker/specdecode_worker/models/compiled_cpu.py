@@ -66,7 +66,9 @@ class NativeMidlayer(nn.Module):
     def forward(
         self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
     ) -> Tensor:
-        pair, residual_TE = normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
+        embedding_TE = embed_tokens(tokens_T).to(hidden_TE.dtype)
+        pair, normed_TE = normed_pair(self.input_layernorm, self.hidden_norm, embedding_TE, hidden_TE)
+        residual_TE = normed_TE if self.norm_before_residual else hidden_TE
         return self._tail(attend(0, *self._entry(pair, rope.tables)), residual_TE)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
@@ -101,9 +99,10 @@ class Midlayer(DecoderLayer):
 
         On a GPU this is one kernel launch. On a CPU the norms may be the compiled ones.
         """
-        if not dispatch.on_gpu(hidden_TE):
-            return normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
         token, hidden = self.input_layernorm, self.hidden_norm
+        if not dispatch.on_gpu(hidden_TE):
+            pair, normed_TE = normed_pair(token, hidden, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
+            return pair, normed_TE if self.norm_before_residual else hidden_TE
         pair, plain_TE = draft_input(
             embed_tokens.weight,
             tokens_T,
@@ -115,23 +114,10 @@ class Midlayer(DecoderLayer):
         return pair, pair[:, -plain_TE.shape[1] :].contiguous() if self.norm_before_residual else plain_TE
 
 
-class TwoStateLayer(Protocol):
-    """Layer that reads two states, each through its own norm."""
-
-    norm_before_residual: bool
-
-    @property
-    def input_layernorm(self) -> nn.Module: ...
-
-    @property
-    def hidden_norm(self) -> nn.Module: ...
-
-
-def normed_pair(layer: TwoStateLayer, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention input [T, 2 E] and the residual [T, E] of ``layer``."""
-    normed_TE: Tensor = layer.hidden_norm(hidden_TE)
-    pair = torch.cat((layer.input_layernorm(embedding_TE), normed_TE), dim=-1)
-    return pair, normed_TE if layer.norm_before_residual else hidden_TE
+def normed_pair(token: nn.Module, hidden: nn.Module, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention input [T, 2 E] and the normed state [T, E] by the norms of embedding and hidden state."""
+    normed_TE: Tensor = hidden(hidden_TE)
+    return torch.cat((token(embedding_TE), normed_TE), dim=-1), normed_TE
 
 
 class Eagle3Head(nn.Module):
