@@ -40,7 +40,7 @@ from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, N
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.fetch import default_cache_dir, resolve
-from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
 from specdecode_worker.training.acceptance import StepCounts
 from specdecode_worker.training.artifacts import write_head
 from specdecode_worker.training.conversations import Conversation, DataSet, batches
@@ -305,10 +305,10 @@ class Bench:
         return self._read.training
 
     def _head(self, folder: Path) -> Eagle3Head:
-        return load_eagle3(folder, self.target, dtype=torch.float32, device=CPU)
+        return load_head(prepare_eagle3(folder, self.target), self.target, dtype=torch.float32, device=CPU)
 
     def _loaded(self, folder: Path) -> Eagle3Head:
-        return load_eagle3(folder, self.target, dtype=torch.bfloat16, device=CPU)
+        return load_head(prepare_eagle3(folder, self.target), self.target, dtype=torch.bfloat16, device=CPU)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from specdecode_worker.commands.flags import add_model_flags, add_shape_flags, m
 from specdecode_worker.contract import DraftQuantization, TreeShape
 from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.optimize import quantise_draft
-from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
 from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.prompts import greedy, read_prompts
@@ -52,7 +52,7 @@ def main() -> int:
     said = [conversation_of(target, text) for text in texts]
     found: dict[str, Any] = {}
     for kind in (None, *get_args(DraftQuantization)):
-        head = load_eagle3(resolve(str(draft)), target, dtype=dtype, device=_CPU)
+        head = load_head(prepare_eagle3(resolve(str(draft)), target), target, dtype=dtype, device=_CPU)
         quantise_draft(head, kind)
         counts, name = StepCounts(), kind or args.dtype
         for start in range(0, len(said), 8):

@@ -21,7 +21,7 @@ from machine import described
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.models.fetch import model_hash, resolve
-from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
 from specdecode_worker.training.acceptance import target_token_ranks
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.prompts import greedy, read_prompts
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     folder, draft = resolve(EMBEDDED_TARGET, None), resolve(EMBEDDED_DRAFT, None)
     target = load_causal_lm(folder, dtype=torch.float32, device=torch.device("cpu"))
-    head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
+    head = load_head(prepare_eagle3(draft, target), target, dtype=torch.float32, device=torch.device("cpu"))
     questions = list(greedy(lines := read_prompts(PROMPTS), Chat(folder)))
     settings = RolloutSettings(rows=2 * ROWS, answer_tokens=args.tokens, for_training=False)
     placement = TargetPlacement(folder=folder, dtype="float32", device=torch.device("cpu"))

@@ -24,7 +24,7 @@ from machine import described
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.models.fetch import resolve
-from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
 from specdecode_worker.training.conversations import Chat, DataSet, read_shard, shard_paths
 from specdecode_worker.training.prompts import TrainingQuestions, normalisers
 from specdecode_worker.training.rollout import Rollout, RolloutSettings, read_states
@@ -75,7 +75,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     folder, cpu, parts = resolve(EMBEDDED_TARGET, None), torch.device("cpu"), Parts()
     target = load_causal_lm(folder, dtype=torch.bfloat16, device=cpu)
-    head = load_eagle3(resolve(EMBEDDED_DRAFT, None), target, dtype=torch.float32, device=cpu)
+    head = load_head(prepare_eagle3(resolve(EMBEDDED_DRAFT, None), target), target, dtype=torch.float32, device=cpu)
     path = shard_paths(args.recorded)[0]
     size = sum(len(c.tokens_N) for c in read_shard(path))
     with parts.timed("data: reading a shard", size):

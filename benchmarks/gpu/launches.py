@@ -25,14 +25,13 @@ from specdecode_worker.engine.captured_step import CapturedStep, StepParts
 from specdecode_worker.engine.step_tables import GraphKey, MaskTable, key_of, key_outside
 from specdecode_worker.engine.target import Target
 from specdecode_worker.engine.tensor_parallel import LeaderTarget, RankGroup, RankStep, StepShape
-from specdecode_worker.models.arch import causal_lm_config, split_config
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.config import eagle3_config, split_config
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.linear import Linear, Shard, Split
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import NO_STATES
-from specdecode_worker.models.tensor_parallel import share
 from specdecode_worker.sampling.params import NO_FEATURES, Features
 from specdecode_worker.sampling.trees import tree_of
 
@@ -107,7 +106,9 @@ def networks(shapes: Shapes, layers: int, *, dtype: torch.dtype = torch.bfloat16
     for network in (target, head):
         _move(network, dtype)
         if network is target and rank is not None:
-            share(target, Shard(rank, RANKS))
+            for module in target.modules():
+                if isinstance(module, Linear):
+                    module.share(Shard(rank, RANKS), config.vocab_size)
         fuse(network)
     return Networks(target, head)
 

@@ -27,7 +27,7 @@ from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.drafts.draft_files import read_calibration
 from specdecode_worker.models.fetch import model_hash, resolve
-from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.evaluation import CalibratedDraft
@@ -45,7 +45,7 @@ def main() -> None:
     prompts = engine.prompts(_PROMPTS)
     target = load_causal_lm(resolve(EMBEDDED_TARGET, None), dtype=torch.float32, device=torch.device("cpu"))
     folder = resolve(EMBEDDED_DRAFT, None)
-    head = load_eagle3(folder, target, dtype=torch.float32, device=torch.device("cpu"))
+    head = load_head(prepare_eagle3(folder, target), target, dtype=torch.float32, device=torch.device("cpu"))
     draft = CalibratedDraft(head, read_calibration(folder).sharpness)
     parts: list[dict[str, np.ndarray]] = []
     for temperature in args.temperatures:

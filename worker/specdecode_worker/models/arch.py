@@ -50,15 +50,6 @@ def new_network(config: CausalLMConfig) -> CausalLM:
     return architecture_of(config).network(config)
 
 
-def split_config(config: CausalLMConfig, size: int) -> CausalLMConfig:
-    """Return the shape of one of ``size`` devices' part; vocabulary and hidden size stay whole.
-
-    Raises:
-        ConfigMismatch: a dimension is not divisible by ``size``.
-    """
-    return architecture_of(config).split(config, size)
-
-
 def _name(fields: Fields) -> str:
     names = fields.texts("architectures")
     if not names:

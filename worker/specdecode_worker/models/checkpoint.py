@@ -17,6 +17,8 @@ from specdecode_worker.models.headers import TensorHeader, read_tensor_headers
 
 Part = Callable[[str, tuple[int, ...]], tuple[slice, ...]]
 """Function from a network's tensor name and shape to the part to read, one slice per dimension."""
+Update = Callable[[Tensor, tuple[slice, ...]], Tensor]
+"""Function from a tensor, or from the part of one that the slices name, to what the network has in its place."""
 FLOATS = ("F16", "BF16", "F32", "F64")
 """Dtypes of plain weights."""
 
@@ -50,13 +52,15 @@ def whole(name: str, shape: tuple[int, ...]) -> Mapping[str, Entry]:
 class Checkpoint:
     """Tensors of a folder, by their names in the network.
 
-    ``origins`` maps these names to the names in the files, and ``entries`` those that are parts to their places.
+    ``origins`` maps these names to the names in the files, ``entries`` those that are parts to their places, and
+    ``updates`` those that an adapter changes to its updates.
     """
 
     folder: Path
     tensors: Mapping[str, TensorHeader]
     origins: Mapping[str, str]
     entries: Mapping[str, Entry] = field(default_factory=dict)
+    updates: Mapping[str, Update] = field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -87,11 +91,13 @@ class Checkpoint:
                         origin, shape = self.origins[name], self.tensors[name].shape
                         places = part(name, shape) if part is not None else tuple(slice(0, size) for size in shape)
                         if entry := self.entries.get(name):
-                            yield name, file.get_slice(origin)[entry.places(*places)][0].t()
+                            tensor = file.get_slice(origin)[entry.places(*places)][0].t()
                         elif part is None or not shape:
-                            yield name, file.get_tensor(origin)
+                            tensor = file.get_tensor(origin)
                         else:
-                            yield name, file.get_slice(origin)[places]
+                            tensor = file.get_slice(origin)[places]
+                        update = self.updates.get(name)
+                        yield name, tensor if update is None else update(tensor, places)
             except (SafetensorError, OSError) as error:
                 raise WeightMismatch(
                     f"{self.folder / file_name} cannot be read as safetensors: {error}; copy it again"

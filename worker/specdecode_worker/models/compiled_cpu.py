@@ -43,7 +43,6 @@ class NativeBlock(nn.Module):
         super().__init__()
         norm = origin.input_layernorm
         self._entry = _entry(origin.self_attn, norm if isinstance(norm, RMSNorm) else None)
-        assert isinstance(origin.mlp, MLP), "it suits"
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
@@ -67,7 +66,9 @@ class NativeMidlayer(nn.Module):
     def forward(
         self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
     ) -> Tensor:
-        pair, residual_TE = normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
+        embedding_TE = embed_tokens(tokens_T).to(hidden_TE.dtype)
+        pair, normed_TE = normed_pair(self.input_layernorm, self.hidden_norm, embedding_TE, hidden_TE)
+        residual_TE = normed_TE if self.norm_before_residual else hidden_TE
         return self._tail(attend(0, *self._entry(pair, rope.tables)), residual_TE)
 
 
@@ -84,7 +85,8 @@ def run_norms_natively(model: nn.Module) -> None:
 def run_blocks_natively(model: nn.Module) -> None:
     """Replace every supported block by its compiled version, in place.
 
-    Blocks with replaced projections (tensor parallelism, quantization), and those of a subclass, are left unchanged.
+    Blocks with replaced projections (tensor parallelism, quantization), and those of a subclass or with another
+    attention, are left unchanged.
     """
     for name, child in list(model.named_children()):
         if type(child) is Block and _suits(child.self_attn, child.mlp):
@@ -96,7 +98,7 @@ def run_blocks_natively(model: nn.Module) -> None:
 
 
 def _suits(attention: Attention, mlp: nn.Module) -> bool:
-    if not isinstance(mlp, MLP):
+    if type(attention) is not Attention or not isinstance(mlp, MLP):
         return False
     parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     parts += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
@@ -115,7 +117,8 @@ def _entry(attention: Attention, norm: RMSNorm | None) -> Entry:
     )
 
 
-def _tail(attention: Attention, norm: RMSNorm, mlp: MLP) -> Tail:
+def _tail(attention: Attention, norm: RMSNorm, mlp: nn.Module) -> Tail:
+    assert isinstance(mlp, MLP), "it suits"
     return Tail(
         matrix.pack(attention.o_proj.weight, attention.o_proj.bias),
         matrix.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.gate_proj.bias, mlp.up_proj.bias),

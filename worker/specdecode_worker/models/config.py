@@ -384,7 +384,7 @@ def refuse_window(fields: Fields, window: int | None, positions: int, max_model_
         )
 
 
-def split_blocks(config: CausalLMConfig, size: int) -> CausalLMConfig:
+def split_config(config: CausalLMConfig, size: int) -> CausalLMConfig:
     """Return the shape of one of ``size`` devices' part: heads and channels of the MLPs are split.
 
     With fewer key-value heads than devices, each device has one, and neighbours have the same.
@@ -422,7 +422,11 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
     width = fields.integer("head_dim", head_dim or hidden // heads, most=4096)
     if width % 2:
         raise ConfigMismatch(f"head_dim {width} is odd; rotary positions need pairs")
-    theta, scaling, positions = _positions(fields)
+    positions = fields.integer("max_position_embeddings", 2048, most=_LONGEST)
+    theta, scaling = read_rope(fields, positions)
+    if isinstance(scaling, YarnScaling):
+        # As in vLLM: YaRN is often enabled without a change to max_position_embeddings.
+        positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
     return {
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
@@ -434,15 +438,6 @@ def block_fields(fields: Fields, *, head_dim: int | None = None, kv_heads_requir
         "rope_scaling": scaling,
         "max_position_embeddings": positions,
     }
-
-
-def _positions(fields: Fields) -> tuple[float, Scaling | None, int]:
-    positions = fields.integer("max_position_embeddings", 2048, most=_LONGEST)
-    theta, scaling = read_rope(fields, positions)
-    if isinstance(scaling, YarnScaling):
-        # As in vLLM: YaRN is often enabled without a change to max_position_embeddings.
-        positions = max(positions, int(scaling.factor * scaling.original_max_position_embeddings))
-    return theta, scaling, positions
 
 
 def refuse_long(positions: int, head_dim: int) -> None:
@@ -756,13 +751,20 @@ def dflash_config(raw: Mapping[str, Any], target: CausalLMConfig) -> DFlashConfi
     blocks = head_blocks(fields, target)
     expect_equal("hidden_size", blocks["hidden_size"], target.hidden_size)
     vocab = head_vocabulary(fields, target)
-    own = _speculators_fields(fields, target, vocab) if is_speculators(raw) else _zlab_fields(fields, nested, target)
-    mask = (fields if is_speculators(raw) else nested).integer("mask_token_id", least=0, most=vocab - 1)
+    if is_speculators(raw):
+        expect_equal("hidden_size", fields.integer("target_hidden_size", target.hidden_size), target.hidden_size)
+        own, aux_layers = fields, _dflash_aux_layers(fields, _DFLASH_IDS, 0, target)
+        draft_vocab = fields.integer("draft_vocab_size", most=vocab)
+    else:
+        if fields.has("num_target_layers"):
+            expect_equal("num_hidden_layers", fields.integer("num_target_layers"), target.num_hidden_layers)
+        own, aux_layers, draft_vocab = nested, _dflash_aux_layers(nested, _NESTED_IDS, 1, target), vocab
     return DFlashConfig(
-        **{**blocks, "qk_norm": True},
-        **{"draft_vocab_size": vocab, **own},
+        **blocks | {"qk_norm": True},
         vocab_size=vocab,
-        mask_token_id=mask,
+        draft_vocab_size=draft_vocab,
+        aux_layers=aux_layers,
+        mask_token_id=own.integer("mask_token_id", least=0, most=vocab - 1),
         block_size=fields.integer("block_size", least=2, most=_LONGEST_BLOCK),
         num_hidden_layers=fields.integer("num_hidden_layers", most=64),
     )
@@ -776,22 +778,6 @@ def _refuse_variants(fields: Fields, nested: Fields) -> None:
         fields.refuse(name)
     for each in (nested, fields):
         each.refuse("input_embedding_scale", 1)
-
-
-def _zlab_fields(fields: Fields, nested: Fields, target: CausalLMConfig) -> dict[str, Any]:
-    """Return the values of `DFlashConfig` that z-lab's layout has in fields of its own."""
-    if fields.has("num_target_layers"):
-        expect_equal("num_hidden_layers", fields.integer("num_target_layers"), target.num_hidden_layers)
-    return {"aux_layers": _dflash_aux_layers(nested, _NESTED_IDS, 1, target)}
-
-
-def _speculators_fields(fields: Fields, target: CausalLMConfig, vocab: int) -> dict[str, Any]:
-    """Return the values of `DFlashConfig` that the layout of speculators has in fields of its own."""
-    expect_equal("hidden_size", fields.integer("target_hidden_size", target.hidden_size), target.hidden_size)
-    return {
-        "aux_layers": _dflash_aux_layers(fields, _DFLASH_IDS, 0, target),
-        "draft_vocab_size": fields.integer("draft_vocab_size", most=vocab),
-    }
 
 
 def _dflash_aux_layers(where: Fields, name: str, offset: int, target: CausalLMConfig) -> tuple[int, ...]:

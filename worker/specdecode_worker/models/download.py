@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import quote
 
 import httpx
@@ -62,7 +62,6 @@ _ATTEMPTS = 5
 _CHUNK_BYTES = 1 << 20
 TEMPORARY_BYTES = 1 << 30
 """Most bytes of models in the folder for temporary files: half of what a worker's pod has for them."""
-Result = TypeVar("Result")
 Progress = Callable[[str, int, int], None]
 """Callback with a file's name, the bytes present and the total bytes."""
 
@@ -92,15 +91,6 @@ class Source(Protocol):
             PullFailed: The file cannot be read.
         """
         ...
-
-
-def _retried(source: Source, attempt: Callable[[], Result]) -> Result:
-    """Return the result of ``attempt``, which is made again while the source does not answer."""
-    for failures in range(1, _ATTEMPTS):
-        with contextlib.suppress(HubUnreachable):
-            return attempt()
-        time.sleep(source.retry_seconds * failures)
-    return attempt()
 
 
 def _fetch_all(source: Source, files: Sequence[RemoteFile], folder: Path, progress: Progress, **about: str) -> None:
@@ -329,20 +319,23 @@ class Hub:
         return f"{self._endpoint}/{self._model.id}/resolve/{self._commit}/{quote(name)}"
 
     def _asked(self, ask: Callable[[], Any], what: str) -> Any:
-        """Return an answer of the hub. Raise PullFailed if there is none."""
+        """Return an answer of the hub, which is asked again while it cannot. Raise PullFailed if there is none."""
         from huggingface_hub.errors import HfHubHTTPError
 
-        def attempt() -> Any:
+        failures = 0
+        while True:
             try:
                 return ask()
             except HfHubHTTPError as error:
-                raise self._error(error.response.status_code, what) from None
+                problem = self._error(error.response.status_code, what)
             except (AttributeError, KeyError, TypeError, ValueError):
                 raise NotOnHub(f"{self._endpoint} does not answer as a hub does; check HF_ENDPOINT") from None
             except Exception as error:  # of the transport, whose library huggingface_hub has changed before
-                raise HubUnreachable(f"{self._endpoint} cannot be reached: {error}") from None
-
-        return _retried(self, attempt)
+                problem = HubUnreachable(f"{self._endpoint} cannot be reached: {error}")
+            failures += 1
+            if failures == _ATTEMPTS or not isinstance(problem, HubUnreachable):
+                raise problem
+            time.sleep(self.retry_seconds * failures)
 
     def _error(self, status: int, what: str) -> PullFailed:
         model = self._model

@@ -19,15 +19,11 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fields import read_config
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.models.unloaded import Network, UnloadedNetwork
+from specdecode_worker.models.unloaded import UnloadedNetwork
 from specdecode_worker.models.vocabulary import TOKENIZER_FILE, expect_same_ordinary_tokens
 from specdecode_worker.models.weights import (
-    load_causal_lm,
-    load_dflash,
-    load_eagle,
-    load_eagle3,
-    load_medusa,
-    load_peagle,
+    fill_causal_lm,
+    load_head,
     prepare_causal_lm,
     prepare_dflash,
     prepare_eagle,
@@ -93,24 +89,23 @@ Draft = Eagle3Head | PEagleHead | DFlashHead | EagleHead | MedusaHeads | CausalL
 
 @dataclass(frozen=True, slots=True)
 class HeadKind:
-    """Kind of draft head: how its folder is checked and loaded.
+    """Kind of draft head: how its folder is checked before it is loaded.
 
-    ``prepare`` takes the folder and the target, ``load`` a dtype and a device too. With ``uses_target_output`` the head
-    computes logits with the target's output matrix.
+    ``prepare`` takes the folder and the target. With ``uses_target_output`` the head computes logits with the target's
+    output matrix.
     """
 
     called: str
     prepare: Callable[[Path, CausalLM], UnloadedNetwork[Any]]
-    load: Callable[..., Draft]
     uses_target_output: bool = False
 
 
 HEADS: dict[Method, HeadKind] = {
-    "eagle3": HeadKind("an EAGLE-3 head", prepare_eagle3, load_eagle3),
-    "peagle": HeadKind("a P-EAGLE head", prepare_peagle, load_peagle),
-    "dflash": HeadKind("a DFlash head", prepare_dflash, load_dflash, uses_target_output=True),
-    "eagle": HeadKind("an EAGLE-1 or EAGLE-2 head", prepare_eagle, load_eagle, uses_target_output=True),
-    "medusa": HeadKind("a Medusa checkpoint", prepare_medusa, load_medusa),
+    "eagle3": HeadKind("an EAGLE-3 head", prepare_eagle3),
+    "peagle": HeadKind("a P-EAGLE head", prepare_peagle),
+    "dflash": HeadKind("a DFlash head", prepare_dflash, uses_target_output=True),
+    "eagle": HeadKind("an EAGLE-1 or EAGLE-2 head", prepare_eagle, uses_target_output=True),
+    "medusa": HeadKind("a Medusa checkpoint", prepare_medusa),
 }
 """Draft heads by method. A draft of another method with weights is a model of its own."""
 
@@ -135,12 +130,11 @@ def load_draft(
         WeightMismatch: the tensors do not fit config.json.
         VocabularyMismatch: the draft has other tokens than the target.
     """
-    expect_method(method, folder)
-    expect_vocabulary(method, folder, target_folder)
-    if (head := HEADS.get(method)) is not None:
-        return head.load(folder, target, dtype=dtype, device=device)
-    expect_draft_model(folder, max_model_len)
-    draft = load_causal_lm(folder, dtype=dtype, device=device, max_model_len=max_model_len, finite=True)
+    prepared = _prepared(method, folder, target, target_folder, max_model_len)
+    if method in HEADS:
+        head: Draft = load_head(prepared, target, dtype=dtype, device=device)
+        return head
+    draft = fill_causal_lm(prepared, dtype=dtype, device=device, finite=True)
     fit_vocabulary(draft, target.config.vocab_size)
     return draft
 
@@ -153,20 +147,23 @@ def build_meta_draft(
     The checks are of config.json, tokenizers and tensor headers. Raises the errors of `load_draft`, except those about
     the values of weights.
     """
-    expect_method(method, folder)
-    expect_vocabulary(method, folder, target_folder)
-    if (head := HEADS.get(method)) is not None:
-        prepared: Draft = _checked_network(head.prepare(folder, target))
-        return prepared
-    expect_draft_model(folder, max_model_len)
-    draft = _checked_network(prepare_causal_lm(folder, max_model_len=max_model_len))
-    fit_vocabulary(draft, target.config.vocab_size)
+    prepared = _prepared(method, folder, target, target_folder, max_model_len)
+    prepared.check()
+    draft: Draft = prepared.network
+    if isinstance(draft, CausalLM):
+        fit_vocabulary(draft, target.config.vocab_size)
     return draft
 
 
-def _checked_network(prepared: UnloadedNetwork[Network]) -> Network:
-    prepared.check()
-    return prepared.network
+def _prepared(
+    method: Method, folder: Path, target: CausalLM, target_folder: Path, max_model_len: int | None
+) -> UnloadedNetwork[Any]:
+    expect_method(method, folder)
+    expect_vocabulary(method, folder, target_folder)
+    if (head := HEADS.get(method)) is not None:
+        return head.prepare(folder, target)
+    expect_draft_model(folder, max_model_len)
+    return prepare_causal_lm(folder, max_model_len=max_model_len)
 
 
 def expect_method(method: Method, folder: Path) -> None:

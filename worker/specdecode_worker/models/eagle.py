@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input.op import draft_input
-from specdecode_worker.models.causal_lm import MLP, Attend, Attention, Block, CausalLM, RMSNorm, after_attention
+from specdecode_worker.models.causal_lm import MLP, Attend, Attention, Block, CausalLM, DecoderLayer, RMSNorm
 from specdecode_worker.models.config import Eagle3Config, EagleConfig, PassRotations, PEagleConfig, Rope
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.target_states import TargetStates
@@ -77,36 +75,34 @@ class EagleHead(nn.Module):
 # SafeAILab's (``midlayer.*``); names of other families are converted when a checkpoint is loaded.
 
 
-class Midlayer(nn.Module):
+class Midlayer(DecoderLayer):
     """First decoder layer of the head.
 
     Its attention reads the embedding and the hidden state side by side; its residual is the hidden state.
     """
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__()
+        super().__init__(config, Attention(config, 2 * config.hidden_size), MLP(config))
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, 2 * config.hidden_size)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
 
     def forward(
         self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
     ) -> Tensor:
         """Return the layer's output [T, E] for tokens [T] and hidden states [T, E]."""
         pair, residual_TE = self.pair(embed_tokens, tokens_T, hidden_TE)
-        return after_attention(self, self.self_attn.attended(0, pair, rope, attend), residual_TE)
+        return self.after_attention(self.self_attn.attended(0, pair, rope, attend), residual_TE)
 
     def pair(self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention input [T, 2 E] and the residual [T, E].
 
         On a GPU this is one kernel launch. On a CPU the norms may be the compiled ones.
         """
-        if not dispatch.on_gpu(hidden_TE):
-            return normed_pair(self, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
         token, hidden = self.input_layernorm, self.hidden_norm
+        if not dispatch.on_gpu(hidden_TE):
+            pair, normed_TE = normed_pair(token, hidden, embed_tokens(tokens_T).to(hidden_TE.dtype), hidden_TE)
+            return pair, normed_TE if self.norm_before_residual else hidden_TE
         pair, plain_TE = draft_input(
             embed_tokens.weight,
             tokens_T,
@@ -118,23 +114,10 @@ class Midlayer(nn.Module):
         return pair, pair[:, -plain_TE.shape[1] :].contiguous() if self.norm_before_residual else plain_TE
 
 
-class TwoStateLayer(Protocol):
-    """Layer that reads two states, each through its own norm."""
-
-    norm_before_residual: bool
-
-    @property
-    def input_layernorm(self) -> nn.Module: ...
-
-    @property
-    def hidden_norm(self) -> nn.Module: ...
-
-
-def normed_pair(layer: TwoStateLayer, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the attention input [T, 2 E] and the residual [T, E] of ``layer``."""
-    normed_TE: Tensor = layer.hidden_norm(hidden_TE)
-    pair = torch.cat((layer.input_layernorm(embedding_TE), normed_TE), dim=-1)
-    return pair, normed_TE if layer.norm_before_residual else hidden_TE
+def normed_pair(token: nn.Module, hidden: nn.Module, embedding_TE: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the attention input [T, 2 E] and the normed state [T, E] by the norms of embedding and hidden state."""
+    normed_TE: Tensor = hidden(hidden_TE)
+    return torch.cat((token(embedding_TE), normed_TE), dim=-1), normed_TE
 
 
 class Eagle3Head(nn.Module):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specdecode_worker.models.errors import ConfigMismatch
 
@@ -14,6 +14,7 @@ from specdecode_worker.models.errors import ConfigMismatch
 #
 # An invalid value is refused with a message that names the field.
 
+Value = TypeVar("Value")
 LARGEST = 2**24
 """Upper bound of sizes in config.json. Published networks stay below it; a larger value is an error or an attack."""
 
@@ -22,14 +23,22 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Read config.json of a model folder. Raise ConfigMismatch if it is absent or not a JSON object."""
     path = folder / name
     try:
-        config = json.loads(path.read_bytes())
+        config = _parsed(path)
     except FileNotFoundError:
         raise ConfigMismatch(f"{path} does not exist; name a folder that holds {name} and *.safetensors") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigMismatch(f"{path} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigMismatch(f"{path} holds no JSON object")
     return config
+
+
+def _parsed(path: Path) -> Any:
+    """Return what a JSON file holds. Raise FileNotFoundError, or ConfigMismatch if it cannot be read otherwise."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigMismatch(f"{path} is no JSON: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +72,15 @@ class Fields:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return a boolean."""
-        value = self._get(name, default)
-        if not isinstance(value, bool):
-            raise self._wrong(name, "true or false", value)
-        return value
+        return self._typed(name, default, bool, "true or false")
 
     def text(self, name: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._get(name, default)
-        if not isinstance(value, str):
-            raise self._wrong(name, "a string", value)
-        return value
+        return self._typed(name, default, str, "a string")
 
     def part(self, name: str) -> Fields:
         """Return a nested object; an empty one if absent."""
-        value = self._get(name, {})
-        if not isinstance(value, dict):
-            raise self._wrong(name, "an object", value)
-        return Fields(value, f"{self.where}: {name}")
+        return Fields(self._typed(name, {}, dict, "an object"), f"{self.where}: {name}")
 
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list of strings; an empty one if absent."""
@@ -108,6 +108,12 @@ class Fields:
         value = self.raw.get(name)
         if value is not None and value is not False and value not in plain:
             raise ConfigMismatch(f"{self.where}: {name} {_short(value)} is not supported")
+
+    def _typed(self, name: str, default: object, kind: type[Value], expected: str) -> Value:
+        value = self._get(name, default)
+        if not isinstance(value, kind):
+            raise self._wrong(name, expected, value)
+        return value
 
     def _get(self, name: str, default: object) -> object:
         value = self.raw.get(name)
@@ -182,11 +188,9 @@ def listed_tokens(folder: Path) -> dict[int, Mapping[str, Any]]:
 def read_optional(path: Path) -> Mapping[str, Any]:
     """Read a JSON object; empty if the file is missing or holds another type. Raises ConfigMismatch."""
     try:
-        parsed = json.loads(path.read_bytes())
+        parsed = _parsed(path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigMismatch(f"{path} is no JSON: {error}") from None
     return parsed if isinstance(parsed, dict) else {}
 
 

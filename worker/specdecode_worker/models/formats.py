@@ -47,6 +47,8 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
+_SCALES = ("F16", "BF16", "F32")
+"""Dtypes of scales."""
 _READ_AS = "take it in bf16, in FP8, in NVFP4, or in int4 of GPTQ, AWQ or compressed-tensors"
 _METHODS = ("gptq", "awq", "auto-round", "intel/auto-round", "compressed-tensors", "fp8", "fbgemm_fp8", "modelopt")
 """Names in ``quant_method`` whose tensors are read; ``modelopt`` is the beginning of several."""
@@ -164,6 +166,14 @@ class StoredMatrix(ABC):
     """Name of the format for users."""
     zeroed: ClassVar[tuple[str, ...]] = ("bias",)
     """Tensors that may be there if they are 0."""
+    kind: Kind
+    """Kind of the levels."""
+    levels: str
+    """Tensor that holds the integers or floating-point numbers."""
+    scale: str
+    """Tensor that holds the scales."""
+    zero: str | None = None
+    """Tensor that holds the zero points, if there is one."""
 
     @classmethod
     @abstractmethod
@@ -171,8 +181,8 @@ class StoredMatrix(ABC):
         """Return whether tensors with these names and dtypes are a matrix of this format."""
 
     @abstractmethod
-    def _axes(self) -> dict[str, Axes]:
-        """Return the dimensions of the tensors that are read, of which the first is ``levels``."""
+    def _layout(self) -> dict[str, Axes]:
+        """Set kind and tensors, and return the dimensions of those that are read, of which the first is ``levels``."""
 
     @abstractmethod
     def _unpacked(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -191,7 +201,7 @@ class StoredMatrix(ABC):
     ) -> None:
         self.checkpoint, self.name, self.headers, self.facts = checkpoint, name, headers, facts
         self.rows, self.columns = shape
-        self.axes = self._axes()
+        self.axes = self._layout()
         self.claimed = frozenset(f"{name}.{one}" for one in headers if one in self._known)
         for suffix, axes in self.axes.items():
             wanted = tuple(-(-(self.rows if along == "rows" else self.columns) // step) for along, step in axes)
@@ -199,26 +209,6 @@ class StoredMatrix(ABC):
                 raise self._wrong(
                     suffix, f"has shape {list(headers[suffix].shape)}, {self.format} needs {list(wanted)}"
                 )
-
-    @property
-    @abstractmethod
-    def kind(self) -> Kind:
-        """Kind of the levels."""
-
-    @property
-    @abstractmethod
-    def levels(self) -> str:
-        """Tensor that holds the integers or floating-point numbers."""
-
-    @property
-    @abstractmethod
-    def scale(self) -> str:
-        """Tensor that holds the scales."""
-
-    @property
-    @abstractmethod
-    def zero(self) -> str | None:
-        """Tensor that holds the zero points, if there is one."""
 
     @property
     def has_zeros(self) -> bool:
@@ -398,32 +388,47 @@ class StoredMatrix(ABC):
 class _Integers(StoredMatrix):
     """Matrix of integers that are packed in words of 32 bits."""
 
-    @property
-    def bits(self) -> int:
-        """Bits of an integer."""
-        return 32 * math.prod(self._header(self.levels, "I32").shape) // (self.rows * self.columns)
+    bits: int
+    """Bits of an integer."""
 
-    @property
-    def kind(self) -> Kind:
+    def _integers_per_word(self) -> int:
+        """Set bits and kind of the integers, and return how many are in a word."""
+        self.bits = 32 * math.prod(self._header(self.levels, "I32").shape) // (self.rows * self.columns)
         if self.bits not in (4, 8):
             raise self._wrong(self.levels, f"has integers of {self.bits} bits; 4 and 8 are read, {_READ_AS}")
         if self.bits == 8 and self.zero is not None and self.has_zeros:
             raise self._wrong(self.zero, "is of 8 bits; int8 is read without zero points, export with symmetric scales")
-        return "int4" if self.bits == 4 else "int8"
-
-    @property
-    def _per_word(self) -> int:
-        return 8 if self.kind == "int4" else 4
+        self.kind = "int4" if self.bits == 4 else "int8"
+        return 32 // self.bits
 
     def _signed(self, levels: Tensor) -> Tensor:
         """Return integers of 8 bits, which are stored plus 128, as int8; those of 4 bits stay as they are."""
         return levels if self.kind == "int4" else (levels ^ 128).view(torch.int8)
 
 
-class Gptq(_Integers):
+class _Transposed(_Integers):
+    """Integers [K, N] with scales [G, N] and zero points [G, N / 8]."""
+
+    levels, scale, zero = "qweight", "scales", "qzeros"
+    columns_in_words: ClassVar[bool]
+    """Whether a word holds integers of several columns, else of several rows."""
+
+    def _layout(self) -> dict[str, Axes]:
+        words = self._integers_per_word()
+        group = self._step_of(self.columns, self._header("scales", *_SCALES).shape[0], "columns")
+        self._header("qzeros", "I32")
+        columns, rows = (words, 1) if self.columns_in_words else (1, words)
+        return {
+            "qweight": (("columns", columns), ("rows", rows)),
+            "scales": (("columns", group), ("rows", 1)),
+            "qzeros": (("columns", group), ("rows", words)),
+        }
+
+
+class Gptq(_Transposed):
     """Words along columns, [K / 8, N]; zero points less one in the first version of the format."""
 
-    format, levels, scale, zero = "GPTQ", "qweight", "scales", "qzeros"
+    format, columns_in_words = "GPTQ", True
 
     @classmethod
     def claims(cls, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> bool:
@@ -432,16 +437,6 @@ class Gptq(_Integers):
     @property
     def has_zeros(self) -> bool:
         return not self.facts.flag("sym", True)
-
-    def _axes(self) -> dict[str, Axes]:
-        words = self._per_word
-        group = self._step_of(self.columns, self._header("scales", "F16", "BF16", "F32").shape[0], "columns")
-        self._header("qzeros", "I32")
-        return {
-            "qweight": (("columns", words), ("rows", 1)),
-            "scales": (("columns", group), ("rows", 1)),
-            "qzeros": (("columns", group), ("rows", words)),
-        }
 
     def _unpacked(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         levels_NK = self._signed(_integers(tensors["qweight"].T, self.bits))
@@ -467,23 +462,14 @@ class Gptq(_Integers):
         return (_integers(words, 4) + 1 & 15).T.contiguous()
 
 
-class Awq(_Integers):
+class Awq(_Transposed):
     """Words along rows, [K, N / 8], with columns of a word in the order 0, 2, 4, 6, 1, 3, 5, 7."""
 
-    format, levels, scale, zero = "AWQ", "qweight", "scales", "qzeros"
+    format, columns_in_words = "AWQ", False
 
     @classmethod
     def claims(cls, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> bool:
         return "qweight" in headers
-
-    def _axes(self) -> dict[str, Axes]:
-        group = self._step_of(self.columns, self._header("scales", "F16", "BF16", "F32").shape[0], "columns")
-        self._header("qzeros", "I32")
-        return {
-            "qweight": (("columns", 1), ("rows", self._per_word)),
-            "scales": (("columns", group), ("rows", 1)),
-            "qzeros": (("columns", group), ("rows", self._per_word)),
-        }
 
     def _unpacked(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         levels_NK, zero_NG = (self._in_order(tensors[suffix]) for suffix in ("qweight", "qzeros"))
@@ -503,12 +489,9 @@ class PackedIntegers(_Integers):
     def claims(cls, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> bool:
         return "weight_packed" in headers and headers["weight_packed"].dtype == "I32"
 
-    @property
-    def zero(self) -> str | None:
-        return "weight_zero_point" if "weight_zero_point" in self.headers else None
-
-    def _axes(self) -> dict[str, Axes]:
-        words, shape = self._per_word, self._header("weight_scale", "F16", "BF16", "F32").shape
+    def _layout(self) -> dict[str, Axes]:
+        self.zero = "weight_zero_point" if "weight_zero_point" in self.headers else None
+        words, shape = self._integers_per_word(), self._header("weight_scale", *_SCALES).shape
         scale: Axes = ()
         if len(shape) == 2:
             scale = (("rows", 1), ("columns", self._step_of(self.columns, shape[1], "columns")))
@@ -534,23 +517,17 @@ class ScaledNumbers(StoredMatrix):
     which is multiplied all the same.
     """
 
-    format, levels, zero = "FP8 or INT8", "weight", None
+    format, levels = "FP8 or INT8", "weight"
     zeroed = ("bias", "weight_zero_point")
 
     @classmethod
     def claims(cls, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> bool:
         return "weight" in headers and headers["weight"].dtype in ("F8_E4M3", "I8")
 
-    @property
-    def kind(self) -> Kind:
-        return "int8" if self.headers["weight"].dtype == "I8" else "fp8"
-
-    @property
-    def scale(self) -> str:
-        return "weight_scale_inv" if "weight_scale_inv" in self.headers else "weight_scale"
-
-    def _axes(self) -> dict[str, Axes]:
-        shape, scale = self._header(self.scale, "F16", "BF16", "F32").shape, list[Axis]()
+    def _layout(self) -> dict[str, Axes]:
+        self.kind = "int8" if self.headers["weight"].dtype == "I8" else "fp8"
+        self.scale = "weight_scale_inv" if "weight_scale_inv" in self.headers else "weight_scale"
+        shape, scale = self._header(self.scale, *_SCALES).shape, list[Axis]()
         if math.prod(shape) > 1:
             scale.append(("rows", self._step_of(self.rows, shape[0], "rows")))
         if scale and len(shape) > 1:
@@ -570,42 +547,35 @@ class Nvfp4(StoredMatrix):
     (``weight_scale_2``). The numbers are held as fp8, in which they are exact: a byte each.
     """
 
-    format, scale, zero = "NVFP4", "weight_scale", None
+    format, scale = "NVFP4", "weight_scale"
 
     @classmethod
     def claims(cls, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> bool:
         packed = headers.get("weight_packed") or headers.get("weight")
         return packed is not None and packed.dtype == "U8"
 
-    @property
-    def kind(self) -> Kind:
-        return "fp8"
+    whole: str
+    """Tensor that holds the scale of the matrix."""
 
-    @property
-    def levels(self) -> str:
-        return "weight_packed" if "weight_packed" in self.headers else "weight"
-
-    @property
-    def _whole(self) -> str:
-        """Tensor that holds the scale of the matrix."""
-        return "weight_global_scale" if "weight_global_scale" in self.headers else "weight_scale_2"
-
-    def _axes(self) -> dict[str, Axes]:
+    def _layout(self) -> dict[str, Axes]:
+        self.kind = "fp8"
+        self.levels = "weight_packed" if "weight_packed" in self.headers else "weight"
+        self.whole = "weight_global_scale" if "weight_global_scale" in self.headers else "weight_scale_2"
         self._header("weight_scale", "F8_E4M3")
-        if math.prod(self._header(self._whole, "F32").shape) != 1:
-            raise self._wrong(self._whole, "is not one number")
+        if math.prod(self._header(self.whole, "F32").shape) != 1:
+            raise self._wrong(self.whole, "is not one number")
         return {
             self.levels: (("rows", 1), ("columns", 2)),
             "weight_scale": (("rows", 1), ("columns", 16)),
-            self._whole: (),
+            self.whole: (),
         }
 
     def _unpacked(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         codes_NK = _integers(tensors[self.levels], 4)
         size_NK = codes_NK & 7
         bits_NK = torch.where(size_NK > 1, (size_NK << 2) + 48, size_NK * 48) | (codes_NK & 8) << 4
-        scale_NG, whole = tensors["weight_scale"].float(), tensors[self._whole].reshape(())
-        scale_NG = scale_NG / whole if self._whole == "weight_global_scale" else scale_NG * whole
+        scale_NG, whole = tensors["weight_scale"].float(), tensors[self.whole].reshape(())
+        scale_NG = scale_NG / whole if self.whole == "weight_global_scale" else scale_NG * whole
         return bits_NK.view(torch.float8_e4m3fn), scale_NG, None
 
 

@@ -129,15 +129,26 @@ class Linear(nn.Linear):
         """Whether this is a plain matrix, all of which this device has."""
         return self.stored is None and self.shard is None
 
-    def share(self, shard: Shard, outputs: int | None = None) -> None:
+    def share(self, shard: Shard, outputs: int) -> None:
         """Take part in the collectives of all devices that share this matrix; it holds this device's part.
 
         Args:
             shard: This device among them.
-            outputs: Output features of the whole matrix, if they are split.
+            outputs: Output features of the whole matrix.
         """
         if self.split is not Split.WHOLE:
-            self.shard, self._outputs = shard, outputs or self._outputs
+            self.shard, self._outputs = shard, outputs
+
+    def part(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return the part of the weight or bias of all devices together, of this shape, that this device holds."""
+        rows, *columns = (slice(0, size) for size in shape)
+        if self.shard is not None and self.split is Split.INPUTS:
+            columns = [self.shard.part(size) for size in shape[1:]]
+        elif self.shard is not None:
+            # devices share a part where there are fewer key-value heads than devices
+            parts = -(-shape[0] // self.out_features) if self.split is Split.OUTPUTS else self.shard.size
+            rows = Shard(self.shard.rank * parts // self.shard.size, parts).part(shape[0])
+        return rows, *columns
 
     def load(self, dtype: torch.dtype, device: torch.device, *, stored: bool) -> None:
         """Load this device's part of a matrix that is quantized in its checkpoint, if it is.
@@ -154,7 +165,8 @@ class Linear(nn.Linear):
         """
         if self.source is None:
             return
-        weight, self.source = self.source.read(self._part(self.source), device), None
+        part = Part(*self.part((self.source.rows, self.source.columns)))
+        weight, self.source = self.source.read(part, device), None
         if stored and self._stays and isinstance(weight, Quantised):
             self._store(QuantizedWeight(weight, self._own_bias))
         else:
@@ -177,17 +189,6 @@ class Linear(nn.Linear):
     def _stays(self) -> bool:
         """True unless this is the output matrix, which drafts and training read and which is therefore dequantized."""
         return self.split is not Split.VOCABULARY
-
-    def _part(self, whole: StoredMatrix) -> Part:
-        """Return this device's part of a matrix of all devices together."""
-        rows, columns = slice(0, whole.rows), slice(0, whole.columns)
-        if self.shard is not None and self.split is Split.INPUTS:
-            columns = self.shard.part(whole.columns)
-        elif self.shard is not None and self.split is not Split.WHOLE:
-            # devices share a part where there are fewer key-value heads than devices
-            parts = -(-whole.rows // self.out_features) if self.split is Split.OUTPUTS else self.shard.size
-            rows = Shard(self.shard.rank * parts // self.shard.size, parts).part(whole.rows)
-        return Part(rows, columns)
 
     def quantize(self, kind: Kind, device: torch.device, *, stored: bool) -> Linear:
         """Return this matrix on ``device`` with quantized weights, in that format or, unless ``stored``, rounded to it.
@@ -216,12 +217,9 @@ class Linear(nn.Linear):
     def forward(self, x_TK: Tensor) -> Tensor:
         """Return the product [..., N] with the bias, combined over the devices that share the matrix."""
         own_TN = self.own(x_TK)
-        if self.shard is None or self.split is Split.OUTPUTS:
-            return own_TN
-        if self.split is Split.INPUTS:
-            collectives.all_reduce(own_TN)
-            return own_TN
-        return self._gathered(own_TN, self.shard)
+        if self.shard is not None and self.split is Split.VOCABULARY:
+            return self._gathered(own_TN, self.shard)
+        return self.combined(own_TN)
 
     @property
     def is_groupable(self) -> bool:
@@ -281,9 +279,7 @@ class Linear(nn.Linear):
             out_TE = self.own(inner_TK)
         else:
             out_TE = added_TE.addmm_(inner_TK, self.weight.t())
-        if self.shard is not None and self.split is Split.INPUTS:
-            collectives.all_reduce(out_TE)
-        return out_TE
+        return self.combined(out_TE)
 
     @property
     def _adds(self) -> bool:

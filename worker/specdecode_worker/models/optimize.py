@@ -38,13 +38,9 @@ def quantise_target(model: CausalLM, kind: Kind | None, device: torch.device, *,
         ConfigMismatch: the GPU does not support the format.
     """
     _quantise(_of_target(model), kind, device, stored)
-    model.form = rounded_form(kind) or model.form
+    if kind:
+        model.form = f"{kind}, rounded at load"
     model.to(device)
-
-
-def rounded_form(kind: Kind | None) -> str:
-    """Return the format of a target that is rounded when it is loaded, as `CausalLM.form` says it."""
-    return f"{kind}, rounded at load" if kind else ""
 
 
 def quantise_draft(model: nn.Module, kind: Kind | None, *, stored: bool | None = None) -> None:
@@ -123,14 +119,10 @@ def _of_target(model: CausalLM) -> Iterator[tuple[nn.Module, str]]:
 def _of_draft(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
         if isinstance(module, MLP):
-            yield from _of_mlp(module)
+            yield from ((module, name) for name in ("gate_proj", "up_proj", "down_proj"))
     output = getattr(model, "lm_head", None)
     if isinstance(output, Linear) and output.stored is None:  # else the target's, which is packed already
         yield model, "lm_head"
-
-
-def _of_mlp(mlp: MLP) -> Iterator[tuple[nn.Module, str]]:
-    return ((mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
 
 
 def _refuse_quantized(linear: Linear) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specdecode_worker.models.causal_lm import UnitNorm
-from specdecode_worker.models.checkpoint import FLOATS, Checkpoint, Part
+from specdecode_worker.models.checkpoint import FLOATS, Checkpoint
 from specdecode_worker.models.config import Rope
 from specdecode_worker.models.errors import WeightMismatch
 from specdecode_worker.models.formats import StoredMatrix
@@ -74,10 +75,9 @@ class UnloadedNetwork(Generic[Network]):
         quantized = self.quantized
         named = {name: tensor for name, tensor in self.network.state_dict().items() if name not in self.given}
         wanted = {name: tensor for name, tensor in named.items() if name.removesuffix(".weight") not in quantized}
-        claimed = frozenset[str]().union(*(matrix.claimed for matrix in quantized.values()))
         if missing := sorted(wanted.keys() - headers.keys()):
             raise WeightMismatch(f"{folder}: {missing[0]} is missing ({len(missing)} missing in all)")
-        if extra := sorted(origins[name] for name in headers.keys() - wanted.keys() - self.spare - claimed):
+        if extra := sorted(origins[name] for name in self._plain_names - wanted.keys()):
             raise WeightMismatch(f"{folder}: {extra[0]} is not part of this model ({len(extra)} extra in all)")
         for name, tensor in wanted.items():
             _expect(folder, origins[name], headers[name], tensor)
@@ -89,7 +89,7 @@ class UnloadedNetwork(Generic[Network]):
         return {name: one.source for name, one in modules if isinstance(one, Linear) and one.source is not None}
 
     @property
-    def plain_names(self) -> frozenset[str]:
+    def _plain_names(self) -> frozenset[str]:
         """Names of the tensors that are parameters of the network as they are."""
         claimed = frozenset[str]().union(*(matrix.claimed for matrix in self.quantized.values()))
         return frozenset(self.checkpoint.tensors.keys() - self.spare - claimed)
@@ -100,7 +100,13 @@ class UnloadedNetwork(Generic[Network]):
         return self.checkpoint.read(f"{name}.weight") if matrix is None else matrix.dequantized()
 
     def fill(
-        self, *, dtype: torch.dtype, device: torch.device, finite: bool = False, stored: bool | None = None
+        self,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        finite: bool = False,
+        stored: bool | None = None,
+        own: Network | None = None,
     ) -> Network:
         """Load the weights and return the frozen network in ``dtype`` on ``device``.
 
@@ -110,29 +116,30 @@ class UnloadedNetwork(Generic[Network]):
             finite: Whether plain weights with NaN or infinity are refused.
             stored: Whether quantized matrices stay quantized; None lets them on a GPU only, because a CPU has layouts
                 of its own. Their values are the same.
+            own: This device's part of the network, which is filled in its place.
 
         Raises:
             WeightMismatch: a tensor does not fit, or holds NaN or infinity and ``finite`` is set.
         """
         self.check()
-        placed = self.placed(dtype, device)
-        if finite:
-            self._check_finite(placed)
-        self.network.load_state_dict(placed, strict=False, assign=True)
-        load_quantized(self.network, dtype=dtype, device=device, stored=stored)
-        self.network.requires_grad_(False)
-        place_tables(self.network, device, dtype)
-        return self.network
-
-    def placed(self, dtype: torch.dtype, device: torch.device, part: Part | None = None) -> dict[str, Tensor]:
-        """Return the plain tensors, or the parts of them that a device holds, in ``dtype`` on ``device``."""
-        made: dict[str, Tensor] = {}
-        for name, tensor in staged("read", self.checkpoint.read_all(self.plain_names, part)):
+        network = own or self.network
+        placed: dict[str, Tensor] = {}
+        part = None if own is None else partial(_part, own)
+        for name, tensor in staged("read", self.checkpoint.read_all(self._plain_names, part)):
             _touch(tensor)
             with stage("place"):
-                wanted = dtype if tensor.is_floating_point() else _integer(tensor)
-                made[name] = tensor.to(device=device, dtype=wanted).contiguous()
-        return made
+                whole = torch.bool if tensor.dtype == torch.bool else torch.int64
+                wanted = dtype if tensor.is_floating_point() else whole
+                placed[name] = tensor.to(device=device, dtype=wanted).contiguous()
+        if finite:
+            self._check_finite(placed)
+        network.load_state_dict(placed, strict=False, assign=True)
+        for module in network.modules():
+            if isinstance(module, Linear):
+                module.load(dtype, device, stored=device.type == "cuda" if stored is None else stored)
+        network.requires_grad_(False)
+        place_tables(network, device, dtype)
+        return network
 
     def _check_finite(self, placed: Mapping[str, Tensor]) -> None:
         """Raise WeightMismatch for the first tensor with NaN or infinity, by one reduction per tensor on its device."""
@@ -147,11 +154,10 @@ class UnloadedNetwork(Generic[Network]):
                 raise WeightMismatch(f"{folder}: {origin} holds NaN or infinity; export the weights again")
 
 
-def load_quantized(network: nn.Module, *, dtype: torch.dtype, device: torch.device, stored: bool | None = None) -> None:
-    """Load the matrices of ``network`` that are quantized in their checkpoint, as `UnloadedNetwork.fill` says."""
-    for module in network.modules():
-        if isinstance(module, Linear):
-            module.load(dtype, device, stored=device.type == "cuda" if stored is None else stored)
+def _part(network: nn.Module, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the part of a checkpoint's tensor that ``network`` holds, one slice per dimension."""
+    module = network.get_submodule(name.rpartition(".")[0])
+    return module.part(shape) if isinstance(module, Linear) else tuple(slice(0, size) for size in shape)
 
 
 def _touch(tensor: Tensor) -> None:
@@ -159,10 +165,6 @@ def _touch(tensor: Tensor) -> None:
     with stage("read"):
         if tensor.dim() and tensor.is_contiguous():
             tensor.view(torch.uint8).flatten()[::4096].any()
-
-
-def _integer(tensor: Tensor) -> torch.dtype:
-    return torch.bool if tensor.dtype == torch.bool else torch.int64
 
 
 def _expect(folder: Path, name: str, header: TensorHeader, wanted: Tensor) -> None:

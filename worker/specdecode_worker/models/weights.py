@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.models.adapter import adapted
@@ -42,7 +42,9 @@ from specdecode_worker.models.unloaded import UnloadedNetwork, meta_init
 # checkpoint families are in this module. Every function raises ConfigMismatch or WeightMismatch, with a message that
 # names the field or tensor.
 
-Head = TypeVar("Head", bound=Eagle3Head)
+AnyHead = Eagle3Head | EagleHead | DFlashHead | MedusaHeads
+Head = TypeVar("Head", bound=AnyHead)
+_Eagle3 = TypeVar("_Eagle3", bound=Eagle3Head)
 _KV_SCALE = re.compile(
     r"model\.layers\.(\d+)\.self_attn\.(?:attn\.)?(?:([kv])_proj\.)?(?:(k|v|kv|q|prob)|output)_scale"
 )
@@ -106,11 +108,22 @@ def load_causal_lm(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int | None = None,
+    stored: bool | None = None,
+) -> CausalLM:
+    """Load the target in ``folder``; ``stored`` is that of `UnloadedNetwork.fill`."""
+    prepared = prepare_causal_lm(folder, max_model_len=max_model_len)
+    return fill_causal_lm(prepared, dtype=dtype, device=device, stored=stored)
+
+
+def fill_causal_lm(
+    prepared: UnloadedNetwork[CausalLM],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
     finite: bool = False,
     stored: bool | None = None,
 ) -> CausalLM:
-    """Load the target, or draft model, in ``folder``. ``finite`` and ``stored`` are those of `UnloadedNetwork.fill`."""
-    prepared = prepare_causal_lm(folder, max_model_len=max_model_len)
+    """Load the weights of a target or draft model as `UnloadedNetwork.fill` does, and bring them into their layout."""
     model = prepared.fill(dtype=dtype, device=device, finite=finite, stored=stored)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -120,10 +133,10 @@ def load_causal_lm(
 
 def prepare_eagle3(folder: Path, target: CausalLM) -> UnloadedNetwork[Eagle3Head]:
     """Return the unloaded EAGLE-3 head of ``folder`` for ``target``."""
-    return prepare_head(Eagle3Head, eagle3_config(read_config(folder), target.config), folder, target)
+    return _prepared(Eagle3Head, eagle3_config(read_config(folder), target.config), folder, target)
 
 
-def prepare_head(kind: type[Head], config: Eagle3Config, folder: Path, target: CausalLM) -> UnloadedNetwork[Head]:
+def _prepared(kind: type[_Eagle3], config: Eagle3Config, folder: Path, target: CausalLM) -> UnloadedNetwork[_Eagle3]:
     """Return the unloaded head of ``folder``, an EAGLE-3 head or one that extends it by further tensors."""
     checkpoint = open_checkpoint(folder, _eagle3_name)
     own = _EMBEDDING in checkpoint
@@ -146,27 +159,21 @@ def prepare_head(kind: type[Head], config: Eagle3Config, folder: Path, target: C
     return UnloadedNetwork(head, checkpoint, frozenset(given), spare=frozenset(("t2d",)))
 
 
-def load_eagle3(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> Eagle3Head:
-    """Load the EAGLE-3 head in ``folder`` for ``target``."""
-    return fill_head(prepare_eagle3(folder, target), target, dtype=dtype, device=device)
-
-
-def fill_head(prepared: UnloadedNetwork[Head], target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> Head:
-    """Load the weights of a head from `prepare_head` and check its vocabulary map; the target's lm_head may be shared.
+def load_head(prepared: UnloadedNetwork[Head], target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> Head:
+    """Load the weights of a head that a ``prepare_*`` function returned for ``target``, and check its vocabulary map.
 
     Raises:
-        WeightMismatch: A tensor or the map does not fit, or the target's lm_head is split over several devices.
+        WeightMismatch: A tensor or the map does not fit, or the head shares the target's lm_head, which is split.
     """
     head = prepared.fill(dtype=dtype, device=device, finite=True)
-    if "d2t" in prepared.given:
-        head.d2t = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
-    if head.shares_output:
-        if target.lm_head.shard is not None:
-            raise WeightMismatch(f"{prepared.checkpoint.folder}: {_OUTPUT} is missing, and the target's is split")
-        if target.lm_head.stored is None:
-            head.lm_head = Linear.of(target.lm_head.weight.to(device, dtype))
-        else:
-            head.lm_head = target.lm_head
+    if isinstance(head, Eagle3Head):
+        if "d2t" in prepared.given:
+            head.d2t = torch.zeros(head.config.draft_vocab_size, dtype=torch.int64, device=device)
+        if head.shares_output:
+            if target.lm_head.shard is not None:
+                raise WeightMismatch(f"{prepared.checkpoint.folder}: {_OUTPUT} is missing, and the target's is split")
+            stored = target.lm_head.stored is not None
+            head.lm_head = target.lm_head if stored else Linear.of(target.lm_head.weight.to(device, dtype))
     _check_map(head, prepared.checkpoint)
     return head
 
@@ -184,11 +191,6 @@ def prepare_eagle(folder: Path, target: CausalLM) -> UnloadedNetwork[EagleHead]:
     return UnloadedNetwork(head, checkpoint)
 
 
-def load_eagle(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> EagleHead:
-    """Load the EAGLE-1 or EAGLE-2 head in ``folder`` for ``target``."""
-    return prepare_eagle(folder, target).fill(dtype=dtype, device=device, finite=True)
-
-
 def prepare_medusa(folder: Path, target: CausalLM) -> UnloadedNetwork[MedusaHeads]:
     """Return the unloaded Medusa heads of ``folder`` for ``target``."""
     config = medusa_config(read_config(folder), target.config)
@@ -196,14 +198,6 @@ def prepare_medusa(folder: Path, target: CausalLM) -> UnloadedNetwork[MedusaHead
     with meta_init():
         heads = MedusaHeads(config, bias="blocks.0.layers.0.bias" in checkpoint)
     return UnloadedNetwork(heads, checkpoint)
-
-
-def load_medusa(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> MedusaHeads:
-    """Load the Medusa heads in ``folder`` for ``target``."""
-    heads = prepare_medusa(folder, target).fill(dtype=dtype, device=device, finite=True)
-    if heads.token_map is not None and not _maps_into(heads.token_map, heads.config.vocab_size):
-        raise WeightMismatch(f"{folder}: token_map maps outside the target's vocabulary of {heads.config.vocab_size}")
-    return heads
 
 
 def _eagle3_name(name: str) -> str:
@@ -237,22 +231,16 @@ def _medusa_name(name: str, layers: int) -> str:
     return re.sub(rf"^(\d+)\.{layers}\.weight$", r"lm_heads.\1.weight", name)
 
 
-def _check_map(head: Eagle3Head, checkpoint: Checkpoint) -> None:
-    if head.config.draft_vocab_size == head.config.vocab_size and head.d2t.any():
-        raise WeightMismatch(
-            f"{checkpoint.folder}: d2t moves tokens, but the draft's vocabulary is the target's; it must be 0"
-        )
-    check_vocabulary_map(head.target_ids, head.config.vocab_size, checkpoint)
-
-
-def check_vocabulary_map(ids: Tensor, size: int, checkpoint: Checkpoint) -> None:
-    """Raise WeightMismatch unless ``ids``, from the head's d2t, are tokens of the target and agree with its t2d.
-
-    ``size`` is the size of the target's vocabulary.
-    """
-    folder = checkpoint.folder
-    if not _maps_into(ids, size):
-        raise WeightMismatch(f"{folder}: d2t maps outside the target's vocabulary of {size}")
+def _check_map(head: AnyHead, checkpoint: Checkpoint) -> None:
+    """Raise WeightMismatch unless the draft's tokens are tokens of the target, and those of its t2d if it has one."""
+    folder, ids, size = checkpoint.folder, head.target_ids, head.config.vocab_size
+    if ids is None:
+        return
+    if isinstance(head, Eagle3Head) and head.config.draft_vocab_size == size and head.d2t.any():
+        raise WeightMismatch(f"{folder}: d2t moves tokens, but the draft's vocabulary is the target's; it must be 0")
+    if not ((ids >= 0) & (ids < size)).all():
+        name = "token_map" if isinstance(head, MedusaHeads) else "d2t"
+        raise WeightMismatch(f"{folder}: {name} maps outside the target's vocabulary of {size}")
     if "t2d" not in checkpoint:
         return
     known_V = checkpoint.read("t2d").bool().flatten()
@@ -262,10 +250,6 @@ def check_vocabulary_map(ids: Tensor, size: int, checkpoint: Checkpoint) -> None
     mapped_V[ids.cpu()] = True
     if (wrong := (mapped_V != known_V).nonzero()).numel():
         raise WeightMismatch(f"{folder}: t2d and d2t disagree on target token {int(wrong[0])}")
-
-
-def _maps_into(ids: Tensor, size: int) -> bool:
-    return bool(((ids >= 0) & (ids < size)).all())
 
 
 # Loading of P-EAGLE heads: the tensors of an EAGLE-3 head, and ``mask_hidden``.
@@ -278,18 +262,13 @@ _MASK = "mask_hidden"
 
 def prepare_peagle(folder: Path, target: CausalLM) -> UnloadedNetwork[PEagleHead]:
     """Return the unloaded P-EAGLE head of ``folder`` for ``target``. Raise ModelError if it does not fit."""
-    prepared = prepare_head(PEagleHead, peagle_config(read_config(folder), target.config), folder, target)
+    prepared = _prepared(PEagleHead, peagle_config(read_config(folder), target.config), folder, target)
     if _MASK in prepared.checkpoint:
         width = prepared.network.mask_hidden.numel()
         shape = prepared.checkpoint.tensors[_MASK].shape
         if shape in ((width,), (1, width)):
             prepared.network.mask_hidden = nn.Parameter(prepared.network.mask_hidden.view(shape))
     return prepared
-
-
-def load_peagle(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> PEagleHead:
-    """Load the P-EAGLE head in ``folder`` for ``target``. Raise ModelError if it does not fit."""
-    return fill_head(prepare_peagle(folder, target), target, dtype=dtype, device=device)
 
 
 # Loading of DFlash heads, in z-lab's layout (z-lab/dflash, dflash/model.py) and in that of speculators.
@@ -315,12 +294,3 @@ def prepare_dflash(folder: Path, target: CausalLM) -> UnloadedNetwork[DFlashHead
             own_lm_head=mapped or (copies and "lm_head.weight" in checkpoint),
         )
     return UnloadedNetwork(head, checkpoint, spare=frozenset(("t2d",) if mapped else ()))
-
-
-def load_dflash(folder: Path, target: CausalLM, *, dtype: torch.dtype, device: torch.device) -> DFlashHead:
-    """Load the DFlash head in ``folder`` for ``target``. Raise ModelError if it does not fit."""
-    prepared = prepare_dflash(folder, target)
-    head = prepared.fill(dtype=dtype, device=device, finite=True)
-    if head.target_ids is not None:
-        check_vocabulary_map(head.target_ids, head.config.vocab_size, prepared.checkpoint)
-    return head

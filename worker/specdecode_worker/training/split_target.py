@@ -30,8 +30,8 @@ from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, T
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.tensor_parallel import Assignment, load_rank_shard
-from specdecode_worker.models.arch import split_config
 from specdecode_worker.models.causal_lm import Attend, CausalLM
+from specdecode_worker.models.config import split_config
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.optimize import quantise_target
 from specdecode_worker.models.target_states import TargetStates

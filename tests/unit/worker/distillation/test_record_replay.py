@@ -13,7 +13,7 @@ from specdecode_worker.capture import Record
 from specdecode_worker.commands.local_engine import TokenizedPrompt
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.weights import load_eagle3
+from specdecode_worker.models.weights import load_head, prepare_eagle3
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count_steps
 from specdecode_worker.training.replay import (
     TIE_LOGITS,
@@ -114,7 +114,7 @@ def test_unusable_record_has_a_drop_reason(
 def test_counted_steps_equal_engine_steps(
     shape: str, model: Path, draft: Path, target: CausalLM, records: Sequence[Record]
 ) -> None:
-    head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
+    head = load_head(prepare_eagle3(draft, target), target, dtype=torch.float32, device=torch.device("cpu"))
     chosen = records[:15]
     engine = engine_of(model, draft)
     engine.run_shape(TreeShape.parse(shape))
@@ -137,7 +137,7 @@ def test_counted_steps_equal_engine_steps(
 def test_counting_two_drafts_together_equals_each_alone(
     target: CausalLM, draft: Path, records: Sequence[Record]
 ) -> None:
-    head = load_eagle3(draft, target, dtype=torch.float32, device=torch.device("cpu"))
+    head = load_head(prepare_eagle3(draft, target), target, dtype=torch.float32, device=torch.device("cpu"))
     sharp = CalibratedDraft(head, (3.0,))
     record = next(one for one in records if one.sampling.temperature == 0.8)
     replayed = replay(target, record)

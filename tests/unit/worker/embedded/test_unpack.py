@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
 from specdecode_worker.embedded.errors import WheelMismatch, WheelMissing
 from specdecode_worker.models.fetch import default_cache_dir
-from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.rollout import read_states
 
@@ -100,7 +100,7 @@ def test_the_shipped_head_loads_strictly_and_helps() -> None:
 
     path = folder(TARGET, default_cache_dir())
     target = load_causal_lm(path, dtype=torch.float32, device=CPU)
-    head = load_eagle3(folder(DRAFT, Path("unused")), target, dtype=torch.float32, device=CPU)
+    head = load_head(prepare_eagle3(folder(DRAFT, Path("unused")), target), target, dtype=torch.float32, device=CPU)
     chat = Chat(path)
     asked = ["Write a Python function that counts words.", "Why is the sea salty?", "Write a story about a mill."]
     questions = [Question(tuple(chat.ask([{"role": "user", "content": text}])), 0.0, "mixed") for text in asked]

@@ -17,7 +17,7 @@ from specdecode_worker.contract import adapted_uri
 from specdecode_worker.models.errors import BadUri, ModelError
 from specdecode_worker.models.fetch import model_hash, resolve
 from specdecode_worker.models.linear import Shard, Split
-from specdecode_worker.models.tensor_parallel import load_shard, splits_of
+from specdecode_worker.models.tensor_parallel import load_shard
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from support.worker.dense_attention import dense
 from support.worker.small_folders import randomise, write_random_target
@@ -106,7 +106,7 @@ def test_parts_of_two_devices_are_those_of_the_merged_target(base: Path, tmp_pat
         name = f"model.layers.1.{module}.weight"
         whole = load_causal_lm(folder, dtype=torch.float32, device=CPU).state_dict()[name]
         parts = [load_shard(folder, Shard(rank, 2), dtype=torch.float32, device=CPU) for rank in range(2)]
-        dimension = 1 if splits_of(parts[0])[name] is Split.INPUTS else 0
+        dimension = 1 if parts[0].get_submodule(name.removesuffix(".weight")).split is Split.INPUTS else 0
         both = torch.cat([part.state_dict()[name] for part in parts], dim=dimension)
         torch.testing.assert_close(both, whole, atol=1e-6, rtol=0)
         assert not torch.equal(whole, load_causal_lm(base, dtype=torch.float32, device=CPU).state_dict()[name])

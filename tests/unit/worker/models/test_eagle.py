@@ -15,7 +15,7 @@ from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.weights import load_eagle
+from specdecode_worker.models.weights import load_head, prepare_eagle
 from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle_tensors, noise, reference, write
 from support.worker.dense_attention import dense
 
@@ -25,7 +25,7 @@ def eagle_shape(shape: dict[str, Any], layers: int = 1) -> dict[str, Any]:
 
 
 def load(folder: Path, target: CausalLM) -> EagleHead:
-    return load_eagle(folder, target, dtype=torch.float32, device=CPU)
+    return load_head(prepare_eagle(folder, target), target, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.slow

@@ -15,13 +15,13 @@ from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.weights import load_eagle3
+from specdecode_worker.models.weights import load_head, prepare_eagle3
 from support.worker.checkpoints import CPU, SLOTS, TOKENS, eagle3_tensors, first_layer, noise, norm, reference, write
 from support.worker.dense_attention import dense
 
 
 def load3(folder: Path, target: CausalLM) -> Eagle3Head:
-    return load_eagle3(folder, target, dtype=torch.float32, device=CPU)
+    return load_head(prepare_eagle3(folder, target), target, dtype=torch.float32, device=CPU)
 
 
 EAGLE3: dict[str, dict[str, Any]] = {

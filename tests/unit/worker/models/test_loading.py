@@ -21,7 +21,13 @@ from specdecode_worker.models.download_folder import MANIFEST
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.models.weights import (
+    fill_causal_lm,
+    load_causal_lm,
+    load_head,
+    prepare_causal_lm,
+    prepare_eagle3,
+)
 from support.worker.checkpoints import Tensors, write
 from support.worker.dense_attention import dense
 from support.worker.small_folders import randomise
@@ -83,8 +89,8 @@ def change(folder: Path, **changed: Tensor | None) -> None:
     )
 
 
-def load_head(folder: Path, target: CausalLM) -> Eagle3Head:
-    return load_eagle3(folder, target, dtype=torch.float32, device=CPU)
+def load_eagle3(folder: Path, target: CausalLM) -> Eagle3Head:
+    return load_head(prepare_eagle3(folder, target), target, dtype=torch.float32, device=CPU)
 
 
 def load_target(folder: Path) -> CausalLM:
@@ -97,7 +103,10 @@ def test_tensor_lists_match_the_networks(target: CausalLM, head_folder: Path) ->
 
 
 def test_loaded_weights_equal_saved_weights(target: CausalLM, target_folder: Path, head_folder: Path) -> None:
-    for loaded, folder in ((load_target(target_folder), target_folder), (load_head(head_folder, target), head_folder)):
+    for loaded, folder in (
+        (load_target(target_folder), target_folder),
+        (load_eagle3(head_folder, target), head_folder),
+    ):
         saved = load_file(folder / "model.safetensors")
         state = loaded.state_dict()
         assert state.keys() == saved.keys()
@@ -131,20 +140,20 @@ def test_wrong_tensors_are_refused_by_name(
     }[harm]
     change(folder, **{name: made})
     with pytest.raises(WeightMismatch, match=message):
-        load_head(folder, target) if part == "head" else load_target(folder)
+        load_eagle3(folder, target) if part == "head" else load_target(folder)
 
 
 def test_a_tensor_of_another_kind_is_refused(head_folder: Path, target: CausalLM) -> None:
     change(head_folder, d2t=torch.zeros(DRAFT_VOCABULARY))
     with pytest.raises(WeightMismatch, match="d2t has dtype"):
-        load_head(head_folder, target)
+        load_eagle3(head_folder, target)
 
 
 @pytest.mark.parametrize("offset", [-1, 97])
 def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, target: CausalLM) -> None:
     change(head_folder, d2t=torch.full((DRAFT_VOCABULARY,), offset))
     with pytest.raises(WeightMismatch, match="d2t maps outside"):
-        load_head(head_folder, target)
+        load_eagle3(head_folder, target)
 
 
 @pytest.mark.parametrize(
@@ -167,17 +176,17 @@ def test_a_head_for_another_target_is_refused(
 ) -> None:
     (head_folder / "config.json").write_text(json.dumps(head_config(shape) | {field: value}))
     with pytest.raises(ConfigMismatch, match=message):
-        load_head(head_folder, target)
+        load_eagle3(head_folder, target)
 
 
 @pytest.mark.parametrize("prefix", ["layers.0.", "model.layers.0.", "midlayer.0."])
 def test_heads_of_other_families_are_renamed(prefix: str, head_folder: Path, target: CausalLM) -> None:
     """Layer names of speculators, NeMo and TensorRT-LLM load; a ``t2d`` that agrees with ``d2t`` is accepted."""
-    wanted = load_head(head_folder, target).state_dict()
+    wanted = load_eagle3(head_folder, target).state_dict()
     tensors = load_file(head_folder / "model.safetensors")
     renamed = {name.replace("midlayer.", prefix): tensor for name, tensor in tensors.items()}
     save_file(renamed | {"t2d": t2d_mask(tensors["d2t"])}, head_folder / "model.safetensors")
-    loaded = load_head(head_folder, target).state_dict()
+    loaded = load_eagle3(head_folder, target).state_dict()
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 
 
@@ -192,7 +201,7 @@ def test_two_names_for_one_tensor_are_refused(head_folder: Path, target: CausalL
     fc = load_file(head_folder / "model.safetensors")["fc.weight"]
     change(head_folder, **{"model.fc.weight": fc})
     with pytest.raises(WeightMismatch, match=r"fc\.weight and model\.fc\.weight are the same tensor"):
-        load_head(head_folder, target)
+        load_eagle3(head_folder, target)
 
 
 def test_maps_that_disagree_are_refused(head_folder: Path, target: CausalLM) -> None:
@@ -202,16 +211,16 @@ def test_maps_that_disagree_are_refused(head_folder: Path, target: CausalLM) -> 
         changed[wrong] = ~changed[wrong]
         change(head_folder, t2d=changed)
         with pytest.raises(WeightMismatch, match=f"t2d and d2t disagree on target token {wrong}"):
-            load_head(head_folder, target)
+            load_eagle3(head_folder, target)
     change(head_folder, t2d=t2d[:-1])
     with pytest.raises(WeightMismatch, match="t2d has 96 entries"):
-        load_head(head_folder, target)
+        load_eagle3(head_folder, target)
 
 
 def test_maps_may_be_stored_in_other_integers(head_folder: Path, target: CausalLM) -> None:
     d2t = load_file(head_folder / "model.safetensors")["d2t"]
     change(head_folder, d2t=d2t.to(torch.int32), t2d=t2d_mask(d2t).to(torch.uint8))
-    loaded = load_head(head_folder, target).d2t
+    loaded = load_eagle3(head_folder, target).d2t
     assert loaded.dtype == torch.int64
     assert torch.equal(loaded, d2t)
 
@@ -222,7 +231,7 @@ def test_nan_and_infinite_weights_are_refused(bad: float, head_folder: Path, tar
     norm[3] = bad
     change(head_folder, **{"norm.weight": norm})
     with pytest.raises(WeightMismatch, match=r"norm\.weight holds NaN or infinity"):
-        load_head(head_folder, target)
+        load_eagle3(head_folder, target)
 
 
 def test_a_draft_model_with_infinite_weights_is_refused(target_folder: Path) -> None:
@@ -230,7 +239,7 @@ def test_a_draft_model_with_infinite_weights_is_refused(target_folder: Path) -> 
     weights.view(-1)[-1] = float("-inf")
     change(target_folder, **{name: weights})
     with pytest.raises(WeightMismatch, match=f"{re.escape(name)} holds NaN or infinity"):
-        load_causal_lm(target_folder, dtype=torch.float32, device=CPU, finite=True)
+        fill_causal_lm(prepare_causal_lm(target_folder), dtype=torch.float32, device=CPU, finite=True)
     load_causal_lm(target_folder, dtype=torch.float32, device=CPU)
 
 
@@ -238,14 +247,14 @@ def test_quantised_weights_are_refused(head_folder: Path, target: CausalLM) -> N
     norm = load_file(head_folder / "model.safetensors")["norm.weight"]
     change(head_folder, **{"norm.weight": norm.to(torch.float8_e4m3fn)})
     with pytest.raises(WeightMismatch, match=r"norm\.weight has dtype F8_E4M3; only matrices of targets"):
-        load_head(head_folder, target)
+        load_eagle3(head_folder, target)
 
 
 def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: CausalLM) -> None:
     own = torch.full((97, 32), 0.5)
-    shared = load_head(head_folder, target)
+    shared = load_eagle3(head_folder, target)
     change(head_folder, **{"embed_tokens.weight": own})
-    brought = load_head(head_folder, target)
+    brought = load_eagle3(head_folder, target)
     assert brought.state_dict().keys() - shared.state_dict().keys() == {"embed_tokens.weight"}
     hidden, tokens = torch.ones(4, 32), torch.tensor([3, 1, 4, 1])
     wanted = brought(hidden, tokens, torch.arange(4), dense)
@@ -254,7 +263,7 @@ def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: CausalLM
     assert torch.equal(shared(hidden, tokens, torch.arange(4), dense), wanted)
     change(head_folder, **{"embed_tokens.weight": own[:50]})
     with pytest.raises(WeightMismatch, match=r"embed_tokens\.weight has shape \[50, 32\]"):
-        load_head(head_folder, target)
+        load_eagle3(head_folder, target)
 
 
 def test_a_head_with_the_targets_vocabulary_needs_no_map(
@@ -264,10 +273,10 @@ def test_a_head_with_the_targets_vocabulary_needs_no_map(
     head = Eagle3Head(eagle3_config(config, target.config), nn.Embedding(97, 32))
     randomise(head, 3)
     folder = write(tmp_path / "full", config, {k: v for k, v in head.state_dict().items() if k != "d2t"})
-    assert load_head(folder, target).target_ids.tolist() == list(range(97))
+    assert load_eagle3(folder, target).target_ids.tolist() == list(range(97))
     change(folder, d2t=torch.arange(97).flip(0) - torch.arange(97))
     with pytest.raises(WeightMismatch, match="d2t moves tokens"):
-        load_head(folder, target)
+        load_eagle3(folder, target)
 
 
 def test_tied_targets_may_or_may_not_repeat_the_matrix(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:

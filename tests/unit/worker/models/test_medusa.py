@@ -14,7 +14,7 @@ from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.weights import load_medusa
+from specdecode_worker.models.weights import load_head, prepare_medusa
 from support.worker.checkpoints import CPU, medusa_tensors, noise, write
 
 
@@ -31,7 +31,7 @@ def with_vllm_names(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor
 
 
 def load_heads(folder: Path, target: CausalLM) -> MedusaHeads:
-    return load_medusa(folder, target, dtype=torch.float32, device=CPU)
+    return load_head(prepare_medusa(folder, target), target, dtype=torch.float32, device=CPU)
 
 
 @torch.inference_mode()

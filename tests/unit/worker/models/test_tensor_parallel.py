@@ -18,7 +18,8 @@ from torch import Tensor
 
 from specdecode_kernels.quantised_linear.reference import Kind
 from specdecode_worker.models import collectives, linear
-from specdecode_worker.models.arch import causal_lm_config, split_config
+from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.config import split_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard
 from specdecode_worker.models.optimize import fuse, quantise_target

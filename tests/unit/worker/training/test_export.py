@@ -15,11 +15,12 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.weights import (
     load_causal_lm,
-    load_dflash,
-    load_eagle,
-    load_eagle3,
-    load_medusa,
-    load_peagle,
+    load_head,
+    prepare_dflash,
+    prepare_eagle,
+    prepare_eagle3,
+    prepare_medusa,
+    prepare_peagle,
 )
 from specdecode_worker.training.acceptance import target_token_ranks
 from specdecode_worker.training.artifacts import Names, write_draft, write_head
@@ -82,7 +83,7 @@ def test_parallel_heads_of_all_families_draft_identically(names: Names, target: 
     if names == "speculators":
         assert config["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
     assert config.get("speculators_model_type") == ("peagle" if names == "speculators" else None)
-    loaded = load_peagle(tmp_path, target, dtype=torch.float32, device=CPU)
+    loaded = load_head(prepare_peagle(tmp_path, target), target, dtype=torch.float32, device=CPU)
     assert loaded.config == head.config
     for name, tensor in head.state_dict().items():
         rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
@@ -98,7 +99,7 @@ def test_heads_of_all_families_draft_identically(
     ranks = []
     for names in get_args(Names):
         write_head(head, tmp_path / names, names)
-        loaded = load_eagle3(tmp_path / names, target, dtype=torch.float32, device=CPU)
+        loaded = load_head(prepare_eagle3(tmp_path / names, target), target, dtype=torch.float32, device=CPU)
         assert loaded.config == head.config
         ranks.append(torch.cat(target_token_ranks(loaded, conversations, target.lm_head.weight, 3)))
     assert torch.equal(ranks[0], ranks[1])
@@ -117,20 +118,23 @@ def test_all_files_of_a_head_are_readable_by_other_users(head: Eagle3Head, tmp_p
 def test_head_with_the_whole_vocabulary_has_no_token_maps(target: CausalLM, tmp_path: Path) -> None:
     write_head(new_head(target, torch.arange(64)), tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
-    loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=CPU)
+    loaded = load_head(prepare_eagle3(tmp_path, target), target, dtype=torch.float32, device=CPU)
     assert torch.equal(loaded.target_ids, torch.arange(64))
 
 
 def test_other_methods_load_as_they_were_written(target: CausalLM, tmp_path: Path) -> None:
     drafts = {
-        "eagle": (new_eagle(target, layers=2), lambda at: load_eagle(at, target, dtype=torch.float32, device=CPU)),
+        "eagle": (
+            new_eagle(target, layers=2),
+            lambda at: load_head(prepare_eagle(at, target), target, dtype=torch.float32, device=CPU),
+        ),
         "dflash": (
             new_dflash(target, 2, 4),
-            lambda at: load_dflash(at, target, dtype=torch.float32, device=CPU),
+            lambda at: load_head(prepare_dflash(at, target), target, dtype=torch.float32, device=CPU),
         ),
         "medusa": (
             new_medusa(target, torch.arange(0, 64, 2), 2),
-            lambda at: load_medusa(at, target, dtype=torch.float32, device=CPU),
+            lambda at: load_head(prepare_medusa(at, target), target, dtype=torch.float32, device=CPU),
         ),
         "model": (new_draft_model(target, 2), lambda at: load_causal_lm(at, dtype=torch.float32, device=CPU)),
     }
@@ -160,7 +164,7 @@ def test_head_with_norms_and_layers_is_prepared_unchanged(
     head.d2t.copy_(torch.arange(32))
     same = prepare_eagle3_head(head, target, torch.arange(0, 64, 2))
     write_head(same, tmp_path)
-    loaded = load_eagle3(tmp_path, target, dtype=torch.float32, device=CPU)
+    loaded = load_head(prepare_eagle3(tmp_path, target), target, dtype=torch.float32, device=CPU)
     assert loaded.config == config
     before, after = (target_token_ranks(h, conversations, target.lm_head.weight, 2) for h in (head, same))
     for first, second in zip(before, after, strict=True):

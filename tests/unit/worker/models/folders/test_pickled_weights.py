@@ -24,7 +24,7 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.models import pickled_weights
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
 from specdecode_worker.models.fetch import resolve
-from specdecode_worker.models.weights import load_causal_lm, load_eagle3
+from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
 from support import small_model
 
 pytestmark = pytest.mark.slow
@@ -104,10 +104,10 @@ def test_target_and_head_of_local_folders_load_as_from_safetensors(tmp_path: Pat
     small_model.write_draft(head)
     options: Any = {"dtype": torch.float32, "device": CPU}
     wanted = load_causal_lm(target, **options)
-    wanted_head = load_eagle3(head, wanted, **options)
+    wanted_head = load_head(prepare_eagle3(head, wanted), wanted, **options)
     uris = [f"file://{pickled(folder, shards)}" for folder, shards in ((target, 3), (head, 1))]
     loaded = load_causal_lm(resolve(uris[0], tmp_path), **options)
-    loaded_head = load_eagle3(resolve(uris[1], tmp_path), loaded, **options)
+    loaded_head = load_head(prepare_eagle3(resolve(uris[1], tmp_path), loaded), loaded, **options)
     for network, other in ((wanted, loaded), (wanted_head, loaded_head)):
         for name, tensor in network.state_dict().items():
             assert torch.equal(tensor, other.state_dict()[name]), name
@@ -231,8 +231,9 @@ def test_a_head_with_nan_is_refused_by_name(tmp_path: Path) -> None:
     save_file(state, head / "model.safetensors")
     options: Any = {"dtype": torch.float32, "device": CPU}
     folder = resolve(f"file://{pickled(head)}", tmp_path)
+    loaded = load_causal_lm(target, **options)
     with pytest.raises(WeightMismatch, match=r"norm\.weight holds NaN"):
-        load_eagle3(folder, load_causal_lm(target, **options), **options)
+        load_head(prepare_eagle3(folder, loaded), loaded, **options)
 
 
 def test_an_index_that_names_other_files_is_refused(tmp_path: Path) -> None:

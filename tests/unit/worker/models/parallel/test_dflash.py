@@ -15,7 +15,7 @@ from specdecode_worker.models.config import dflash_config
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.optimize import fuse
-from specdecode_worker.models.weights import load_dflash
+from specdecode_worker.models.weights import load_head, prepare_dflash
 from support.worker.checkpoints import CPU, DFLASH, Tensors, dflash_tensors, noise, norm, write
 
 MASK, BLOCK, COMMITTED = 95, 6, 7
@@ -28,7 +28,7 @@ def flat(shape: dict[str, Any], **change: Any) -> dict[str, Any]:
 
 
 def load(folder: Path, target: CausalLM) -> DFlashHead:
-    return load_dflash(folder, target, dtype=torch.float32, device=CPU)
+    return load_head(prepare_dflash(folder, target), target, dtype=torch.float32, device=CPU)
 
 
 def rotated(x_THD: Tensor, positions_T: Tensor) -> Tensor:

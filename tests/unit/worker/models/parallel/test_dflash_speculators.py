@@ -17,7 +17,7 @@ from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_draft
-from specdecode_worker.models.weights import load_dflash
+from specdecode_worker.models.weights import load_head, prepare_dflash
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import prepare_draft
 from support.worker.checkpoints import CPU, Tensors, check_draft, dflash_tensors, noise, speculators_dflash, write
@@ -46,7 +46,7 @@ def copies(target: CausalLM, known: Tensor | None = None) -> Tensors:
 
 
 def load(folder: Path, target: CausalLM) -> DFlashHead:
-    return load_dflash(folder, target, dtype=torch.float32, device=CPU)
+    return load_head(prepare_dflash(folder, target), target, dtype=torch.float32, device=CPU)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from specdecode_worker.models.config import peagle_config
 from specdecode_worker.models.eagle import PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.optimize import fuse
-from specdecode_worker.models.weights import load_peagle
+from specdecode_worker.models.weights import load_head, prepare_peagle
 from support.worker.checkpoints import (
     CPU,
     SLOTS,
@@ -44,7 +44,7 @@ def flat(shape: dict[str, Any], **change: Any) -> dict[str, Any]:
 
 
 def load(folder: Path, target: CausalLM) -> PEagleHead:
-    return load_peagle(folder, target, dtype=torch.float32, device=CPU)
+    return load_head(prepare_peagle(folder, target), target, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.slow
