@@ -37,7 +37,7 @@ from specdecode_worker.models.optimize import quantise_target
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.evaluation import ZeroContextAttention
-from specdecode_worker.training.rollout import TextAttention
+from specdecode_worker.training.unroll import TextAttention
 
 _CHUNK = 2048
 """Tokens of prompts that a step of the engine reads."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.training.acceptance import StepCounts, groups_of, target_token_ranks
+from specdecode_worker.training.acceptance import StepCounts, greedy_step_counts, groups_of
 from specdecode_worker.training.conversations import Conversation, DataSet, batches, pieces
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
+from specdecode_worker.training.files import replacing
 from specdecode_worker.training.prompts import TEMPERATURES
 from specdecode_worker.training.unroll import (
     RootShare,
@@ -46,27 +44,19 @@ from specdecode_worker.training.unroll import (
 _OVERLAP_ROWS = 256
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Sum over rows of weight * cross entropy(target, softmax(logits))."""
+class _Differentiated(torch.autograd.Function):
+    """Result of a function of logits, whose gradient by each row of logits was computed with it."""
 
     @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
-        gradient = torch.empty_like(logits_RV)
-        loss = torch.zeros((), device=logits_RV.device)
-        for start in range(0, len(logits_RV), _OVERLAP_ROWS):
-            here = slice(start, start + _OVERLAP_ROWS)
-            log_p = torch.log_softmax(logits_RV[here], dim=-1, dtype=torch.float32)
-            target, weight = target_RV[here].float(), weight_R[here]
-            loss -= torch.linalg.vecdot(log_p, target) @ weight
-            known_R1 = target.sum(dim=-1, keepdim=True)
-            gradient[here] = log_p.exp_().mul_(known_R1).sub_(target).mul_(weight[:, None])
-        ctx.save_for_backward(gradient)
-        return loss
+    def forward(ctx: Any, logits_RV: Tensor, result: Tensor, gradient_RV: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient_RV)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(grad_outputs[0]), None, None
+        (gradient_RV,) = ctx.saved_tensors
+        outer = grad_outputs[0]  # of a sum over all rows, or of each row
+        return gradient_RV.mul_(outer[:, None] if outer.dim() else outer), None, None
 
 
 def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
@@ -74,31 +64,18 @@ def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -
 
     ``target_RV`` are probabilities. They sum to less than one in a row where the draft vocabulary lacks some tokens.
     """
-    loss: Tensor = _SoftCrossEntropy.apply(logits_RV, target_RV, weight_R)
-    return loss
-
-
-class _Overlap(torch.autograd.Function):
-    """Sum over the vocabulary of min(p, q) for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
-        gradient = torch.empty_like(logits_RV)
-        overlap_R = torch.empty(len(logits_RV), device=logits_RV.device)
+    gradient_RV = torch.empty_like(logits_RV)
+    loss = torch.zeros((), device=logits_RV.device)
+    with torch.no_grad():
         for start in range(0, len(logits_RV), _OVERLAP_ROWS):
             here = slice(start, start + _OVERLAP_ROWS)
-            q = torch.softmax(logits_RV[here].float() / temperature, dim=-1)
-            target = target_RV[here].float()
-            wanting = q * (q < target)  # draft probability of the tokens where raising it raises the overlap
-            overlap_R[here] = torch.minimum(q, target).sum(dim=-1)
-            gradient[here] = wanting.sub_(q.mul_(wanting.sum(dim=-1, keepdim=True))).div_(temperature)
-        ctx.save_for_backward(gradient)
-        return overlap_R
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(grad_outputs[0][:, None]), None, None
+            log_p = torch.log_softmax(logits_RV[here], dim=-1, dtype=torch.float32)
+            target, weight = target_RV[here].float(), weight_R[here]
+            loss -= torch.linalg.vecdot(log_p, target) @ weight
+            known_R1 = target.sum(dim=-1, keepdim=True)
+            gradient_RV[here] = log_p.exp_().mul_(known_R1).sub_(target).mul_(weight[:, None])
+    loss = _Differentiated.apply(logits_RV, loss, gradient_RV)
+    return loss
 
 
 def overlap(logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
@@ -106,7 +83,17 @@ def overlap(logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
 
     This is the probability that an optimal coupling of draft and target draws the same token.
     """
-    overlap_R: Tensor = _Overlap.apply(logits_RV, target_RV, temperature)
+    gradient_RV = torch.empty_like(logits_RV)
+    overlap_R = torch.empty(len(logits_RV), device=logits_RV.device)
+    with torch.no_grad():
+        for start in range(0, len(logits_RV), _OVERLAP_ROWS):
+            here = slice(start, start + _OVERLAP_ROWS)
+            q = torch.softmax(logits_RV[here].float() / temperature, dim=-1)
+            target = target_RV[here].float()
+            wanting = q * (q < target)  # draft probability of the tokens where raising it raises the overlap
+            overlap_R[here] = torch.minimum(q, target).sum(dim=-1)
+            gradient_RV[here] = wanting.sub_(q.mul_(wanting.sum(dim=-1, keepdim=True))).div_(temperature)
+    overlap_R = _Differentiated.apply(logits_RV, overlap_R, gradient_RV)
     return overlap_R
 
 
@@ -326,11 +313,6 @@ def loss_settings_at(share: float, step: int, settings: TrainSettings) -> LossSe
     return LossSettings(depth=depth_at(share, settings), decay=settings.decay, divergence=divergence, temperature=drawn)
 
 
-# The checkpoint file of a training run, written atomically.
-#
-# It holds everything that the next training step depends on.
-
-
 @dataclass(slots=True)
 class TrainingProgress:
     """Counters and validation history of a training run, as the checkpoint stores them."""
@@ -344,31 +326,6 @@ class TrainingProgress:
     most: float = 0.0  # best validation so far, tokens per step
     is_best: bool = True  # whether the latest validation is the best one
     history: list[dict[str, Any]] = field(default_factory=list)
-
-
-def write_checkpoint(state: dict[str, Any], folder: Path) -> None:
-    """Write ``state`` to ``folder``/checkpoint.pt through a temporary file and one rename."""
-    partial = folder / "checkpoint.partial"
-    torch.save(state, partial)
-    os.rename(partial, folder / "checkpoint.pt")
-
-
-def read_checkpoint(folder: Path, settings: TrainSettings) -> dict[str, Any] | None:
-    """Return the checkpoint in ``folder``, or None if there is none.
-
-    Raises:
-        ResumeMismatch: The checkpoint was made with other settings.
-    """
-    path = folder / "checkpoint.pt"
-    if not path.exists():
-        return None
-    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    changed = [name for name, value in asdict(settings).items() if state["settings"].get(name) != value]
-    if changed:
-        raise ResumeMismatch(
-            f"{path} was made with other settings ({', '.join(changed)}); name another --out or repeat those"
-        )
-    return state
 
 
 # Validation during training: acceptance by depth and domain, and divergence, on held-out conversations.
@@ -386,27 +343,27 @@ def validation_line(draft: Draft, conversations: Sequence[Conversation], output_
     ``divergence`` is the cross entropy at the first depth, in nats per token.
     """
     depth = max_depth(draft, CHAIN)
-    shape = TreeShape.chain(depth)
-    counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
+    domains = greedy_step_counts(draft, conversations, output_VE, depth)
+    overall = StepCounts.total(domains.values())
     divergence = 0.0
     slots = root_counts(conversations, 1)
     for part in groups_of(conversations):
-        for conversation, ranks in zip(part, target_token_ranks(draft, part, output_VE, depth), strict=True):
-            counts_by_domain[""].walk(ranks, shape)
-            counts_by_domain[conversation.domain].walk(ranks, shape)
         for group in groups_of([piece for conversation in part for piece in pieces(conversation, _PIECE)]):
             batch = batch_for(draft, group, output_VE.dtype)
             divergence += float(loss_of(draft, batch, output_VE, LossSettings(depth=1, decay=1.0), slots))
-    overall = counts_by_domain.pop("", StepCounts())
     return {
         "divergence": round(divergence, 4),
-        "acceptance": [round(a, 4) for a in overall.acceptance],
+        "acceptance": _rounded(overall.acceptance),
         "tokens_per_step": round(overall.tokens_per_step, 4),
         "domains": {
-            name: {"tokens_per_step": round(t.tokens_per_step, 4), "acceptance": [round(a, 4) for a in t.acceptance]}
-            for name, t in sorted(counts_by_domain.items())
+            name: {"tokens_per_step": round(counts.tokens_per_step, 4), "acceptance": _rounded(counts.acceptance)}
+            for name, counts in domains.items()
         },
     }
+
+
+def _rounded(shares: Sequence[float]) -> list[float]:
+    return [round(share, 4) for share in shares]
 
 
 # The training loop: optimizer steps, validation, checkpoints and progress lines.
@@ -605,7 +562,7 @@ class Trainer:
         )
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint to ``folder``."""
+        """Write a checkpoint to ``folder``/checkpoint.pt."""
         state = {
             "settings": asdict(self.settings),
             "progress": asdict(self.progress),
@@ -613,7 +570,8 @@ class Trainer:
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
         }
-        write_checkpoint(state, folder)
+        with replacing(folder / "checkpoint.pt") as partial:
+            torch.save(state, partial)
 
     def restore(self, folder: Path) -> bool:
         """Load the checkpoint in ``folder`` and return whether there was one.
@@ -621,9 +579,15 @@ class Trainer:
         Raises:
             ResumeMismatch: The checkpoint was made with other settings or with more shards than the data folder holds.
         """
-        state = read_checkpoint(folder, self.settings)
-        if state is None:
+        path = folder / "checkpoint.pt"
+        if not path.exists():
             return False
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        changed = [name for name, value in asdict(self.settings).items() if state["settings"].get(name) != value]
+        if changed:
+            raise ResumeMismatch(
+                f"{path} was made with other settings ({', '.join(changed)}); name another --out or repeat those"
+            )
         self.master.load_state_dict(state["head"])
         self.best = state["best"]
         self.optimizer.load_state_dict(state["optimizer"])

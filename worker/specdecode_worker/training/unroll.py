@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from specdecode_worker.models.causal_lm import Attend, CausalLM
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
@@ -515,17 +516,22 @@ def _teacher_forced(model: CausalLM, batch: TrainingBatch) -> Tensor:
     """Return the states of a draft model at the answer slots. They do not depend on the root."""
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
     positions_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device).expand(tokens_BN.shape)
-    output = model(tokens_BN.flatten(), positions_BN.flatten(), _Causal(len(tokens_BN)))
+    output = model(tokens_BN.flatten(), positions_BN.flatten(), TextAttention(model.config, len(tokens_BN)))
     return gather_rows(output.hidden_TE.view(*tokens_BN.shape, -1)[:, 1:], batch.answers_BA)
 
 
-class _Causal(Attend):
-    """Causal attention over a whole batch of texts at once."""
+class TextAttention(Attend):
+    """Causal attention over whole texts of one length, within chunks in the model's chunked layers."""
 
-    def __init__(self, texts: int) -> None:
-        self._texts = texts
+    def __init__(self, config: CausalLMConfig, texts: int = 1) -> None:
+        self._config, self._texts = config, texts
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        q, k, v = (x.view(self._texts, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        """Return the attended values, see ``layers.Attend``."""
+        size = self._config.attention_chunk_size if self._config.kind(layer).chunked else len(q_THD)
+        by_text = (x.view(self._texts, -1, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
+        parts = []
+        for chunk in zip(*(torch.split(x, size, dim=1) for x in by_text), strict=True):
+            q, k, v = (x.transpose(1, 2) for x in chunk)
+            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2))
+        return torch.cat(parts, dim=1).flatten(0, 1)

@@ -14,6 +14,7 @@ import torch
 
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract.distillation import GainBounds
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.sampling.params import Sampling
@@ -34,7 +35,6 @@ from specdecode_worker.training.distillation.records import (
 from specdecode_worker.training.evaluation import (
     CalibratedDraft,
     Domain,
-    Gain,
     PairedStepCosts,
     PooledDomains,
     Sample,
@@ -269,7 +269,7 @@ def _document(
     }
 
 
-def _domain(domain: Domain, gain: Gain | None) -> dict[str, Any]:
+def _domain(domain: Domain, gain: GainBounds | None) -> dict[str, Any]:
     tokens = domain.tokens_C.sum()
     steps_by_draft = {"deployed": domain.deployed_C, "candidate": domain.candidate_C}
     return {
@@ -284,7 +284,5 @@ def _domain(domain: Domain, gain: Gain | None) -> dict[str, Any]:
     }
 
 
-def _judged_gain(gain: Gain | None) -> dict[str, float] | None:
-    if gain is None:
-        return None
-    return {"estimate": round(gain.estimate, 5), "lower": round(gain.lower, 5), "upper": round(gain.upper, 5)}
+def _judged_gain(gain: GainBounds | None) -> dict[str, float] | None:
+    return None if gain is None else {name: round(value, 5) for name, value in gain}

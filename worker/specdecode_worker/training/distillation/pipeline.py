@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,7 +51,7 @@ from specdecode_worker.training.distillation.records import (
 from specdecode_worker.training.distillation.students import StudentData, StudentSettings, StudentTraining
 from specdecode_worker.training.errors import PoisonedCapture, PublishFailed, TimeLimitReached, TrainingError
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, write_calibration
-from specdecode_worker.training.files import write_text
+from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import Distillable, load_distillable, method_in, prepare_draft
 from specdecode_worker.training.rollout import GeneratedText
 from specdecode_worker.training.unroll import vocabulary_of
@@ -236,16 +237,13 @@ class Distillation:
         self._target, self._answers, self._job, self._log, self._stopped = target, answers, job, log, stopped
 
     def run(self) -> dict[str, Any]:
-        """Run all remaining stages and return the document of the verdict.
+        """Run all remaining stages, and write and return the document of the verdict.
 
         Raises:
             TrainingError: The inputs cannot be used; the message says why.
             CaptureError: The capture folders cannot be read.
             Interrupted: ``stopped`` returned True.
         """
-        stored = stored_verdict(self._job.out)
-        if stored is not None:
-            return stored
         self._job.out.mkdir(parents=True, exist_ok=True)
         golden = self._load_golden()
         summary = self._prepare_data(golden)
@@ -256,7 +254,7 @@ class Distillation:
         training_run = self._train_student(golden, summary)
         document = self._compare_with_deployed(golden, summary) | self._describe_run(summary, training_run)
         self._write_lineage(golden, summary, document)
-        write_text(self._job.out / _VERDICT, json.dumps(document, indent=2) + "\n")
+        write_json(self._job.out / _VERDICT, document, indent=2)
         return document
 
     def _load_golden(self) -> Golden:
@@ -407,16 +405,15 @@ class Distillation:
             settings=settings | {"wanted_gain": job.wanted_gain},
             results={name: document[name] for name in ("verdict", "reasons", "gain", "domains", "step_milliseconds")},
         )
-        (head / "lineage.json").write_text(json.dumps(lineage_document, indent=2) + "\n")
+        write_json(head / "lineage.json", lineage_document, indent=2)
 
 
 def _few(samples: list[Sample]) -> list[Sample]:
     """Return at most ``VALIDATION_CONVERSATIONS`` samples of each domain."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     chosen = []
     for sample in samples:
-        domain = sample.record.task
-        if counts.get(domain, 0) < VALIDATION_CONVERSATIONS:
-            counts[domain] = counts.get(domain, 0) + 1
+        counts[sample.record.task] += 1
+        if counts[sample.record.task] <= VALIDATION_CONVERSATIONS:
             chosen.append(sample)
     return chosen

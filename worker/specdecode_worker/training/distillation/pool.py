@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -141,16 +142,8 @@ def tokens_per_step_over_mix(result: RoundResult, weights: Mapping[str, float]) 
 
 def worst_old_loss(result: RoundResult, first: RoundResult) -> float:
     """Return the largest relative loss of an old domain against the deployed draft, 0 if none lost."""
-    return max(
-        [
-            0.0,
-            *(
-                1 - tokens_per_step / first.old[domain]
-                for domain, tokens_per_step in result.old.items()
-                if domain in first.old
-            ),
-        ]
-    )
+    losses = [1 - speed / first.old[domain] for domain, speed in result.old.items() if domain in first.old]
+    return max([0.0, *losses])
 
 
 def replay_share(results: Sequence[RoundResult], start: float) -> float:
@@ -220,10 +213,9 @@ def _up_to(order: Sequence[Conversation], tokens: float) -> list[Conversation]:
     """
     chosen: list[Conversation] = []
     total = 0
-    while order and total < tokens:
-        for conversation in order:
-            if total >= tokens:
-                break
-            chosen.append(conversation)
-            total += max(answer_length(conversation), 1)
+    for conversation in itertools.cycle(order):
+        if total >= tokens:
+            break
+        chosen.append(conversation)
+        total += max(answer_length(conversation), 1)
     return chosen

@@ -21,7 +21,7 @@ from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.records import Summary
 from specdecode_worker.training.errors import PublishFailed, TrainingError
-from specdecode_worker.training.files import write_text
+from specdecode_worker.training.files import write_json
 
 # Clock of a run over all its restarts, stored in the run's folder every few seconds.
 
@@ -55,7 +55,7 @@ class RunClock:
         """Store the time. A disk that refuses it ends no run: its own writes fail too and say why."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, json.dumps({"seconds": round(self.seconds, 3)}) + "\n")
+            write_json(self._path, {"seconds": round(self.seconds, 3)})
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
