@@ -240,18 +240,14 @@ def _rows(document: dict[str, Any]) -> list[str]:
         f"{'T':>4} {'':10} {'tokens/step':>11} {'drafted':>8} {'speedup':>8} {'same text':>9}  acceptance by depth",
     ]
     for run in document["runs"]:
-        for name, part in {"overall": run["overall"], **run["domains"]}.items():
-            acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
-            lines.append(
-                f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f} {part['drafted_steps']:8.2f} "
-                f"{part['speedup']:8.2f} {part['identical_texts']:9.2f}  {acceptance}"
-            )
-        for name, part in run["overall"]["contexts"].items():
-            acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
-            lines.append(
-                f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f}"
-                f"  in {part['steps']} steps at a context of {name} tokens  {acceptance}"
-            )
+        parts = {"overall": run["overall"], **run["domains"]}
+        for name, part in [*parts.items(), *run["overall"]["contexts"].items()]:
+            line = f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f}"
+            if name in parts:
+                line += f" {part['drafted_steps']:8.2f} {part['speedup']:8.2f} {part['identical_texts']:9.2f}"
+            else:
+                line += f"  in {part['steps']} steps at a context of {name} tokens"
+            lines.append(line + "  " + " ".join(f"{share:.2f}" for share in part["acceptance"]))
     return lines
 
 
@@ -280,23 +276,8 @@ def compare(
         answers[name], timing = engine.answer(prompts, sampling, together=together)
         timings[name].append(timing)
         print(f"  {together} at once, {name}: {timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
-    plain, drafted = runs
-    return _comparison(
-        answers[plain], answers[drafted], RunTiming.total(timings[plain]), RunTiming.total(timings[drafted])
-    )
-
-
-def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, args: argparse.Namespace) -> None:
-    """Run a few tokens of a shape before anything is timed."""
-    engine.run_shape(shape)
-    short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})
-    engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
-
-
-def _comparison(
-    plain: Sequence[Answer], drafted: Sequence[Answer], plain_timing: RunTiming, drafted_timing: RunTiming
-) -> dict[str, Any]:
-    """Return the results as a dictionary."""
+    plain, drafted = (answers[name] for name in runs)
+    plain_timing, drafted_timing = (RunTiming.total(timings[name]) for name in runs)
     drafts = sum(answer.drafts for answer in drafted)
     same = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True))
     return {
@@ -308,6 +289,13 @@ def _comparison(
         "identical": same == len(drafted),
         "identical_answers": f"{same}/{len(drafted)}",
     }
+
+
+def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, args: argparse.Namespace) -> None:
+    """Run a few tokens of a shape before anything is timed."""
+    engine.run_shape(shape)
+    short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})
+    engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
 
 
 def _timing_fields(timing: RunTiming) -> dict[str, float]:

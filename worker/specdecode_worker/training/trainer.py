@@ -476,15 +476,14 @@ class Trainer:
         """Run one optimizer step on ``group`` and return its loss."""
         started = time.monotonic()
         share = self.share_done
-        share_of_roots = root_share(self.head)
         loss_settings = replace(
             loss_settings_at(share, self.progress.step, self.settings),
             depth=self.depth,
             # A resumed run trains the same roots.
-            sample_seed=self.settings.seed * 1_000_003 + self.progress.step if share_of_roots else None,
+            sample_seed=self.settings.seed * 1_000_003 + self.progress.step,
         )
         conversations = [conversation for batch in group for conversation in batch]
-        counts = root_counts(conversations, loss_settings.depth, share_of_roots or all_roots)
+        counts = root_counts(conversations, loss_settings.depth, root_share(self.head))
         loss = self._add_gradients(group, loss_settings, counts)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -136,13 +137,13 @@ def make_batch(
 def unroll(head: Eagle3Head | EagleHead, batch: TrainingBatch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each depth k the states [B, A, E] before the head's norm and the mask [B, A] of slots with a root."""
     answers_BA = batch.answers_BA
-    attend = UnrolledAttention(answers_BA, layers=head.config.num_hidden_layers)
+    attend = UnrolledAttention(answers_BA)
     state_BAE = gather_rows(true_states(head, batch, attend), answers_BA)
     yield state_BAE, batch.valid_BA
     tokens_T = batch.tokens_BL.gather(1, answers_BA).flatten()
     positions_T = (answers_BA + 1).flatten()
     for k in range(1, depth):
-        attend.deepen()
+        attend.deepen(answers_BA - k)
         before = shifted(state_BAE, 1).flatten(0, 1)
         state_BAE = head(before, tokens_T, positions_T, attend).unflatten(0, answers_BA.shape)
         order_A = torch.arange(answers_BA.shape[1], device=answers_BA.device)
@@ -174,14 +175,6 @@ def shifted(x: Tensor, by: int) -> Tensor:
     return torch.cat((torch.zeros_like(x[:, :by]), x[:, :-by]), dim=1)
 
 
-@dataclass(slots=True)
-class _LayerCache:
-    """Keys and values of one layer: true slots [B, K, L, D], and branches [B, A, K, D] for each depth from 1."""
-
-    true: tuple[Tensor, Tensor] | None = None
-    branch: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
 def shifted_back(x: Tensor, by: int) -> Tensor:
     """Return ``x`` shifted along dimension 1, so that row a holds row a + ``by``.
 
@@ -199,22 +192,20 @@ MOST_SCORES = 2**25
 class UnrolledAttention:
     """Attention for ``unroll``: causal over all slots at depth 0, along branches of one slot per depth below."""
 
-    def __init__(self, answers_BA: Tensor, *, layers: int = 1) -> None:
+    def __init__(self, answers_BA: Tensor) -> None:
         self._answers_BA = answers_BA
         self._depth = 0
-        self._caches = [_LayerCache() for _ in range(layers)]
+        self._true: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of the true slots by layer, [B, K, L, D]."""
+        self._branches: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        """Keys and values of each depth from 1 by layer, [B, A, K, D]."""
         self._hidden_BAL = torch.empty(0)
 
-    def deepen(self) -> None:
-        """Advance to the next depth."""
+    def deepen(self, roots_BA: Tensor) -> None:
+        """Advance to the next depth. Its queries see the true slots up to their roots, given as slot indices."""
         self._depth += 1
-        self._hide_after(self._answers_BA - self._depth)
-
-    def _hide_after(self, roots_BA: Tensor) -> None:
-        """Hide the true slots after the root of each query."""
-        true = self._caches[0].true
-        assert true is not None, "depth 0 comes first"
-        self._hidden_BAL = torch.arange(true[0].shape[2], device=roots_BA.device) > roots_BA[:, :, None]
+        slots_L = torch.arange(self._true[0][0].shape[2], device=roots_BA.device)
+        self._hidden_BAL = slots_L > roots_BA[:, :, None]
 
     def _aligned(self, x: Tensor, depth: int) -> Tensor:
         """Return keys or values [B, A, K, D] of ``depth``, in the order of the present queries."""
@@ -226,29 +217,29 @@ class UnrolledAttention:
         q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
         if self._depth == 0:
             keys, values = k.transpose(1, 2), v.transpose(1, 2)
-            self._caches[layer].true = (keys, values)
+            self._true[layer] = (keys, values)
             out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).flatten(0, 1)
-        self._caches[layer].branch.append((k, v))
+        self._branches[layer].append((k, v))
         q_BAKGD = q.view(*k.shape[:3], -1, q.shape[-1])
-        return self._along_branch(q_BAKGD, self._caches[layer]).flatten(0, 1).flatten(1, 2)
+        return self._along_branch(layer, q_BAKGD).flatten(0, 1).flatten(1, 2)
 
-    def _along_branch(self, q_BAKGD: Tensor, cache: _LayerCache) -> Tensor:
+    def _along_branch(self, layer: int, q_BAKGD: Tensor) -> Tensor:
         """Return the attention of branch queries over the true slots up to their root and their own branch.
 
         Behind a long text, some queries at a time are computed, and computed again for their gradients.
         """
-        assert cache.true is not None
-        mine = [(self._aligned(k, j), self._aligned(v, j)) for j, (k, v) in enumerate(cache.branch, 1)]
+        true = self._true[layer]
+        mine = [(self._aligned(k, j), self._aligned(v, j)) for j, (k, v) in enumerate(self._branches[layer], 1)]
         rows, answers, kv_heads, groups = q_BAKGD.shape[:4]
-        at_once = max(1, MOST_SCORES // (rows * kv_heads * groups * cache.true[0].shape[2]))
+        at_once = max(1, MOST_SCORES // (rows * kv_heads * groups * true[0].shape[2]))
         if at_once >= answers:
-            return self._attended(q_BAKGD, cache.true, mine, self._hidden_BAL)
+            return self._attended(q_BAKGD, true, mine, self._hidden_BAL)
         parts = []
         for start in range(0, answers, at_once):
             here = slice(start, start + at_once)
             own = [(k[:, here], v[:, here]) for k, v in mine]
-            part = (q_BAKGD[:, here], cache.true, own, self._hidden_BAL[:, here])
+            part = (q_BAKGD[:, here], true, own, self._hidden_BAL[:, here])
             parts.append(checkpoint(self._attended, *part, use_reentrant=False))
         return torch.cat(parts, dim=1)
 
@@ -400,14 +391,14 @@ def unroll_parallel(
         depth: Number of depths.
         sample_seed: Seed of the roots that COD keeps. None keeps all.
     """
-    attend = _RootAttention(batch.answers_BA, layers=head.config.num_hidden_layers)
+    attend = _RootAttention(batch.answers_BA)
     yield gather_rows(true_states(head, batch, attend), batch.answers_BA), batch.valid_BA
     share = all_roots if sample_seed is None else cod_share
     order_BA, mask_1E = root_order(batch.valid_BA, depth, sample_seed), head.mask_state
     for k in range(1, depth):
         order_BR = order_BA[:, : max(root_count(order_BA.shape[1], k, share), 1)]
         roots_BR = batch.answers_BA.gather(1, order_BR)
-        attend.keep(roots_BR)
+        attend.deepen(roots_BR)
         tokens_T = torch.full((roots_BR.numel(),), head.config.mask_token_id, device=roots_BR.device)
         positions_T = (roots_BR + k + 1).flatten()
         state_TE = head(mask_1E.expand(len(tokens_T), -1), tokens_T, positions_T, attend)
@@ -417,11 +408,6 @@ def unroll_parallel(
 
 class _RootAttention(UnrolledAttention):
     """Attention for ``unroll_parallel``. Rows of a depth belong to the first roots of those of the depth before."""
-
-    def keep(self, roots_BR: Tensor) -> None:
-        """Advance to the next depth, whose rows belong to the roots ``roots_BR``, as slot indices."""
-        self._depth += 1
-        self._hide_after(roots_BR)
 
     def _aligned(self, x: Tensor, depth: int) -> Tensor:
         return x[:, : self._hidden_BAL.shape[1]]
@@ -466,15 +452,15 @@ def unrolled(
             yield from ((states_BAE, _rooted(batch, k)) for k in range(depth))
 
 
-def root_share(draft: Draft) -> RootShare | None:
-    """Return the share of the roots that a training step takes, by depth; None if it takes all."""
+def root_share(draft: Draft) -> RootShare:
+    """Return the share of the roots that a training step takes, by depth."""
     match draft:
         case PEagleHead():
             return cod_share
         case DFlashHead():
             return anchor_share
         case _:
-            return None
+            return all_roots
 
 
 def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
