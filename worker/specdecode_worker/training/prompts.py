@@ -335,10 +335,9 @@ class TrainingQuestions:
             raise PromptFileError(f"all prompts overlap with held-out ones or exceed {longest} tokens; give other ones")
 
     def __iter__(self) -> Iterator[Question]:
+        temperatures, shares = zip(*TEMPERATURE_SHARES, strict=True)
         while True:
-            temperature = self._rng.choices(
-                [t for t, _ in TEMPERATURE_SHARES], [share for _, share in TEMPERATURE_SHARES]
-            )[0]
+            temperature = self._rng.choices(temperatures, shares)[0]
             if not self._own and self._rng.random() < SELF_ASKED_SHARE:
                 yield Question(None, temperature, SELF_ASKED)
             elif (ids := self._draw_prompt()) is not None:

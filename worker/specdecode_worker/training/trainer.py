@@ -166,6 +166,10 @@ def target_distribution(
     return torch.cat(parts)
 
 
+Unrolls = Sequence[tuple[Tensor, Tensor]]
+"""Logits [R, V] of the trained slots of each depth, and their mask [B, A]."""
+
+
 def loss_of(
     draft: Draft, batch: TrainingBatch, output_VE: Tensor, aim: LossSettings, counts: Sequence[int] | None = None
 ) -> Tensor:
@@ -179,7 +183,6 @@ def loss_of(
         counts: ``root_counts`` of all batches of the optimizer step, so that the losses of its batches add up to the
             mean of the step. Default: the counts of this batch.
     """
-    valid_R = batch.valid_BA.flatten()
     unrolls = [
         (logits_of(draft, state_BAE[rooted_BA], k), rooted_BA)
         for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, batch, aim.depth, aim.sample_seed))
@@ -189,7 +192,7 @@ def loss_of(
     total = torch.zeros((), device=output_VE.device)
     if aim.divergence > 0:
         target_RV = _target(batch, output_VE, vocabulary, 1.0)
-        total = total + aim.divergence * _divergence(unrolls, target_RV, valid_R, aim, counts)
+        total = total + aim.divergence * _divergence(unrolls, target_RV, batch.valid_BA, aim, counts)
     if aim.divergence < 1:
         target_RV = _target(batch, output_VE, vocabulary, aim.temperature)
         total = total + (1 - aim.divergence) * _acceptance(unrolls, target_RV, batch.valid_BA, aim, counts)
@@ -198,36 +201,27 @@ def loss_of(
 
 def _target(batch: TrainingBatch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
     """Return the target's probabilities at the valid slots of ``batch``, [R, V]."""
-    valid_R = batch.valid_BA.flatten()
     normaliser_R = None
     if batch.normalisers_BAT is not None:
-        normaliser_R = batch.normalisers_BAT[:, :, TEMPERATURES.index(temperature)].flatten()[valid_R]
-    final_RE = batch.final_BAE.flatten(0, 1)[valid_R]
+        normaliser_R = batch.normalisers_BAT[:, :, TEMPERATURES.index(temperature)][batch.valid_BA]
+    final_RE = batch.final_BAE[batch.valid_BA]
     return target_distribution(final_RE, output_VE, vocabulary, temperature=temperature, normaliser_R=normaliser_R)
 
 
 def _divergence(
-    unrolls: Sequence[tuple[Tensor, Tensor]],
-    target_RV: Tensor,
-    valid_R: Tensor,
-    aim: LossSettings,
-    counts: Sequence[int],
+    unrolls: Unrolls, target_RV: Tensor, valid_BA: Tensor, aim: LossSettings, counts: Sequence[int]
 ) -> Tensor:
     """Return the cross entropy per answer token, averaged over the depths with weights that sum to one."""
     weights = [aim.decay**k for k in range(aim.depth)]
     total = torch.zeros((), device=target_RV.device)
     for k, (logits_RV, rooted_BA) in enumerate(unrolls):
         weight_R = torch.full((len(logits_RV),), weights[k] / sum(weights) / max(1, counts[k]), device=total.device)
-        total = total + soft_cross_entropy(logits_RV, target_RV[rooted_BA.flatten()[valid_R]], weight_R)
+        total = total + soft_cross_entropy(logits_RV, target_RV[rooted_BA[valid_BA]], weight_R)
     return total
 
 
 def _acceptance(
-    unrolls: Sequence[tuple[Tensor, Tensor]],
-    target_RV: Tensor,
-    valid_BA: Tensor,
-    aim: LossSettings,
-    counts: Sequence[int],
+    unrolls: Unrolls, target_RV: Tensor, valid_BA: Tensor, aim: LossSettings, counts: Sequence[int]
 ) -> Tensor:
     """Return -log of the expected tokens per step, averaged over the roots."""
     path_BA = torch.ones(valid_BA.shape, device=valid_BA.device)
