@@ -187,8 +187,7 @@ def _shape(text: str) -> TreeShape:
 
 # vLLM spells the name of this method with an underscore.
 _METHODS = {"draft_model": "draft-model"}
-_LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
-_SAID = _LOOKUP | {"quantization"}
+_SAID = frozenset({"prompt_lookup_min", "prompt_lookup_max", "quantization"})
 """Fields that have the same name in DraftConfig."""
 _FIELDS = frozenset({"method", "model", "num_speculative_tokens", "parallel_drafting"}) | _SAID
 

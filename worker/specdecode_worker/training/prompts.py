@@ -143,12 +143,8 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 def _parsed() -> dict[str, ast.Module]:
     """Return the syntax trees of ``MODULES`` by name, without modules that this Python lacks."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    return {name: ast.parse(path.read_text()) for name in MODULES for path in _files(library, name)[:1]}
-
-
-def _files(library: Path, module: str) -> list[Path]:
-    candidates = (library / f"{module}.py", library / module / "__init__.py")
-    return [path for path in candidates if path.is_file()]
+    files = {name: (library / f"{name}.py", library / name / "__init__.py") for name in MODULES}
+    return {name: ast.parse(path.read_text()) for name, paths in files.items() for path in paths if path.is_file()}
 
 
 # Training prompts: topics combined with forms of task, many thousand different questions from a few hundred words.

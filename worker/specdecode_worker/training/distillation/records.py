@@ -97,9 +97,9 @@ def frames(texts: Iterable[Text]) -> dict[str, Runs]:
         conversations[text.domain][text.conversation].append(np.unique(_windows(text.prompt, NGRAM_TOKENS)))
     runs_by_domain = {}
     for domain, prompts in conversations.items():
-        counts = Counter(int(run) for parts in prompts.values() for run in np.unique(np.concatenate(parts)))
-        most = max(_COMMON[0], _COMMON[1] * len(prompts))
-        runs_by_domain[domain] = np.array(sorted(run for run, count in counts.items() if count > most), np.uint64)
+        own = [np.unique(np.concatenate(parts)) for parts in prompts.values()]
+        runs, counts = np.unique(np.concatenate(own), return_counts=True)
+        runs_by_domain[domain] = runs[counts > max(_COMMON[0], _COMMON[1] * len(prompts))]
     return runs_by_domain
 
 
