@@ -297,14 +297,21 @@ def depth_at(share: float, settings: TrainSettings) -> int:
 def loss_settings_at(share: float, step: int, settings: TrainSettings) -> LossSettings:
     """Return the loss parameters of ``step``.
 
-    The temperature is drawn from the mix by a generator seeded with (seed, step), so a repeated step gets the same one.
+    The temperature is drawn from the mix by a generator seeded with (seed, step), so a repeated step gets the same one,
+    and trains the same roots.
     """
     temperatures, shares = zip(*settings.mix, strict=True)
     drawn = random.Random(f"{settings.seed}/{step}").choices(temperatures, shares)[0]
     blend = max(1e-9, settings.acceptance_from - settings.divergence_until)
     along = min(1.0, max(0.0, (share - settings.divergence_until) / blend))
     divergence = 1 - along * (1 - settings.divergence_floor)
-    return LossSettings(depth=depth_at(share, settings), decay=settings.decay, divergence=divergence, temperature=drawn)
+    return LossSettings(
+        depth=depth_at(share, settings),
+        decay=settings.decay,
+        divergence=divergence,
+        temperature=drawn,
+        sample_seed=settings.seed * 1_000_003 + step,
+    )
 
 
 @dataclass(slots=True)
@@ -470,12 +477,7 @@ class Trainer:
         """Run one optimizer step on ``group`` and return its loss."""
         started = time.monotonic()
         share = self.share_done
-        loss_settings = replace(
-            loss_settings_at(share, self.progress.step, self.settings),
-            depth=self.depth,
-            # A resumed run trains the same roots.
-            sample_seed=self.settings.seed * 1_000_003 + self.progress.step,
-        )
+        loss_settings = replace(loss_settings_at(share, self.progress.step, self.settings), depth=self.depth)
         conversations = [conversation for batch in group for conversation in batch]
         counts = root_counts(conversations, loss_settings.depth, root_share(self.head))
         loss = self._add_gradients(group, loss_settings, counts)

@@ -57,17 +57,16 @@ def root_order(valid_BA: Tensor, depth: int, sample_seed: int | None) -> Tensor:
     return torch.where(place_BA < whole_B1, random_BA, 1.0 + place_BA).argsort(dim=1)
 
 
-def trained_mask(valid_BA: Tensor, roots: int, k: int, share: RootShare) -> Tensor:
-    """Return the mask [B, R] of the first ``roots`` roots that `root_count` counts for each text."""
-    slots_B1 = (valid_BA.sum(dim=1, keepdim=True) - k).clamp(min=0)
-    counts_B1 = (slots_B1.double() * share(k)).ceil()
-    return torch.arange(roots, device=valid_BA.device) < counts_B1
+def by_slot(state_BRE: Tensor, order_BR: Tensor, k: int, share: RootShare, valid_BA: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states of depth ``k`` by answer slot, and the mask [B, A] of the slots whose root is trained there.
 
-
-def by_slot(state_BRE: Tensor, slot_BR: Tensor, trained_BR: Tensor, valid_BA: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the states by answer slot [B, A, E], zero where no root is trained, and the mask [B, A] of the others."""
+    Of the roots in ``order_BR``, those that `root_count` counts for each text are trained. The states [B, A, E] of
+    other slots are zero.
+    """
     rows, answers = valid_BA.shape
-    to_BR = torch.where(trained_BR, slot_BR, answers)  # the last column takes what is not trained
+    slots_B1 = (valid_BA.sum(dim=1, keepdim=True) - k).clamp(min=0)
+    trained_BR = torch.arange(order_BR.shape[1], device=valid_BA.device) < (slots_B1.double() * share(k)).ceil()
+    to_BR = torch.where(trained_BR, order_BR + k, answers)  # the last column takes what is not trained
     state_BAE = state_BRE.new_zeros(rows, answers + 1, state_BRE.shape[-1])
     state_BAE = state_BAE.scatter(1, to_BR[:, :, None].expand_as(state_BRE), state_BRE)
     return state_BAE[:, :answers], valid_BA.new_zeros(rows, answers + 1).scatter(1, to_BR, trained_BR)[:, :answers]
@@ -315,8 +314,7 @@ def unroll_blocks(
     ]
     state_BRNE = torch.cat(parts, dim=1)
     for k in range(depth):
-        trained_BR = trained_mask(batch.valid_BA, order_BR.shape[1], k, share)
-        yield by_slot(state_BRNE[:, :, k + 1], order_BR + k, trained_BR, batch.valid_BA)
+        yield by_slot(state_BRNE[:, :, k + 1], order_BR, k, share, batch.valid_BA)
 
 
 def _blocks(
@@ -402,8 +400,7 @@ def unroll_parallel(
         tokens_T = torch.full((roots_BR.numel(),), head.config.mask_token_id, device=roots_BR.device)
         positions_T = (roots_BR + k + 1).flatten()
         state_TE = head(mask_1E.expand(len(tokens_T), -1), tokens_T, positions_T, attend)
-        trained_BR = trained_mask(batch.valid_BA, order_BR.shape[1], k, share)
-        yield by_slot(state_TE.unflatten(0, roots_BR.shape), order_BR + k, trained_BR, batch.valid_BA)
+        yield by_slot(state_TE.unflatten(0, roots_BR.shape), order_BR, k, share, batch.valid_BA)
 
 
 class _RootAttention(UnrolledAttention):
