@@ -31,11 +31,6 @@ class Pool:
     training: list[Conversation] = field(default_factory=list)
     validation: list[Conversation] = field(default_factory=list)
 
-    @property
-    def domains(self) -> list[str]:
-        """Domains of the training conversations, sorted."""
-        return sorted({conversation.domain for conversation in self.training})
-
 
 def read_pool(folders: Sequence[Path], *, most_tokens: int, oldest_seconds: float = 0.0) -> Pool:
     """Return about ``most_tokens`` tokens of training text, an equal part from each folder.
