@@ -18,6 +18,7 @@ from specdecode_worker.capture import Record
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.contract.distillation import GainBounds
 from specdecode_worker.models.causal_lm import Attend, CausalLM
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
@@ -347,9 +348,9 @@ class CalibratedDraft:
 
 @torch.inference_mode()
 def count_steps(
-    drafts: Sequence[CalibratedDraft], sample: Sample, shape: TreeShape, eos_token_ids: tuple[int, ...], vocab_size: int
+    drafts: Sequence[CalibratedDraft], sample: Sample, shape: TreeShape, target: CausalLMConfig
 ) -> list[StepCounts]:
-    """Return for each draft the step counts of ``shape`` through one answer.
+    """Return for each draft the step counts of ``shape`` through one answer of the target.
 
     ``StepCounts.tokens`` excludes the first token of the answer.
     """
@@ -361,7 +362,7 @@ def count_steps(
     states = [_states(draft.head, sample.conversation, depth) for draft in drafts]
     for start in range(0, count, _ROWS):
         here = slice(start, min(start + _ROWS, count))
-        rows = RecordPositions(sample.record, first + start, here.stop - start, eos_token_ids, vocab_size)
+        rows = RecordPositions(sample.record, first + start, here.stop - start, target)
         for draft, states_KAE, of_draft in zip(drafts, states, ranks, strict=True):
             for k, state_AE in enumerate(states_KAE):
                 of_draft[k].append(ranks_of(wanted_A[here], _proposed(draft, rows, state_AE[here], k)))

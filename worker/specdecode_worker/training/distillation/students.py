@@ -66,9 +66,10 @@ class StudentTraining:
         target_folder: Path,
     ) -> None:  # fmt: skip
         self.settings, self._data, self._out, self._target_folder = settings, data, out, target_folder
-        output_VE = target.lm_head.weight
-        self._eos, self._vocab_size = target.config.eos_token_ids, len(output_VE)
-        self._trainer = Trainer(head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings))
+        self._target = target.config
+        self._trainer = Trainer(
+            head, target.lm_head.weight, DataSet(out / "unused", validation=0), train_settings(settings)
+        )
         self._next_line_seconds = 0.0
 
     @property
@@ -158,7 +159,7 @@ class StudentTraining:
         by_domain: dict[str, list[StepCounts]] = defaultdict(list)
         draft, shape = CalibratedDraft(self._trainer.head), TreeShape.chain(self.settings.depth)
         for sample in self._data.validation:
-            by_domain[sample.record.task] += count_steps([draft], sample, shape, self._eos, self._vocab_size)
+            by_domain[sample.record.task] += count_steps([draft], sample, shape, self._target)
         return _tokens_per_step({name: StepCounts.total(counts) for name, counts in sorted(by_domain.items())})
 
 
