@@ -242,8 +242,7 @@ class Bench:
         return found
 
     def _steps(self, drafts: Sequence[CalibratedDraft], sample: Sample) -> list[StepCounts]:
-        config = self.target.config
-        return count_steps(drafts, sample, SHAPE, config.eos_token_ids, config.vocab_size)
+        return count_steps(drafts, sample, SHAPE, self.target.config)
 
     def _pace(self, head: Eagle3Head, samples: Sequence[Sample]) -> float:
         tallies = [self._steps([CalibratedDraft(head)], sample)[0] for sample in samples]

@@ -27,7 +27,7 @@ from typing import Any
 
 from machine import described
 
-from specdecode_worker.commands.comparison import Walks
+from specdecode_worker.commands.comparison import DecodingSteps, accepted_nodes, tokens_per_step
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import (
@@ -173,7 +173,7 @@ def answer(
     local: LocalEngine, prompts: Sequence[TokenizedPrompt], at_once: int, most: int
 ) -> tuple[Cell, list[list[int]]]:
     """Answer all prompts with ``at_once`` of them running; return the figures and the answers."""
-    engine, walks = local.engine, Walks.of(len(prompts))
+    engine, decoding = local.engine, DecodingSteps(prompts)
     answers: list[list[int]] = [[] for _ in prompts]
     launched: list[tuple[int, int]] = []
     engine.on_launch = lambda rows, prefill: launched.append((rows, prefill))
@@ -188,14 +188,16 @@ def answer(
         launched.clear()
         began, made = time.process_time(), 0
         for new in engine.step():
-            walks.take(int(new.request_id), new)
+            decoding.take(int(new.request_id), new)
             answers[int(new.request_id)] += new.tokens
             running, made = running - bool(new.finish), made + len(new.tokens)
         if launched == [(at_once, 0)]:
             seconds, tokens, steps = seconds + time.process_time() - began, tokens + made, steps + 1
+    walks = [accepted_nodes(own) for own in decoding.by_request]
+    pace, error = tokens_per_step([(len(own), len(own) + sum(own)) for own in walks])
     return {
-        "tokens_per_step": round(walks.tokens_per_step, 4),
-        "bound": round(WITHIN_95_PERCENT * walks.standard_error, 4),
+        "tokens_per_step": round(pace, 4),
+        "bound": round(WITHIN_95_PERCENT * error, 4),
         "milliseconds_per_token": round(1000 * seconds * at_once / max(tokens, 1), 3),
         "timed_steps": steps,
         "prompts": len(prompts),

@@ -24,7 +24,7 @@ from specdecode_worker.contract.internal_stream import (
     Open,
     OpenStream,
     Step,
-    decode_request,
+    decode_document,
     encode_frame,
 )
 from support.stand_in_worker import token_id
@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
             return
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
         if len(body) >= length:
-            self._begin(decode_request(body))
+            self._begin(decode_document(OpenStream, body))
 
     def _begin(self, asked: OpenStream) -> None:
         self._asked = asked

@@ -27,7 +27,7 @@ from urllib.request import urlopen
 
 import uvloop
 
-from specdecode_worker.contract.internal_stream import INTERNAL_STREAMS, OpenStream, encode_request
+from specdecode_worker.contract.internal_stream import INTERNAL_STREAMS, OpenStream, encode_document
 from support.stand_in_worker import TOKEN, text_of
 
 _ROOT = Path(__file__).parents[1]
@@ -143,7 +143,7 @@ async def run_streams(port: int, count: int, *, direct: bool, at_half: Any = Non
 def _request(body: bytes, direct: bool) -> bytes:
     path, content = "/v1/chat/completions", body
     if direct:
-        path, content = INTERNAL_STREAMS, encode_request(OpenStream(route=path, body=body, request_id="direct"))
+        path, content = INTERNAL_STREAMS, encode_document(OpenStream(route=path, body=body, request_id="direct"))
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {TOKEN}\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 

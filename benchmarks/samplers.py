@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from specdecode_worker.commands.comparison import Walks
+from specdecode_worker.commands.comparison import DecodingSteps, accepted_nodes, tokens_per_step
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
@@ -75,9 +75,9 @@ def load(sampler: str) -> LocalEngine:
 
 def answer(
     local: LocalEngine, prompts: Sequence[TokenizedPrompt], sampling: Callable[[int], Sampling]
-) -> tuple[Walks, list[list[int]], float]:
-    """Answer all prompts; return the accepted nodes of every step, the answers, and the mean decoding step time."""
-    walks, answers = Walks.of(len(prompts)), [[] for _ in prompts]  # type: tuple[Walks, list[list[int]]]
+) -> tuple[list[list[int]], list[list[int]], float]:
+    """Answer all prompts; return the accepted nodes of every step by request, the answers, and the mean step time."""
+    decoding, answers = DecodingSteps(prompts), [[] for _ in prompts]  # type: tuple[DecodingSteps, list[list[int]]]
     engine, seconds, steps = local.engine, 0.0, 0
     sizes: list[int] = []
     engine.on_launch = lambda rows, prefill: sizes.append(prefill)
@@ -87,11 +87,11 @@ def answer(
         began = time.process_time()
         sizes.clear()
         for new in engine.step():
-            walks.take(int(new.request_id), new)
+            decoding.take(int(new.request_id), new)
             answers[int(new.request_id)] += new.tokens
         if sizes == [0]:
             seconds, steps = seconds + time.process_time() - began, steps + 1
-    return walks, answers, seconds / max(steps, 1)
+    return [accepted_nodes(own) for own in decoding.by_request], answers, seconds / max(steps, 1)
 
 
 def measure(flags: argparse.Namespace) -> None:
@@ -115,13 +115,15 @@ def measure(flags: argparse.Namespace) -> None:
         )
         if shape == "none":
             plain[temperature] = answers
+        steps = sum(map(len, walks))
+        pace, error = tokens_per_step([(len(own), len(own) + sum(own)) for own in walks]) if steps else (1.0, 0.0)
         cell = {
             "sampler": sampler,
             "shape": shape,
             "temperature": temperature,
-            "tokens_per_step": round(walks.tokens_per_step, 4),
-            "bound": round(WITHIN_95_PERCENT * walks.standard_error, 4),
-            "steps": walks.steps,
+            "tokens_per_step": round(pace, 4),
+            "bound": round(WITHIN_95_PERCENT * error, 4),
+            "steps": steps,
             "step_milliseconds": round(1000 * seconds, 2),
             "prompts": len(prompts),
             "same_text": sum(one == other for one, other in zip(answers, plain[temperature], strict=True)),

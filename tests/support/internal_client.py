@@ -25,7 +25,7 @@ from specdecode_worker.contract.internal_stream import (
     OpenStream,
     Resume,
     Step,
-    encode_request,
+    encode_document,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -41,7 +41,7 @@ def opened(route: str = COMPLETIONS, *, request_id: str = "r-1", **body: Any) ->
 async def frames(client: httpx.AsyncClient, request: OpenStream) -> AsyncIterator[Frame]:
     """Open a stream and yield its frames as they arrive. The client has the URL and the token of the admin port."""
     reader = FrameReader()
-    async with client.stream("POST", INTERNAL_STREAMS, content=encode_request(request)) as answer:
+    async with client.stream("POST", INTERNAL_STREAMS, content=encode_document(request)) as answer:
         if answer.status_code != 200:
             await answer.aread()
             raise AssertionError(f"{answer.status_code}: {answer.text}")

@@ -40,9 +40,9 @@ from specdecode_worker.contract.internal_stream import (
     OpenStream,
     Step,
     WorkerLoad,
-    decode_request,
+    decode_document,
+    encode_document,
     encode_frame,
-    encode_load,
 )
 
 TOKEN = "token-of-the-router"
@@ -149,7 +149,7 @@ class StandInWorker:
             compatibility_key=self.script.key,
             model="",
         )
-        return web.Response(body=encode_load(load))
+        return web.Response(body=encode_document(load))
 
     async def _public(self, request: web.Request) -> web.Response:
         self.forwarded += 1
@@ -157,7 +157,7 @@ class StandInWorker:
         return web.json_response(seen)
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        asked = decode_request(await request.read())
+        asked = decode_document(OpenStream, await request.read())
         self.requests.append(asked)
         self.traceparents.append(request.headers.get("traceparent", ""))
         if self.script.close_before_open:

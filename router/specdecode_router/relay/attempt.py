@@ -22,7 +22,7 @@ from specdecode_worker.contract.internal_stream import (
     Open,
     OpenStream,
     Step,
-    encode_request,
+    encode_document,
 )
 
 
@@ -70,7 +70,7 @@ class Attempt:
         self.is_paused = False
         """True while frames are not read, because the client of the request reads too slowly."""
         self.is_suspected = False
-        self._body, self._headers = encode_request(request), headers
+        self._body, self._headers = encode_document(request), headers
         self._context, self._take, self._clock = context, take, context.clock
         self.started = context.clock()
         self.signs = WorkerSigns(last_frame=self.started)

@@ -11,7 +11,7 @@ import aiohttp
 from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint
-from specdecode_worker.contract.internal_stream import ROUTER_HEADER, WORKER_LOAD, decode_load
+from specdecode_worker.contract.internal_stream import ROUTER_HEADER, WORKER_LOAD, WorkerLoad, decode_document
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class LoadPoller:
             status, body = await self._client.get(endpoint.admin_url, WORKER_LOAD, self._seconds, self._headers)
             if status != 200:
                 raise ValueError(f"status {status}")
-            load = decode_load(body)
+            load = decode_document(WorkerLoad, body)
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             if name in self._answered:
                 log.warning("worker %s: no load: %s", name, str(error) or type(error).__name__)

@@ -20,8 +20,9 @@ from specdecode_worker.contract.internal_stream import (
     Alive,
     Error,
     Moved,
-    decode_load,
-    encode_request,
+    WorkerLoad,
+    decode_document,
+    encode_document,
 )
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import Heartbeat, Phase
@@ -84,7 +85,7 @@ async def test_a_load_has_the_requests_by_tenant_and_the_routers_that_ask(
     async with _running(admin, service, 3):
         for router in ("router-b", "router-a"):
             answer = await admin.get(WORKER_LOAD, headers={ROUTER_HEADER: router})
-        load = decode_load(answer.content)
+        load = decode_document(WorkerLoad, answer.content)
         assert (load.clients, load.routers) == ({"": 3}, ("router-a", "router-b"))
         assert load.max_num_seqs == (await service.report()).max_num_seqs
         assert load.compatibility_key == service.compatibility_key
@@ -149,7 +150,7 @@ def test_router_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Path
     with fake(config.model_dump_json(), tmp_path / "log") as worker:
         worker.wait_ready()
         token, url = worker.admin_token, httpx.URL(worker.admin)
-        body = encode_request(request)
+        body = encode_document(request)
         head = (
             f"POST {INTERNAL_STREAMS} HTTP/1.1\r\nHost: {url.host}:{url.port}\r\nAuthorization: Bearer {token}\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"

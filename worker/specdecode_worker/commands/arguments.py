@@ -15,6 +15,7 @@ from specdecode_worker.commands.flags import (
     EMBEDDED_TARGET,
     add_adapter_flag,
     add_device_flag,
+    add_flag,
     add_model_flags,
     add_output_flags,
     add_placement_flag,
@@ -47,17 +48,6 @@ def new_parser(command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(parser: argparse._ActionsContainer, name: str, text: str, default: Any = None, **how: Any) -> None:
-    """Add a flag. Its type is that of its default, which the help shows."""
-    if default is True or default is False:
-        how |= {"action": argparse.BooleanOptionalAction}
-        text += f" (default: {'yes' if default else 'no'})"
-    elif default not in (None, (), []):
-        how = {"type": type(default), **how}
-        text += "" if "default: " in text else " (default: %(default)s)"
-    parser.add_argument(name, default=default, help=text, **how)
-
-
 def _add_fields(parser: argparse.ArgumentParser, defaults: BaseModel, texts: Mapping[str, str], **other: Any) -> None:
     """Add a flag for each named field of a configuration, with a metavar before the text of numbers and names.
 
@@ -76,7 +66,7 @@ def _add_fields(parser: argparse.ArgumentParser, defaults: BaseModel, texts: Map
             how["metavar"], _, text = text.partition(": ")
             numbers = [part for part in (kind, *get_args(kind)) if part in (int, float)]
             how |= {"type": numbers[0]} if numbers else {}
-        _add(parser, f"--{name.replace('_', '-')}", text, other.get(name, getattr(defaults, name)), **how)
+        add_flag(parser, f"--{name.replace('_', '-')}", text, other.get(name, getattr(defaults, name)), **how)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
@@ -90,26 +80,26 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add_placement_flag(parser)
     add_shape_flags(parser)
-    _add(parser, "--speculative-config", "vLLM's form of --method, --draft and --depth", metavar="JSON")
+    add_flag(parser, "--speculative-config", "vLLM's form of --method, --draft and --depth", metavar="JSON")
     text = "name of the model in the API (default: the last part of --model)"
-    _add(parser, "--served-model-name", text, metavar="NAME")
-    _add(parser, "--api-key", "API keys accepted on the public port", [], type=str, nargs="+", metavar="KEY")
+    add_flag(parser, "--served-model-name", text, metavar="NAME")
+    add_flag(parser, "--api-key", "API keys accepted on the public port", [], type=str, nargs="+", metavar="KEY")
     _add_fields(parser, ServerConfig(), _SERVER_FLAGS, host="127.0.0.1", endpoint_delay_seconds=0.0)
-    _add(parser, "--max-model-len", "tokens of prompt and answer together", type=int, metavar="N")
+    add_flag(parser, "--max-model-len", "tokens of prompt and answer together", type=int, metavar="N")
     add_tensor_parallel_flag(parser)
     _add_fields(parser, EngineConfig(), _ENGINE_FLAGS, **dict.fromkeys(GPU_DEFAULTS))
     text = "batches to capture graphs for (default: 1, 2, 4, 8, 16, ...)"
-    _add(parser, "--cuda-graph-sizes", text, (), type=int, nargs="+", metavar="N")
+    add_flag(parser, "--cuda-graph-sizes", text, (), type=int, nargs="+", metavar="N")
     text = "block ports of prefill workers, to be asked for long prompts"
-    _add(parser, "--prefill", text, (), nargs="+", metavar="HOST:PORT")
-    _add(parser, "--capture", "record served requests in this folder, as token ids, to distill from", metavar="DIR")
-    _add(parser, "--capture-max-bytes", "maximum total size of DIR (default: 1 GiB)", type=int, metavar="N")
+    add_flag(parser, "--prefill", text, (), nargs="+", metavar="HOST:PORT")
+    add_flag(parser, "--capture", "record served requests in this folder, as token ids, to distill from", metavar="DIR")
+    add_flag(parser, "--capture-max-bytes", "maximum total size of DIR (default: 1 GiB)", type=int, metavar="N")
     text = "maximum age of a record in seconds (default: 14 days)"
-    _add(parser, "--capture-max-age", text, type=float, metavar="S")
+    add_flag(parser, "--capture-max-age", text, type=float, metavar="S")
     text = "share of requests, or of the requests of a task, to record (default: all)"
-    _add(parser, "--capture-share", text, [], type=str, nargs="+", metavar="[TASK=]SHARE")
+    add_flag(parser, "--capture-share", text, [], type=str, nargs="+", metavar="[TASK=]SHARE")
     text = "function that may change or drop each record before it is written"
-    _add(parser, "--capture-redact", text, metavar="MODULE:FUNCTION")
+    add_flag(parser, "--capture-redact", text, metavar="MODULE:FUNCTION")
     parser.set_defaults(flag_defaults={action.dest: action.default for action in parser._actions})
 
 
@@ -161,7 +151,7 @@ _ENGINE_FLAGS = _MEMORY_FLAGS | {
 def _add_pull(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``pull``."""
     parser.add_argument("uris", nargs="*", metavar="URI", help=f"{FORMS} (default: those of ${Env.config})")
-    _add(parser, "--cache-dir", "folder of downloaded models (default: the user's cache)", metavar="DIR")
+    add_flag(parser, "--cache-dir", "folder of downloaded models (default: the user's cache)", metavar="DIR")
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
@@ -169,18 +159,18 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"With ${Env.config} set, as the operator sets it in a pod, flags of the model are not read."
     add_model_flags(parser)
     add_placement_flag(parser)
-    _add(parser, "--max-model-len", "tokens of prompt and answer together", type=int, metavar="N")
+    add_flag(parser, "--max-model-len", "tokens of prompt and answer together", type=int, metavar="N")
     add_tensor_parallel_flag(parser)
     _add_fields(parser, EngineConfig(), _MEMORY_FLAGS, **dict.fromkeys(GPU_DEFAULTS))
-    _add(parser, "--memory", "memory of another device than this machine's", type=float, metavar="GIB")
+    add_flag(parser, "--memory", "memory of another device than this machine's", type=float, metavar="GIB")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``bench``."""
     text = "batch sizes, one row of the table each (default: 1)"
-    _add(parser, "--concurrency", text, (1,), type=_counts, metavar="1,2,4")
-    _add(parser, "--rounds", "repetitions of plain, speculative, speculative, plain", 1)
+    add_flag(parser, "--concurrency", text, (1,), type=_counts, metavar="1,2,4")
+    add_flag(parser, "--rounds", "repetitions of plain, speculative, speculative, plain", 1)
     add_model_flags(parser)
     add_placement_flag(parser)
     add_shape_flags(parser)
@@ -204,10 +194,10 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add_shape_flags(parser)
     add_output_flags(parser)
-    _add(parser, "--max-tokens", "length of an answer", 256)
-    _add(parser, "--against", "target in another format, usually bf16, to measure the draft on too", metavar="URI")
-    _add(parser, "--temperature", "of the answers (default: greedy)", (0.0,), type=_temperatures, metavar="T,T")
-    _add(parser, "--concurrency", "batch size", 8, metavar="N")
+    add_flag(parser, "--max-tokens", "length of an answer", 256)
+    add_flag(parser, "--against", "target in another format, usually bf16, to measure the draft on too", metavar="URI")
+    add_flag(parser, "--temperature", "of the answers (default: greedy)", (0.0,), type=_temperatures, metavar="T,T")
+    add_flag(parser, "--concurrency", "batch size", 8, metavar="N")
     add_tensor_parallel_flag(parser)
 
 
@@ -221,36 +211,36 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``train``."""
-    _add(parser, "--model", "target", EMBEDDED_TARGET, metavar="URI")
+    add_flag(parser, "--model", "target", EMBEDDED_TARGET, metavar="URI")
     add_adapter_flag(parser)
-    _add(parser, "--draft", "draft to continue (default: start from the target's layers)", metavar="URI")
-    _add(parser, "--method", "kind of draft", "eagle3", choices=TRAINED_METHODS)
-    _add(parser, "--layers", "dense layers; one that --draft lacks is put behind its own", 1)
+    add_flag(parser, "--draft", "draft to continue (default: start from the target's layers)", metavar="URI")
+    add_flag(parser, "--method", "kind of draft", "eagle3", choices=TRAINED_METHODS)
+    add_flag(parser, "--layers", "dense layers; one that --draft lacks is put behind its own", 1)
     _add_out(parser)
     source = parser.add_mutually_exclusive_group()
     text = "prompts that the target answers (default: built-in ones)"
-    _add(source, "--prompts", text, type=Path, metavar="FILE.jsonl")
-    _add(source, "--text", "train on this text instead of the target's answers", type=Path, metavar="FILE")
-    _add(parser, "--held-out", "prompts that training must not see", type=Path, metavar="FILE.jsonl")
-    _add(parser, "--tokens", "answer tokens to record", 400_000)
-    _add(parser, "--max-tokens", "length of an answer", 320)
-    _add(parser, "--rows", "answers that are generated together", 96)
-    _add(parser, "--draft-vocab", "size of the draft's vocabulary", 8192)
+    add_flag(source, "--prompts", text, type=Path, metavar="FILE.jsonl")
+    add_flag(source, "--text", "train on this text instead of the target's answers", type=Path, metavar="FILE")
+    add_flag(parser, "--held-out", "prompts that training must not see", type=Path, metavar="FILE.jsonl")
+    add_flag(parser, "--tokens", "answer tokens to record", 400_000)
+    add_flag(parser, "--max-tokens", "length of an answer", 320)
+    add_flag(parser, "--rows", "answers that are generated together", 96)
+    add_flag(parser, "--draft-vocab", "size of the draft's vocabulary", 8192)
     text = "take probabilities over the draft's vocabulary alone: cheaper"
     parser.add_argument("--no-normalisers", action="store_true", help=text)
     length = parser.add_mutually_exclusive_group()
-    _add(length, "--steps", "stop after so many optimizer steps (default: by time)", 0)
-    _add(length, "--minutes", "stop after this time", 65.0)
-    _add(parser, "--learning-rate", "default: %(default)s", 1e-3, metavar="X")
-    _add(parser, "--batch-tokens", "tokens of one pass, with padding", 1024, metavar="N")
-    _add(parser, "--accumulate", "passes of an optimizer step", 1, metavar="N")
-    _add(parser, "--depth", "depth that training unrolls", 7)
+    add_flag(length, "--steps", "stop after so many optimizer steps (default: by time)", 0)
+    add_flag(length, "--minutes", "stop after this time", 65.0)
+    add_flag(parser, "--learning-rate", "default: %(default)s", 1e-3, metavar="X")
+    add_flag(parser, "--batch-tokens", "tokens of one pass, with padding", 1024, metavar="N")
+    add_flag(parser, "--accumulate", "passes of an optimizer step", 1, metavar="N")
+    add_flag(parser, "--depth", "depth that training unrolls", 7)
     text = "tensor names of an EAGLE-3 or P-EAGLE head"
-    _add(parser, "--names", text, "safeailab", choices=("safeailab", "speculators", "nemo"))
-    _add(parser, "--validate-every", "seconds between validations and checkpoints", 240.0)
+    add_flag(parser, "--names", text, "safeailab", choices=("safeailab", "speculators", "nemo"))
+    add_flag(parser, "--validate-every", "seconds between validations and checkpoints", 240.0)
     text = "validate every N steps instead, independent of the clock (default: by time)"
-    _add(parser, "--validate-steps", text, 0, metavar="N")
-    _add(parser, "--seed", "random seed", 0)
+    add_flag(parser, "--validate-steps", text, 0, metavar="N")
+    add_flag(parser, "--seed", "random seed", 0)
     _add_run_flags(parser, "number format of the target")
 
 
@@ -261,11 +251,11 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_flags(parser: argparse.ArgumentParser, dtype_text: str) -> None:
     """Add the flags that say on what a draft is trained."""
-    _add(parser, "--dtype", dtype_text, "bfloat16", choices=("float32", "bfloat16"))
+    add_flag(parser, "--dtype", dtype_text, "bfloat16", choices=("float32", "bfloat16"))
     add_device_flag(parser)
     add_tensor_parallel_flag(parser)
-    _add(parser, "--threads", "torch threads (default: all)", type=int)
-    _add(parser, "--cache-dir", "folder of downloaded models (default: the user's cache)", type=Path, metavar="DIR")
+    add_flag(parser, "--threads", "torch threads (default: all)", type=int)
+    add_flag(parser, "--cache-dir", "folder of downloaded models (default: the user's cache)", type=Path, metavar="DIR")
 
 
 def _add_capture(parser: argparse.ArgumentParser) -> None:
@@ -279,7 +269,7 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
     }
     sweep = commands.add_parser("sweep", help="delete the segments whose records exceed their maximum age")
     sweep.add_argument("folders", **folders)
-    _add(sweep, "--max-age", "maximum age in seconds (default: that of the last worker)", type=float, metavar="S")
+    add_flag(sweep, "--max-age", "maximum age in seconds (default: that of the last worker)", type=float, metavar="S")
     delete = commands.add_parser(
         "delete",
         help="delete the records of one user; workers may run",
@@ -289,7 +279,7 @@ def _add_capture(parser: argparse.ArgumentParser) -> None:
     delete.add_argument("folders", **folders)
     delete.add_argument("--user", required=True, metavar="ID", help="value of the field `user` of the requests")
     text = "admin tokens with the scope operator, one a line, for folders without keys"
-    _add(delete, "--token-file", text, type=Path, metavar="FILE")
+    add_flag(delete, "--token-file", text, type=Path, metavar="FILE")
     prune = commands.add_parser("prune", help="delete an abandoned run of `distill`, and the runs before it")
     prune.add_argument("folders", **folders | {"help": "folder of a run, named by its time in hexadecimal digits"})
 
@@ -301,34 +291,34 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
         "signal with all kept: the same command goes on. The verdict is printed and lies in OUT/verdict.json. With "
         "--job the exit code is 0 for every verdict and every error."
     )
-    _add(parser, "--model", "target", EMBEDDED_TARGET, metavar="URI")
+    add_flag(parser, "--model", "target", EMBEDDED_TARGET, metavar="URI")
     add_adapter_flag(parser)
     add_quantization_flag(parser)
-    _add(parser, "--draft", "deployed head to go on from: eagle3, peagle or dflash", EMBEDDED_DRAFT, metavar="URI")
-    _add(parser, "--capture", "folders of `serve --capture`", [], type=Path, nargs="+", metavar="DIR")
+    add_flag(parser, "--draft", "deployed head to go on from: eagle3, peagle or dflash", EMBEDDED_DRAFT, metavar="URI")
+    add_flag(parser, "--capture", "folders of `serve --capture`", [], type=Path, nargs="+", metavar="DIR")
     text = "admin ports of workers to fetch captured segments from: all addresses of HOST, with the token in "
-    _add(parser, "--capture-from", text + f"${Env.capture_token}", metavar="[https://]HOST:PORT")
-    _add(parser, "--capture-ca", "PEM certificates that sign those of the admin ports", metavar="FILE")
+    add_flag(parser, "--capture-from", text + f"${Env.capture_token}", metavar="[https://]HOST:PORT")
+    add_flag(parser, "--capture-ca", "PEM certificates that sign those of the admin ports", metavar="FILE")
     text = "frozen prompts by domain on which no draft may lose; optional with --job"
-    _add(parser, "--golden", text, type=Path, metavar="FILE.jsonl")
+    add_flag(parser, "--golden", text, type=Path, metavar="FILE.jsonl")
     text = "--out of the runs of `train` or `distill` that made the deployed head"
-    _add(parser, "--replay", text, [], type=Path, nargs="+", metavar="DIR")
+    add_flag(parser, "--replay", text, [], type=Path, nargs="+", metavar="DIR")
     text = "prompts by domain whose answers are replayed, for a head made elsewhere"
-    _add(parser, "--replay-prompts", text, type=Path, metavar="FILE.jsonl")
+    add_flag(parser, "--replay-prompts", text, type=Path, metavar="FILE.jsonl")
     _add_out(parser)
-    _add(parser, "--steps", "most optimizer steps", 2000)
-    _add(parser, "--minutes", "longest time of training", 60.0)
-    _add(parser, "--replay-share", "share of replayed text in the first round", 0.5, metavar="X")
-    _add(parser, "--learning-rate", "default: %(default)s", 2e-4, metavar="X")
-    _add(parser, "--batch-tokens", "tokens of one pass", 1024, metavar="N")
-    _add(parser, "--round-steps", "optimizer steps between validations", 50)
-    _add(parser, "--patience", "rounds without progress after which training stops", 3)
-    _add(parser, "--unroll", "depth that is trained", 3)
-    _add(parser, "--seed", "random seed", 0)
-    _add(parser, "--min-gain", "gain on the mix that is required", 0.02)
-    _add(parser, "--max-age", "age in seconds beyond which records are left out", type=float, metavar="S")
-    _add(parser, "--capture-tokens", "most tokens of training text, the newest", 400_000, metavar="N")
-    _add(parser, "--max-tokens", "length of a golden answer", 128)
+    add_flag(parser, "--steps", "most optimizer steps", 2000)
+    add_flag(parser, "--minutes", "longest time of training", 60.0)
+    add_flag(parser, "--replay-share", "share of replayed text in the first round", 0.5, metavar="X")
+    add_flag(parser, "--learning-rate", "default: %(default)s", 2e-4, metavar="X")
+    add_flag(parser, "--batch-tokens", "tokens of one pass", 1024, metavar="N")
+    add_flag(parser, "--round-steps", "optimizer steps between validations", 50)
+    add_flag(parser, "--patience", "rounds without progress after which training stops", 3)
+    add_flag(parser, "--unroll", "depth that is trained", 3)
+    add_flag(parser, "--seed", "random seed", 0)
+    add_flag(parser, "--min-gain", "gain on the mix that is required", 0.02)
+    add_flag(parser, "--max-age", "age in seconds beyond which records are left out", type=float, metavar="S")
+    add_flag(parser, "--capture-tokens", "most tokens of training text, the newest", 400_000, metavar="N")
+    add_flag(parser, "--max-tokens", "length of a golden answer", 128)
     _add_job_flags(parser)
     add_shape_flags(parser)
     _add_run_flags(parser, "number format that the worker serves")
@@ -338,15 +328,15 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
 def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     text = "exit with 0 for every verdict and error; write it as termination message"
     parser.add_argument("--job", action="store_true", help=text)
-    _add(parser, "--time-limit", "longest time of the run in seconds, over its restarts", type=float, metavar="S")
+    add_flag(parser, "--time-limit", "longest time of the run in seconds, over its restarts", type=float, metavar="S")
     text = "with --job: copy OUT/head to URI/HASH; URI is pvc://, s3:// or file://"
-    _add(parser, "--publish", text, metavar="URI")
+    add_flag(parser, "--publish", text, metavar="URI")
     text = "with --job: keep the captured text in OUT/data after the verdict, for --replay of the next run"
     parser.add_argument("--keep-data", action="store_true", help=text)
     text = "with --job: delete the folders of earlier runs next to OUT, whose name is the run's time in hex digits"
     parser.add_argument("--prune", action="store_true", help=text)
     text = "with --prune: delete the drafts below --publish that are older than the run and have other hashes"
-    _add(parser, "--keep-drafts", text, metavar="HASH[,HASH]")
+    add_flag(parser, "--keep-drafts", text, metavar="HASH[,HASH]")
 
 
 def _exit_apart(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from specdecode_worker.capture.puller import FETCHED_FOLDER, pull_segments, pull_source
 from specdecode_worker.contract import Env
+from specdecode_worker.training.distillation.deletion import is_distillation_run
 from specdecode_worker.training.distillation.records import Interrupted
 
 
@@ -33,7 +34,7 @@ def capture_folders(
     if args.capture_from is None:
         return tuple(args.capture)
     folder = args.out / FETCHED_FOLDER
-    if not any((args.out / "data" / name).exists() for name in ("selected.json", "summary.json")):
+    if not is_distillation_run(args.out):
         source = pull_source(args.capture_from, os.environ.get(Env.capture_token), args.capture_ca)
         result = pull_segments(source, folder, log, stopped)
         if stopped():  # a part of the segments must not become the run's selection

@@ -6,8 +6,8 @@ import argparse
 import sys
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
@@ -38,80 +38,49 @@ CONTEXT_EDGES = (256, 1024, 4096, 16384, 65536)
 _PLAIN = TreeShape(())
 
 
-@dataclass(slots=True)
-class Walks:
-    """Number of accepted nodes of each verified tree, by request."""
+@dataclass(frozen=True, slots=True)
+class DecodingStep:
+    """One decoding step of a request.
 
-    accepted: list[list[int]]
-    _sums: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, requests: int) -> Walks:
-        """Return empty counts for this many requests."""
-        return cls([[] for _ in range(requests)], [0] * requests)
-
-    def take(self, index: int, new: Tokens) -> None:
-        """Record the step of request ``index`` if it verified a tree."""
-        if new.drafts > len(self.accepted[index]):
-            self.accepted[index].append(new.accepted - self._sums[index])
-            self._sums[index] = new.accepted
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean number of tokens per speculative step."""
-        return 1 + sum(map(sum, self.accepted)) / max(self.steps, 1)
-
-    @property
-    def steps(self) -> int:
-        """Number of speculative steps."""
-        return sum(map(len, self.accepted))
-
-    @property
-    def standard_error(self) -> float:
-        """Standard error of the tokens per step, clustered by request, because steps of one text are correlated."""
-        mean = self.tokens_per_step - 1
-        return sqrt(sum((sum(walks) - mean * len(walks)) ** 2 for walks in self.accepted)) / max(self.steps, 1)
-
-    def by_depth(self, depth: int) -> list[float]:
-        """Return the acceptance rate by depth: the share of steps that accepted a node, if its parent was accepted."""
-        walks = [count for request in self.accepted for count in request]
-        reached = [sum(count >= level for count in walks) for level in range(depth + 1)]
-        return [after / max(before, 1) for before, after in pairwise(reached)]
-
-
-@dataclass(slots=True)
-class DecodingSteps:
-    """Decoding steps of a run of requests; the first tokens of an answer come from its prompt and are not counted.
-
-    ``walks`` holds the steps that verified a draft. Prompt lookup often has none, and such a step emits one token.
+    ``context`` is the number of tokens before it, prompt included, and ``tokens`` the number that it emitted.
+    ``accepted`` is the number of accepted nodes if it verified a draft. Prompt lookup often has none; such a step emits
+    one token.
     """
 
-    walks: Walks
-    contexts: list[int]
-    """Tokens of each request so far, its prompt included."""
-    by_request: dict[int, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
-    """Steps and tokens of each request."""
-    by_context: dict[int, list[tuple[int, int | None]]] = field(default_factory=lambda: defaultdict(list))
-    """Tokens of each step, and accepted ones if it verified a draft, by the index of its range of `CONTEXT_EDGES`."""
-    _started: set[int] = field(default_factory=set)
+    context: int
+    tokens: int
+    accepted: int | None
 
-    @classmethod
-    def of(cls, prompts: Sequence[TokenizedPrompt]) -> DecodingSteps:
-        """Return empty counts for a request for each prompt."""
-        return cls(Walks.of(len(prompts)), [len(prompt.tokens) for prompt in prompts])
+
+class DecodingSteps:
+    """Decoding steps of requests; the first tokens of an answer come from its prompt and are not counted."""
+
+    def __init__(self, prompts: Sequence[TokenizedPrompt]) -> None:
+        self.by_request: list[list[DecodingStep]] = [[] for _ in prompts]
+        self._contexts = [len(prompt.tokens) for prompt in prompts]
+        self._sums = [(0, 0)] * len(prompts)
+        self._started: set[int] = set()
 
     def take(self, index: int, new: Tokens) -> None:
-        """Count one step of request ``index``."""
-        drafted = len(self.walks.accepted[index])
-        self.walks.take(index, new)
+        """Record one step of request ``index``."""
+        drafts, accepted = self._sums[index]
         if index in self._started and new.tokens:
-            steps, tokens = self.by_request[index]
-            self.by_request[index] = steps + 1, tokens + len(new.tokens)
-            accepted = self.walks.accepted[index]
-            step = len(new.tokens), accepted[-1] if len(accepted) > drafted else None
-            self.by_context[bisect_left(CONTEXT_EDGES, self.contexts[index])].append(step)
-        self.contexts[index] += len(new.tokens)
+            walked = new.accepted - accepted if new.drafts > drafts else None
+            self.by_request[index].append(DecodingStep(self._contexts[index], len(new.tokens), walked))
+        self._sums[index] = new.drafts, new.accepted
+        self._contexts[index] += len(new.tokens)
         self._started.add(index)
+
+
+def accepted_nodes(steps: Iterable[DecodingStep]) -> list[int]:
+    """Return the number of accepted nodes of each step that verified a draft."""
+    return [step.accepted for step in steps if step.accepted is not None]
+
+
+def acceptance_by_depth(accepted: Sequence[int], depth: int) -> list[float]:
+    """Return the share of steps that accepted a node at each depth, if its parent was accepted, to four digits."""
+    reached = [sum(count >= level for count in accepted) for level in range(depth + 1)]
+    return [round(after / max(before, 1), 4) for before, after in pairwise(reached)]
 
 
 def tokens_per_step(counts: Sequence[tuple[int, int]]) -> tuple[float, float]:
@@ -134,7 +103,8 @@ class DomainRun:
     drafted: Sequence[Answer]
     plain_timing: RunTiming
     drafted_timing: RunTiming
-    steps: DecodingSteps
+    steps: Sequence[Sequence[DecodingStep]]
+    """Steps of each request with the draft."""
 
 
 def evaluate_on_engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -186,7 +156,11 @@ def _run_temperature(
     for domain, own in sorted(by_domain.items()):
         domains[domain] = _run_domain(engine, own, shape, temperature, args)
         print(f"eval: {domain} at temperature {temperature:g}: {len(own)} answers", file=sys.stderr, flush=True)
-    return {"temperature": temperature, **_results(domains, max(shape.depths))}
+    return {
+        "temperature": temperature,
+        "overall": _figures(list(domains.values()), shape.depth),
+        "domains": {name: _figures([run], shape.depth) for name, run in domains.items()},
+    }
 
 
 def _run_domain(
@@ -204,38 +178,29 @@ def _run_domain(
     engine.run_shape(_PLAIN)
     plain, plain_timing = engine.answer(prompts, sampling, isolated=True, together=args.concurrency)
     engine.run_shape(shape)
-    steps = DecodingSteps.of(prompts)
+    steps = DecodingSteps(prompts)
     drafted, drafted_timing = engine.answer(prompts, sampling, steps.take, isolated=True, together=args.concurrency)
-    return DomainRun(plain, drafted, plain_timing, drafted_timing, steps)
-
-
-def _results(domains: dict[str, DomainRun], depth: int) -> dict[str, Any]:
-    """Return the results of all domains together and of each."""
-    every = list(domains.values())
-    return {
-        "overall": _figures(every, depth),
-        "domains": {name: _figures([run], depth) for name, run in domains.items()},
-    }
+    return DomainRun(plain, drafted, plain_timing, drafted_timing, steps.by_request)
 
 
 def _figures(runs: Sequence[DomainRun], depth: int) -> dict[str, Any]:
-    walks = Walks([accepted for run in runs for accepted in run.steps.walks.accepted])
-    counts = [each for run in runs for each in run.steps.by_request.values()]
-    pace, error = tokens_per_step(counts)
-    steps = sum(own_steps for own_steps, _ in counts)
+    """Return the results of some domains together."""
+    requests = [steps for run in runs for steps in run.steps]
+    every = [step for steps in requests for step in steps]
+    accepted = accepted_nodes(every)
+    pace, error = tokens_per_step([(len(steps), sum(step.tokens for step in steps)) for steps in requests])
     plain, drafted = ([answer.tokens for run in runs for answer in getattr(run, name)] for name in ("plain", "drafted"))
     plain_rate = RunTiming.total([run.plain_timing for run in runs]).tokens_per_second
     drafted_rate = RunTiming.total([run.drafted_timing for run in runs]).tokens_per_second
-    contexts: dict[int, list[tuple[int, int | None]]] = defaultdict(list)
-    for run in runs:
-        for place, own in run.steps.by_context.items():
-            contexts[place] += own
+    contexts: dict[int, list[DecodingStep]] = defaultdict(list)
+    for step in every:
+        contexts[bisect_left(CONTEXT_EDGES, step.context)].append(step)
     return {
         "tokens_per_step": round(pace, 4),
         "standard_error": round(error, 4),
-        "drafted_steps": round(walks.steps / max(steps, 1), 4),
-        "tokens_per_drafted_step": round(walks.tokens_per_step, 4),
-        "acceptance": [round(share, 4) for share in walks.by_depth(depth)],
+        "drafted_steps": round(len(accepted) / max(len(every), 1), 4),
+        "tokens_per_drafted_step": round(1 + sum(accepted) / max(len(accepted), 1), 4),
+        "acceptance": acceptance_by_depth(accepted, depth),
         "contexts": {_context_name(place): _context_figures(contexts[place], depth) for place in sorted(contexts)},
         "distinct_4grams": round(distinct_4grams(drafted), 4),
         "speedup": round(drafted_rate / plain_rate, 3) if plain_rate else 0.0,
@@ -249,13 +214,12 @@ def _context_name(place: int) -> str:
     return f"{first}-{CONTEXT_EDGES[place]}" if place < len(CONTEXT_EDGES) else f"{first}-"
 
 
-def _context_figures(steps: Sequence[tuple[int, int | None]], depth: int) -> dict[str, Any]:
+def _context_figures(steps: Sequence[DecodingStep], depth: int) -> dict[str, Any]:
     """Return the results of the steps in one range of context lengths."""
-    walks = Walks([[accepted for _, accepted in steps if accepted is not None]])
     return {
         "steps": len(steps),
-        "tokens_per_step": round(sum(tokens for tokens, _ in steps) / len(steps), 4),
-        "acceptance": [round(share, 4) for share in walks.by_depth(depth)],
+        "tokens_per_step": round(sum(step.tokens for step in steps) / len(steps), 4),
+        "acceptance": acceptance_by_depth(accepted_nodes(steps), depth),
     }
 
 
@@ -276,18 +240,14 @@ def _rows(document: dict[str, Any]) -> list[str]:
         f"{'T':>4} {'':10} {'tokens/step':>11} {'drafted':>8} {'speedup':>8} {'same text':>9}  acceptance by depth",
     ]
     for run in document["runs"]:
-        for name, part in {"overall": run["overall"], **run["domains"]}.items():
-            acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
-            lines.append(
-                f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f} {part['drafted_steps']:8.2f} "
-                f"{part['speedup']:8.2f} {part['identical_texts']:9.2f}  {acceptance}"
-            )
-        for name, part in run["overall"]["contexts"].items():
-            acceptance = " ".join(f"{share:.2f}" for share in part["acceptance"])
-            lines.append(
-                f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f}"
-                f"  in {part['steps']} steps at a context of {name} tokens  {acceptance}"
-            )
+        parts = {"overall": run["overall"], **run["domains"]}
+        for name, part in [*parts.items(), *run["overall"]["contexts"].items()]:
+            line = f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f}"
+            if name in parts:
+                line += f" {part['drafted_steps']:8.2f} {part['speedup']:8.2f} {part['identical_texts']:9.2f}"
+            else:
+                line += f"  in {part['steps']} steps at a context of {name} tokens"
+            lines.append(line + "  " + " ".join(f"{share:.2f}" for share in part["acceptance"]))
     return lines
 
 
@@ -316,23 +276,8 @@ def compare(
         answers[name], timing = engine.answer(prompts, sampling, together=together)
         timings[name].append(timing)
         print(f"  {together} at once, {name}: {timing.tokens_per_second:.1f} tokens/s", file=sys.stderr)
-    plain, drafted = runs
-    return _comparison(
-        answers[plain], answers[drafted], RunTiming.total(timings[plain]), RunTiming.total(timings[drafted])
-    )
-
-
-def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, args: argparse.Namespace) -> None:
-    """Run a few tokens of a shape before anything is timed."""
-    engine.run_shape(shape)
-    short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})
-    engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
-
-
-def _comparison(
-    plain: Sequence[Answer], drafted: Sequence[Answer], plain_timing: RunTiming, drafted_timing: RunTiming
-) -> dict[str, Any]:
-    """Return the results as a dictionary."""
+    plain, drafted = (answers[name] for name in runs)
+    plain_timing, drafted_timing = (RunTiming.total(timings[name]) for name in runs)
     drafts = sum(answer.drafts for answer in drafted)
     same = sum(a.tokens == b.tokens for a, b in zip(plain, drafted, strict=True))
     return {
@@ -344,6 +289,13 @@ def _comparison(
         "identical": same == len(drafted),
         "identical_answers": f"{same}/{len(drafted)}",
     }
+
+
+def _warm(engine: LocalEngine, prompts: Sequence[TokenizedPrompt], shape: TreeShape, args: argparse.Namespace) -> None:
+    """Run a few tokens of a shape before anything is timed."""
+    engine.run_shape(shape)
+    short = argparse.Namespace(**{**vars(args), "max_tokens": min(args.max_tokens, 8)})
+    engine.answer(prompts, [sampling_of(short, index) for index in range(len(prompts))])
 
 
 def _timing_fields(timing: RunTiming) -> dict[str, float]:

@@ -159,12 +159,10 @@ def _settings(args: argparse.Namespace) -> StudentSettings:
         raise TrainingError("--golden is needed without --job")
     if not 0 <= args.replay_share < 1:
         raise TrainingError(f"--replay-share is {args.replay_share}; it is a share of a round, from 0 to below 1")
-    least = {"--steps": args.steps, "--minutes": args.minutes, "--round-steps": args.round_steps,
-             "--patience": args.patience, "--unroll": args.unroll, "--batch-tokens": args.batch_tokens}  # fmt: skip
-    if args.time_limit is not None:
-        least["--time-limit"] = args.time_limit
-    if wrong := [flag for flag, value in least.items() if value <= 0]:
-        raise TrainingError(f"{wrong[0]} must be above 0")
+    for name in ("steps", "minutes", "round_steps", "patience", "unroll", "batch_tokens", "time_limit"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            raise TrainingError(f"--{name.replace('_', '-')} must be above 0")
     return settings_of(StudentSettings, args, depth=args.unroll)
 
 

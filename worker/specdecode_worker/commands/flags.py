@@ -13,6 +13,7 @@ from specdecode_worker.contract import (
     GPU_DEFAULTS,
     DraftConfig,
     DraftQuantization,
+    Dtype,
     EngineConfig,
     Method,
     ModelConfig,
@@ -33,49 +34,52 @@ EMBEDDED_TARGET = "embedded://smollm2-135m-instruct"
 EMBEDDED_DRAFT = "embedded://smollm2-135m-instruct-eagle3"
 
 
+def add_flag(parser: argparse._ActionsContainer, name: str, text: str, default: Any = None, **how: Any) -> None:
+    """Add a flag. Its type is that of its default, which the help shows."""
+    if default is True or default is False:
+        how |= {"action": argparse.BooleanOptionalAction}
+        text += f" (default: {'yes' if default else 'no'})"
+    elif default not in (None, (), []):
+        how = {"type": type(default), **how}
+        text += "" if "default: " in text else " (default: %(default)s)"
+    parser.add_argument(name, default=default, help=text, **how)
+
+
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """Add --model, --draft, --method, --device and the other flags that select models and how they are loaded."""
-    parser.add_argument("--model", default=EMBEDDED_TARGET, metavar="URI", help="target (default: %(default)s)")
+    add_flag(parser, "--model", "target", EMBEDDED_TARGET, metavar="URI")
     add_adapter_flag(parser)
-    parser.add_argument("--draft", metavar="URI", help="draft (default: the embedded head for the embedded target)")
-    parser.add_argument(
-        "--method", choices=get_args(Method), help="drafting method (default: eagle3 with a draft, else none)"
-    )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16",
-                        help="number format of weights and activations (default: %(default)s)")  # fmt: skip
+    add_flag(parser, "--draft", "draft (default: the embedded head for the embedded target)", metavar="URI")
+    text = "drafting method (default: eagle3 with a draft, else none)"
+    add_flag(parser, "--method", text, choices=get_args(Method))
+    add_flag(parser, "--dtype", "number format of weights and activations", "bfloat16", choices=get_args(Dtype))
     add_quantization_flag(parser)
-    parser.add_argument(
-        "--draft-quantization", choices=get_args(DraftQuantization), help="quantize the draft's MLPs and head"
-    )
+    text = "quantize the draft's MLPs and head"
+    add_flag(parser, "--draft-quantization", text, choices=get_args(DraftQuantization))
     add_device_flag(parser)
-    parser.add_argument("--threads", type=int, help="torch threads on a CPU (default: all)")
-    parser.add_argument("--cache-dir", metavar="DIR", help="folder of downloaded models (default: the user's cache)")
+    add_flag(parser, "--threads", "torch threads on a CPU (default: all)", type=int)
+    add_flag(parser, "--cache-dir", "folder of downloaded models (default: the user's cache)", metavar="DIR")
 
 
 def add_quantization_flag(parser: argparse.ArgumentParser) -> None:
     """Add --quantization."""
-    parser.add_argument("--quantization", choices=get_args(TargetQuantization), help="quantize the target's weights")
+    add_flag(parser, "--quantization", "quantize the target's weights", choices=get_args(TargetQuantization))
 
 
 def add_adapter_flag(parser: argparse.ArgumentParser) -> None:
     """Add --adapter."""
-    parser.add_argument("--adapter", metavar="URI", help="LoRA adapter, in PEFT's format, to merge into the target")
+    add_flag(parser, "--adapter", "LoRA adapter, in PEFT's format, to merge into the target", metavar="URI")
 
 
 def add_placement_flag(parser: argparse.ArgumentParser) -> None:
     """Add --draft-placement."""
-    help_text = "device of the draft: the target's, or another GPU in a process of its own (default: %(default)s)"
-    parser.add_argument("--draft-placement", choices=get_args(Placement), default="shared", help=help_text)
+    text = "device of the draft: the target's, or another GPU in a process of its own"
+    add_flag(parser, "--draft-placement", text, "shared", choices=get_args(Placement))
 
 
 def add_device_flag(parser: argparse.ArgumentParser) -> None:
     """Add --device."""
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="auto: a GPU if there is one (default: %(default)s)",
-    )
+    add_flag(parser, "--device", "auto: a GPU if there is one", "auto", choices=("auto", "cpu", "cuda"))
 
 
 def add_tensor_parallel_flag(parser: argparse.ArgumentParser) -> None:
@@ -93,28 +97,23 @@ def default_by_device(name: str) -> str:
 def add_shape_flags(parser: argparse.ArgumentParser) -> None:
     """Add --depth N and --tree SHAPE, which both set ``args.shape`` (a TreeShape, None if neither is given)."""
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--depth", dest="shape", type=_chain, metavar="N", help="chain of N drafted tokens")
-    which.add_argument(
-        "--tree",
-        dest="shape",
-        type=_shape,
-        metavar="SHAPE",
-        help="shape of the draft: chain:5, tree:4,2,1 or parents 0,0,1",
-    )
+    add_flag(which, "--depth", "chain of N drafted tokens", dest="shape", type=_chain, metavar="N")
+    text = "shape of the draft: chain:5, tree:4,2,1 or parents 0,0,1"
+    add_flag(which, "--tree", text, dest="shape", type=_shape, metavar="SHAPE")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Add the flags of the sampling parameters."""
-    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="length of an answer (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="as in OpenAI's API (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="as in vLLM; 0 is off (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="seed of the first prompt (default: 0)")
+    add_flag(parser, "--max-tokens", "length of an answer", max_tokens)
+    add_flag(parser, "--temperature", "0 is greedy", 0.0)
+    add_flag(parser, "--top-p", "as in OpenAI's API", 1.0)
+    add_flag(parser, "--top-k", "as in vLLM; 0 is off", 0)
+    add_flag(parser, "--seed", "seed of the first prompt (default: 0)", type=int)
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add --prompts and --json."""
-    parser.add_argument("--prompts", metavar="FILE.jsonl", help='lines of {"messages": [...]} or {"prompt": "..."}')
+    add_flag(parser, "--prompts", 'lines of {"messages": [...]} or {"prompt": "..."}', metavar="FILE.jsonl")
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
 
 
@@ -135,18 +134,21 @@ def method_and_draft(args: argparse.Namespace) -> tuple[str, str | None]:
     return method, draft
 
 
-def draft_config(args: argparse.Namespace) -> DraftConfig:
-    """Return the draft that the flags of ``add_model_flags`` name. Raise ValueError if they contradict each other."""
+def draft_config(args: argparse.Namespace, **other: Any) -> DraftConfig:
+    """Return the draft that the flags of ``add_model_flags`` name, with ``other`` fields.
+
+    Raises:
+        ValueError: The flags contradict each other, or a field is invalid.
+    """
     method, draft = method_and_draft(args)
-    return DraftConfig.model_validate(
-        {
-            "method": method,
-            "uri": draft,
-            "required": draft is not None,
-            "quantization": args.draft_quantization,
-            "placement": getattr(args, "draft_placement", "shared"),
-        }
-    )
+    fields = {
+        "method": method,
+        "uri": draft,
+        "required": draft is not None,
+        "quantization": args.draft_quantization,
+        "placement": getattr(args, "draft_placement", "shared"),
+    }
+    return DraftConfig.model_validate(fields | other)
 
 
 def model_config(args: argparse.Namespace, served_name: str) -> ModelConfig:
@@ -185,8 +187,7 @@ def _shape(text: str) -> TreeShape:
 
 # vLLM spells the name of this method with an underscore.
 _METHODS = {"draft_model": "draft-model"}
-_LOOKUP = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
-_SAID = _LOOKUP | {"quantization"}
+_SAID = frozenset({"prompt_lookup_min", "prompt_lookup_max", "quantization"})
 """Fields that have the same name in DraftConfig."""
 _FIELDS = frozenset({"method", "model", "num_speculative_tokens", "parallel_drafting"}) | _SAID
 

@@ -46,14 +46,13 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     finish: str = ""
     drafts: int = 0
-    draft_tokens: int = 0
     accepted: int = 0
 
     def take(self, new: Tokens) -> None:
         """Append new tokens and update the statistics."""
         self.tokens += new.tokens
         self.finish = new.finish or ""
-        self.drafts, self.draft_tokens, self.accepted = new.drafts, new.draft_tokens, new.accepted
+        self.drafts, self.accepted = new.drafts, new.accepted
 
 
 @dataclass(frozen=True, slots=True)

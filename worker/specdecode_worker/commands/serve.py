@@ -16,14 +16,13 @@ import uvloop
 from pydantic import ValidationError
 
 from specdecode_worker.commands.flags import (
-    method_and_draft,
+    draft_config,
     model_config,
     named,
     take_speculative_config,
 )
 from specdecode_worker.contract import (
     CaptureConfig,
-    DraftConfig,
     EngineConfig,
     Env,
     Plan,
@@ -71,20 +70,11 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
         ValueError: A flag or a field is invalid; the message names it.
     """
     lookup = take_speculative_config(args) if args.speculative_config is not None else {}
-    method, draft = method_and_draft(args)
     served_name = args.served_model_name or default_served_name(args.model)
     try:
         config = WorkerConfig(
             model=model_config(args, served_name),
-            draft=DraftConfig.model_validate(
-                {
-                    "method": method,
-                    "uri": draft,
-                    "quantization": args.draft_quantization,
-                    "placement": args.draft_placement,
-                    **lookup,
-                }
-            ),
+            draft=draft_config(args, required=False, **lookup),
             engine=EngineConfig(**named(args, EngineConfig)),
             server=ServerConfig(**named(args, ServerConfig)),
             capture=_capture(args),
@@ -92,7 +82,7 @@ def config_from_flags(args: argparse.Namespace) -> tuple[WorkerConfig, Plan]:
         )
     except ValidationError as error:
         raise ValueError(_fields(error)) from None
-    plan = _standalone_plan(args.shape, method)
+    plan = _standalone_plan(args.shape, config.draft.method)
     return config, plan.model_copy(update={"prefill": tuple(args.prefill)})
 
 

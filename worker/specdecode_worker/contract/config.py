@@ -290,14 +290,12 @@ class WorkerConfig(Written):
         return self
 
     @model_validator(mode="after")
-    def _has_the_keys_that_it_sends(self) -> Self:
-        if self.engine.block_port is not None and any(one.placement == "own" for one in (self.draft, *self.drafts)):
+    def _places_drafts_where_they_can_run(self) -> Self:
+        if all(draft.placement == "shared" for draft in (self.draft, *self.drafts)):
+            return self
+        if self.engine.block_port is not None:
             raise ValueError("block_port needs drafts in the engine's process: draft.placement own keeps their keys "
                              "in another one; use placement shared, or leave block_port out")  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _draws_where_it_drafts(self) -> Self:
-        if self.engine.sampler == "mss" and any(one.placement == "own" for one in (self.draft, *self.drafts)):
+        if self.engine.sampler == "mss":
             raise ValueError("draft.placement own needs the sampler coupled; with mss leave placement at shared")
         return self

@@ -273,27 +273,13 @@ def encode_frame(frame: Frame) -> bytes:
     return len(message).to_bytes(_LENGTH_BYTES, "big") + message
 
 
-def encode_load(load: WorkerLoad) -> bytes:
-    """Return a load as the body of its answer."""
-    return _encoder.encode(load)
+def encode_document(document: OpenStream | WorkerLoad) -> bytes:
+    """Return a request as the body of its POST, or a load as the body of its answer."""
+    return _encoder.encode(document)
 
 
-def encode_request(request: OpenStream) -> bytes:
-    """Return a request as the body of its POST."""
-    return _encoder.encode(request)
-
-
-def decode_request(body: bytes) -> OpenStream:
-    """Return the request in the body of a POST. Raises ValueError if it is none."""
-    return _decoded(OpenStream, body)
-
-
-def decode_load(body: bytes) -> WorkerLoad:
-    """Return the load in an answer. Raises ValueError if it is none."""
-    return _decoded(WorkerLoad, body)
-
-
-def _decoded(kind: type[Document], body: bytes) -> Document:
+def decode_document(kind: type[Document], body: bytes) -> Document:
+    """Return the document in a body. Raises ValueError if it is none."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:

@@ -9,7 +9,8 @@ Shape suffixes: B texts, A answer slots, I roots of one text, K depths, X ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.training.conversations import Conversation
+from specdecode_worker.training.conversations import Conversation, cut
 from specdecode_worker.training.unroll import batch_for, logits_of, unrolled, vocabulary_of
 
 RANKS = 8  # ranks 0-7 are distinguished; the value RANKS means a miss
@@ -50,14 +51,11 @@ def target_token_ranks(
 
 def groups_of(conversations: Sequence[Conversation]) -> Iterator[list[Conversation]]:
     """Yield conversations in the order of their lengths, in groups that are evaluated together."""
-    group: list[Conversation] = []
-    for conversation in sorted(conversations, key=lambda one: len(one.tokens_N)):
-        if len(group) == _TEXTS or (group and (len(group) + 1) * len(conversation.tokens_N) > _SLOTS):
-            yield group
-            group = []
-        group.append(conversation)
-    if group:
-        yield group
+
+    def length(conversation: Conversation) -> int:
+        return len(conversation.tokens_N)
+
+    return cut(sorted(conversations, key=length), length, slots=_SLOTS, most=_TEXTS)
 
 
 def _ranks(head: Draft, state_RE: Tensor, depth: int, vocabulary: Tensor, wanted_R: Tensor) -> Tensor:
@@ -86,14 +84,12 @@ def by_root(by_slot: Sequence[Tensor]) -> Tensor:
 
 def accepted(ranks_K: Sequence[int], shape: TreeShape) -> int:
     """Return the number of accepted drafted tokens of a tree of ``shape`` if the target's tokens have these ranks."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(shape.parents, start=1):
-        children.setdefault(parent, []).append(node)
     node, count = 0, 0
     for rank in ranks_K:
-        if rank >= len(children.get(node, ())):
+        children = list(shape.children(node))
+        if rank >= len(children):
             break
-        node, count = children[node][rank], count + 1
+        node, count = children[rank], count + 1
     return count
 
 
@@ -109,6 +105,15 @@ class StepCounts:
     tokens: int = 0
     reached: list[int] = field(default_factory=list)
     hits: list[int] = field(default_factory=list)
+
+    @classmethod
+    def total(cls, parts: Collection[StepCounts]) -> StepCounts:
+        """Return the sums of counts for one draft shape."""
+        reached, hits = (
+            [sum(column) for column in zip(*(getattr(part, name) for part in parts), strict=True)]
+            for name in ("reached", "hits")
+        )
+        return cls(sum(part.steps for part in parts), sum(part.tokens for part in parts), reached, hits)
 
     def walk(self, ranks_IK: Tensor, shape: TreeShape) -> None:
         """Add the decoding steps that an engine would take through one recorded answer."""
@@ -135,3 +140,14 @@ class StepCounts:
     def acceptance(self) -> list[float]:
         """Acceptance rate by depth, among drafts whose parents were accepted."""
         return [hit / max(n, 1) for hit, n in zip(self.hits, self.reached, strict=True)]
+
+
+def greedy_step_counts(
+    head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, depth: int
+) -> dict[str, StepCounts]:
+    """Return by domain the counts of the steps that chains of ``depth`` tokens take through greedy conversations."""
+    by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
+    for group in groups_of(conversations):
+        for conversation, ranks_IK in zip(group, target_token_ranks(head, group, output_VE, depth), strict=True):
+            by_domain[conversation.domain].walk(ranks_IK, TreeShape.chain(depth))
+    return dict(sorted(by_domain.items()))

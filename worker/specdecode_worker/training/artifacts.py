@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
 from collections import Counter
@@ -31,8 +30,9 @@ from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.fields import Fields, read_config
 from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, shard_paths
-from specdecode_worker.training.files import write_json
-from specdecode_worker.training.trainer import TrainSettings
+from specdecode_worker.training.files import replacing, write_json
+from specdecode_worker.training.trainer import Trainer
+from specdecode_worker.training.unroll import vocabulary_of
 
 # Content of config.json for trained drafts, in the formats that SafeAILab, vLLM, SGLang and speculators read.
 
@@ -164,27 +164,25 @@ def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
 
 
 def lineage(
+    trainer: Trainer,
     *,
     method: str,
     target: tuple[str, str],
     parent: tuple[str, str] | None,
-    data: DataSet,
-    settings: TrainSettings,
     uncovered: dict[str, float],
-    vocabulary: int,
-    history: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the content of lineage.json. ``target`` and ``parent`` are (uri, hash of config and weights)."""
-    best = max(history, key=lambda line: line["tokens_per_step"], default={})
+    history = trainer.progress.history
+    vocabulary = vocabulary_of(trainer.head, len(trainer.output_VE))
     return {
         "method": method,
         "target": {"uri": target[0], "hash": target[1]},
         "parent": {"uri": parent[0], "hash": parent[1]} if parent else None,
-        "data": _described(data),
-        "vocabulary": {"size": vocabulary, "uncovered": uncovered},
-        "settings": asdict(settings),
-        "results": best,
-        "history": list(history),
+        "data": _described(trainer.data),
+        "vocabulary": {"size": len(vocabulary), "uncovered": uncovered},
+        "settings": asdict(trainer.settings),
+        "results": max(history, key=lambda line: line["tokens_per_step"], default={}),
+        "history": history,
     }
 
 
@@ -293,8 +291,7 @@ def _rounded(draft: Draft) -> dict[str, Tensor]:
 
 
 def _save(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write model.safetensors through a temporary file and one rename."""
-    partial = folder / "model.safetensors.partial"
-    save_file(tensors, partial, {"format": "pt"})
-    partial.chmod(0o644)  # safetensors writes files that only their owner can read; a worker is often another user
-    os.rename(partial, folder / "model.safetensors")
+    """Write model.safetensors."""
+    with replacing(folder / "model.safetensors") as partial:
+        save_file(tensors, partial, {"format": "pt"})
+        partial.chmod(0o644)  # safetensors writes files that only their owner can read; a worker is often another user

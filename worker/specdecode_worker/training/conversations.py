@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from torch import Tensor
 from specdecode_worker.models.chat_template import find_template
 from specdecode_worker.models.vocabulary import open_tokenizer
 from specdecode_worker.training.errors import TrainingError
+from specdecode_worker.training.files import replacing
 
 # The target's tokenizer and chat template for training, which converts whole conversations at once.
 
@@ -37,9 +37,9 @@ class Chat:
             raise TrainingError(f"{folder} has no chat template; training needs a chat model")
         self._template = template
 
-    def render(self, messages: list[dict[str, str]], *, answer: bool = True) -> str:
-        """Return the conversation as text, with ``answer`` up to where the assistant's answer starts."""
-        return self._template.render(messages, add_generation_prompt=answer)
+    def render(self, messages: list[dict[str, str]]) -> str:
+        """Return the conversation as text, up to where the assistant's answer starts."""
+        return self._template.render(messages, add_generation_prompt=True)
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without adding special tokens."""
@@ -91,7 +91,6 @@ class Conversation:
 def write_shard(folder: Path, index: int, conversations: list[Conversation]) -> Path:
     """Write shard ``index`` through a temporary file and one rename, and return its path."""
     path = folder / f"shard-{index:05}.safetensors"
-    partial = path.with_suffix(".partial")
     lengths = [len(c.tokens_N) for c in conversations]
     tensors = {
         "tokens": torch.cat([c.tokens_N for c in conversations]).to(torch.int32),
@@ -101,8 +100,8 @@ def write_shard(folder: Path, index: int, conversations: list[Conversation]) -> 
         "answer_starts": torch.tensor([c.answer_start for c in conversations], dtype=torch.int64),
         "temperatures": torch.tensor([c.temperature for c in conversations], dtype=torch.float32),
     }
-    save_file(tensors, partial, {"domains": json.dumps([c.domain for c in conversations])})
-    os.rename(partial, path)
+    with replacing(path) as partial:
+        save_file(tensors, partial, {"domains": json.dumps([c.domain for c in conversations])})
     return path
 
 
@@ -235,18 +234,23 @@ def batches(conversations: Sequence[Conversation], *, tokens: int, seed: int, ep
     epoch_batches = [
         batch
         for start in range(0, len(order), per_pool)
-        for batch in _cut(sorted(order[start : start + per_pool], key=answer_length), tokens)
+        for batch in cut(sorted(order[start : start + per_pool], key=answer_length), answer_length, slots=tokens)
     ]
     rng.shuffle(epoch_batches)
     return epoch_batches
 
 
-def _cut(by_length: Sequence[Conversation], tokens: int) -> Iterator[list[Conversation]]:
-    """Yield batches of conversations in the order of their length."""
+def cut(
+    by_length: Sequence[Conversation], length: Callable[[Conversation], int], *, slots: int, most: int | None = None
+) -> Iterator[list[Conversation]]:
+    """Yield batches of conversations in the order of their length.
+
+    Padded to its longest conversation, a batch has at most ``slots`` slots, and at most ``most`` conversations.
+    """
     batch: list[Conversation] = []
     for conversation in by_length:
         # The newest conversation is the longest, so all rows of the batch would be padded to its length.
-        if batch and (len(batch) + 1) * answer_length(conversation) > tokens:
+        if batch and (len(batch) == most or (len(batch) + 1) * length(conversation) > slots):
             yield batch
             batch = []
         batch.append(conversation)

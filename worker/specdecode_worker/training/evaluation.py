@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from specdecode_worker.capture import Record
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract.distillation import GainBounds
 from specdecode_worker.models.causal_lm import Attend, CausalLM
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, PEagleHead
@@ -73,22 +75,13 @@ class PairedStepCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """Deployed over candidate time per token, minus one, with bounds: 0.1 is 10 % more tokens in the same time."""
-
-    estimate: float
-    lower: float
-    upper: float
-
-
-@dataclass(frozen=True, slots=True)
 class Verdict:
     """Result of the comparison with its reasons and gains. ``mix`` is the gain over the traffic's mix."""
 
     finding: Finding
     reasons: tuple[str, ...]
-    mix: Gain | None
-    domains: Mapping[str, Gain]
+    mix: GainBounds | None
+    domains: Mapping[str, GainBounds]
 
     @property
     def exit_code(self) -> int:
@@ -115,7 +108,7 @@ def compute_verdict(domains: Sequence[Domain], costs: PairedStepCosts, *, wanted
     return Verdict(finding, reasons, mix, gains)
 
 
-def _finding(mix: Gain, gains: Mapping[str, Gain], wanted: float) -> tuple[Finding, tuple[str, ...]]:
+def _finding(mix: GainBounds, gains: Mapping[str, GainBounds], wanted: float) -> tuple[Finding, tuple[str, ...]]:
     """Return the finding for these gains and the reasons for it."""
     lost = [f"{name}: gain under {g.upper:+.1%}" for name, g in gains.items() if g.upper < TOLERATED_LOSS]
     lost += [f"mix: gain under {mix.upper:+.1%}"] if mix.upper < 0 else []
@@ -126,7 +119,7 @@ def _finding(mix: Gain, gains: Mapping[str, Gain], wanted: float) -> tuple[Findi
     return ("inconclusive", tuple(doubts)) if doubts else ("better", (f"mix: gain above {mix.lower:+.1%}",))
 
 
-def _gains(domains: Sequence[Domain], costs: PairedStepCosts, seed: int) -> tuple[Gain, dict[str, Gain]]:
+def _gains(domains: Sequence[Domain], costs: PairedStepCosts, seed: int) -> tuple[GainBounds, dict[str, GainBounds]]:
     """Return the gain over the mix and the gain of each domain."""
     rng = np.random.default_rng(seed)
     ratio_B = _cost_ratios(costs, rng)
@@ -137,10 +130,10 @@ def _gains(domains: Sequence[Domain], costs: PairedStepCosts, seed: int) -> tupl
     return _gain(ratio_B * mixed_2B[0] / mixed_2B[1] - 1), gains
 
 
-def _gain(drawn_B: Floats) -> Gain:
+def _gain(drawn_B: Floats) -> GainBounds:
     """Return the gain and its bounds. The first entry of ``drawn_B`` is the estimate, the others are resamples."""
     lower, upper = np.quantile(drawn_B[1:], _TAILS)
-    return Gain(float(drawn_B[0]), float(lower), float(upper))
+    return GainBounds(estimate=float(drawn_B[0]), lower=float(lower), upper=float(upper))
 
 
 def _cost_ratios(costs: PairedStepCosts, rng: np.random.Generator) -> Floats:
@@ -355,9 +348,9 @@ class CalibratedDraft:
 
 @torch.inference_mode()
 def count_steps(
-    drafts: Sequence[CalibratedDraft], sample: Sample, shape: TreeShape, eos_token_ids: tuple[int, ...], vocab_size: int
+    drafts: Sequence[CalibratedDraft], sample: Sample, shape: TreeShape, target: CausalLMConfig
 ) -> list[StepCounts]:
-    """Return for each draft the step counts of ``shape`` through one answer.
+    """Return for each draft the step counts of ``shape`` through one answer of the target.
 
     ``StepCounts.tokens`` excludes the first token of the answer.
     """
@@ -369,7 +362,7 @@ def count_steps(
     states = [_states(draft.head, sample.conversation, depth) for draft in drafts]
     for start in range(0, count, _ROWS):
         here = slice(start, min(start + _ROWS, count))
-        rows = RecordPositions(sample.record, first + start, here.stop - start, eos_token_ids, vocab_size)
+        rows = RecordPositions(sample.record, first + start, here.stop - start, target)
         for draft, states_KAE, of_draft in zip(drafts, states, ranks, strict=True):
             for k, state_AE in enumerate(states_KAE):
                 of_draft[k].append(ranks_of(wanted_A[here], _proposed(draft, rows, state_AE[here], k)))

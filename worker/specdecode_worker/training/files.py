@@ -1,25 +1,29 @@
-"""Atomic writes of small files: a kill at any moment leaves either the old file or the new one."""
+"""Atomic writes of files: a kill at any moment leaves either the old file or the new one."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, document: Any) -> None:
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, and move what was written there to ``path`` by one rename."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    os.rename(partial, path)
+
+
+def write_json(path: Path, document: Any, indent: int = 1) -> None:
     """Write ``document`` as JSON to ``path``, atomically."""
-    write_text(path, json.dumps(document, indent=1) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` through a temporary file and one rename."""
-    write_bytes(path, text.encode())
+    write_bytes(path, (json.dumps(document, indent=indent) + "\n").encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path`` through a temporary file and one rename."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    os.rename(partial, path)
+    """Write ``content`` to ``path``, atomically."""
+    with replacing(path) as partial:
+        partial.write_bytes(content)

@@ -239,19 +239,10 @@ def _fitting(target: CausalLM, layer: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def _initialise_head(head: Eagle3Head, target: CausalLM, vocabulary: Tensor) -> None:
     """Initialize an EAGLE-3 head in fp32: its first layer from the target, further ones without effect."""
-    head.float()
-    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
-    _copy_weights(head, target, vocabulary)
-    for block in head.layers.values():
-        assert isinstance(block, Block)
-        zero_block_output(block, target)
-
-
-def _copy_weights(head: Eagle3Head, target: CausalLM, vocabulary: Tensor) -> None:
-    """Copy the initial weights of an EAGLE-3 head from the target."""
     first: Any = target.model.layers[0]
     last: Any = target.model.layers[-1]
-    layer, width = head.midlayer, target.config.hidden_size
+    layer, width = head.float().midlayer, target.config.hidden_size
+    head.d2t.copy_(vocabulary - torch.arange(len(vocabulary)))
     head.fc.weight.zero_()
     head.fc.weight[:, 2 * width :].copy_(torch.eye(width))
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -268,6 +259,9 @@ def _copy_weights(head: Eagle3Head, target: CausalLM, vocabulary: Tensor) -> Non
     layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
     head.norm.weight.copy_(target.model.norm.weight)
     head.lm_head.weight.copy_(target.lm_head.weight[vocabulary])
+    for block in head.layers.values():
+        assert isinstance(block, Block)
+        zero_block_output(block, target)
 
 
 # Preparation of an existing draft for further training: fp32, with another draft vocabulary if it has its own.

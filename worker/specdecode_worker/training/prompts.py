@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import json
-import os
 import random
 import re
 import sysconfig
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from specdecode_worker.training.conversations import Chat, normalisers_path, read_shard, shard_paths
 from specdecode_worker.training.errors import PromptFileError
+from specdecode_worker.training.files import replacing
 
 # Log normalizers of the target's distribution at recorded tokens, by temperature.
 #
@@ -42,9 +42,8 @@ def normalise(folder: Path, output_VE: Tensor, log: Callable[[str], None] = lamb
     missing = [path for path in shard_paths(folder) if not normalisers_path(path).exists()]
     for done, path in enumerate(missing, start=1):
         values = torch.cat([normalisers(c.hidden_NE, output_VE, c.answer_start) for c in read_shard(path)])
-        partial = normalisers_path(path).with_suffix(".partial")
-        save_file({"normalisers": values}, partial)
-        os.rename(partial, normalisers_path(path))
+        with replacing(normalisers_path(path)) as partial:
+            save_file({"normalisers": values}, partial)
         if done % 8 == 0 or done == len(missing):
             log(f"normalisers: {done} of {len(missing)} shards")
 
@@ -144,12 +143,8 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
 def _parsed() -> dict[str, ast.Module]:
     """Return the syntax trees of ``MODULES`` by name, without modules that this Python lacks."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    return {name: ast.parse(path.read_text()) for name in MODULES for path in _files(library, name)[:1]}
-
-
-def _files(library: Path, module: str) -> list[Path]:
-    candidates = (library / f"{module}.py", library / module / "__init__.py")
-    return [path for path in candidates if path.is_file()]
+    files = {name: (library / f"{name}.py", library / name / "__init__.py") for name in MODULES}
+    return {name: ast.parse(path.read_text()) for name, paths in files.items() for path in paths if path.is_file()}
 
 
 # Training prompts: topics combined with forms of task, many thousand different questions from a few hundred words.
@@ -162,15 +157,7 @@ SELF_ASKED = "self-asked"
 NGRAM_WORDS = 13
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnPrompt:
-    """Question of a domain."""
-
-    text: str
-    domain: str
-
-
-def draw(rng: random.Random) -> DrawnPrompt:
+def draw(rng: random.Random) -> PromptLine:
     """Return a random prompt of the combinatorial set."""
     domains: dict[str, dict[str, Any]] = _lists()["domains"]
     domain = rng.choices(list(domains), [part["share"] for part in domains.values()])[0]
@@ -180,7 +167,7 @@ def draw(rng: random.Random) -> DrawnPrompt:
     words["sentence"] = rng.choice(sentences).format_map(words)
     # Each sentence of a story draws its own words.
     words["story"] = " ".join(sentence.format_map(_words(rng)) for sentence in rng.sample(sentences, 4))
-    return DrawnPrompt(form.format_map(words), domain)
+    return PromptLine(messages=(Message(role="user", content=form.format_map(words)),), domain=domain)
 
 
 @functools.cache
@@ -344,10 +331,9 @@ class TrainingQuestions:
             raise PromptFileError(f"all prompts overlap with held-out ones or exceed {longest} tokens; give other ones")
 
     def __iter__(self) -> Iterator[Question]:
+        temperatures, shares = zip(*TEMPERATURE_SHARES, strict=True)
         while True:
-            temperature = self._rng.choices(
-                [t for t, _ in TEMPERATURE_SHARES], [share for _, share in TEMPERATURE_SHARES]
-            )[0]
+            temperature = self._rng.choices(temperatures, shares)[0]
             if not self._own and self._rng.random() < SELF_ASKED_SHARE:
                 yield Question(None, temperature, SELF_ASKED)
             elif (ids := self._draw_prompt()) is not None:
@@ -357,8 +343,7 @@ class TrainingQuestions:
         """Return the token ids and domain of a random prompt, or None if it is dropped."""
         if self._own:
             return self._rng.choice(self._own)
-        made = draw(self._rng)
-        return self._usable(PromptLine(messages=(Message(role="user", content=made.text),), domain=made.domain))
+        return self._usable(draw(self._rng))
 
     def _usable(self, line: PromptLine) -> tuple[tuple[int, ...], str] | None:
         """Return the token ids and domain of a prompt, or None if it is too long or held out."""

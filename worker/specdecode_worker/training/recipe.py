@@ -53,7 +53,6 @@ from specdecode_worker.training.rollout import (
 )
 from specdecode_worker.training.split_target import TargetPlacement, target_engine
 from specdecode_worker.training.trainer import Trainer, TrainSettings
-from specdecode_worker.training.unroll import vocabulary_of
 
 VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN = 96, 8
 _CALIBRATION_CONVERSATIONS = 32
@@ -149,14 +148,11 @@ def _finish(trainer: Trainer, target: CausalLM, draft_settings: DraftSettings, o
     sharpness = write_calibration(trainer.head, spread, target, output_VE, folder, depth=trainer.settings.depth)
     log(f"calibration: logits of sampled drafts times {sharpness} by depth")
     document = lineage(
+        trainer,
         method=draft_settings.method,
         target=(draft_settings.target[0], model_hash(draft_settings.target[1])),
         parent=(draft_settings.parent[0], model_hash(draft_settings.parent[1])) if draft_settings.parent else None,
-        data=data,
-        settings=trainer.settings,
         uncovered=json.loads((out / "uncovered.json").read_text()),
-        vocabulary=len(vocabulary_of(trainer.head, len(output_VE))),
-        history=trainer.progress.history,
     )
     write_json(folder / "lineage.json", document)
 

@@ -20,6 +20,7 @@ from specdecode_worker.contract.capture import LEAST_SHARE
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import check_tokens, sampling_params_of
 from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.sampling.params import SamplingParams
 from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
 from specdecode_worker.sampling.trees import PLAIN, Nodes, forest_of
@@ -127,8 +128,7 @@ def near_ties(target: CausalLM, record: Record, hidden_OE: Tensor) -> int | None
     ties = 0
     for start in range(0, len(wanted_O), _ROWS):
         here = slice(start, start + _ROWS)
-        rows = RecordPositions(record, record.prompt_length - 1 + start, len(wanted_O[here]),
-                               target.config.eos_token_ids, target.config.vocab_size)  # fmt: skip
+        rows = RecordPositions(record, record.prompt_length - 1 + start, len(wanted_O[here]), target.config)
         # Positions choose on the CPU, whatever device the target runs on.
         logits_RV = target.logits(hidden_OE[here].to(target.lm_head.weight.device)).float().cpu()
         missed_R = rows.choose(logits_RV) != wanted_O[here]
@@ -141,16 +141,16 @@ def near_ties(target: CausalLM, record: Record, hidden_OE: Tensor) -> int | None
 
 
 class RecordPositions:
-    """Consecutive positions of a record's text, each as a decoding step of one token.
+    """Consecutive positions of a record's text, each as a decoding step of ``target`` with one token.
 
     There are ``count`` positions; the root of the first is the token at index ``first``.
     """
 
-    def __init__(self, record: Record, first: int, count: int, eos_token_ids: tuple[int, ...], vocab_size: int) -> None:
+    def __init__(self, record: Record, first: int, count: int, target: CausalLMConfig) -> None:
         roots_B1 = torch.cat((first + torch.arange(count), torch.zeros(1, dtype=torch.int64)))
         texts = BatchTokens(torch.tensor([record.tokens]), torch.zeros_like(roots_B1), roots_B1)
-        batch, forest = [_sampling_params(record, eos_token_ids)] * count, forest_of((PLAIN,) * count, _CPU)
-        self._sampler = sampler_of(batch, texts, forest, vocab_size, longest=len(record.tokens))
+        batch, forest = [_sampling_params(record, target.eos_token_ids)] * count, forest_of((PLAIN,) * count, _CPU)
+        self._sampler = sampler_of(batch, texts, forest, target.vocab_size, longest=len(record.tokens))
         none_R = torch.zeros(count, dtype=torch.int64)
         self._rows = self._sampler.at(Nodes(torch.arange(count), none_R, none_R))
 

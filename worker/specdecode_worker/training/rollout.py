@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,17 +11,17 @@ from pathlib import Path
 import msgspec
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.models.causal_lm import Attend, CausalLM
-from specdecode_worker.models.config import CausalLMConfig
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import SHARD_TOKENS, Chat, Conversation, shard_paths, write_shard
 from specdecode_worker.training.errors import PromptFileError, TrainingError
+from specdecode_worker.training.files import write_bytes
 from specdecode_worker.training.prompts import Question
+from specdecode_worker.training.unroll import TextAttention
 
 # Recording of text into a folder, in two stages, so that the engine and the network that is trained on are never in
 # memory together: texts-*.msgpack hold tokens, shard-*.safetensors the same texts with states. A killed stage resumes.
@@ -77,10 +76,7 @@ def record_texts(
         answers = sum(one.answer_length for one in waiting)
         full = sum(len(one.tokens) for one in waiting) >= shard_tokens or total + answers >= tokens
         if waiting and (full or text is None):
-            path = folder / f"texts-{len(texts_paths(folder)):05}.msgpack"
-            partial = path.with_suffix(".partial")
-            partial.write_bytes(msgspec.msgpack.encode(waiting))
-            os.rename(partial, path)
+            write_bytes(folder / f"texts-{len(texts_paths(folder)):05}.msgpack", msgspec.msgpack.encode(waiting))
             total, waiting = total + answers, []
             rate = (total - already) / (time.monotonic() - started)
             left = max(tokens - total, 0) / rate / 60
@@ -131,23 +127,6 @@ def read_states(target: CausalLM, tokens_N: Tensor) -> tuple[Tensor, Tensor]:
     out = target(tokens_N.to(device), positions_N, attention, TargetStates(target.config.aux_layers))
     assert isinstance(out.aux_TA, Tensor)
     return out.aux_TA.cpu(), out.hidden_TE.cpu()
-
-
-class TextAttention(Attend):
-    """Causal attention over one text from its first token on, within chunks in the target's chunked layers."""
-
-    def __init__(self, config: CausalLMConfig) -> None:
-        self._config = config
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """Return the attended values, see ``layers.Attend``."""
-        size = self._config.attention_chunk_size if self._config.kind(layer).chunked else len(q_THD)
-        parts = []
-        for chunk in zip(*(torch.split(x, size) for x in (q_THD, k_TKD, v_TKD)), strict=True):
-            q, k, v = (x.transpose(0, 1)[None] for x in chunk)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
 
 
 # On-policy text: the engine answers many questions at once. A conversation that ends makes room for the next one.

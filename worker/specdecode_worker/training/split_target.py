@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TargetQuantization, WorkerConfig
@@ -37,7 +37,7 @@ from specdecode_worker.models.optimize import quantise_target
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.evaluation import ZeroContextAttention
-from specdecode_worker.training.rollout import TextAttention
+from specdecode_worker.training.unroll import TextAttention
 
 _CHUNK = 2048
 """Tokens of prompts that a step of the engine reads."""
@@ -59,7 +59,7 @@ class TargetPlacement:
 
 
 class TargetPassMessage(msgspec.Struct, frozen=True):
-    """Pass of the target: its tokens, their positions, and its attention (the name of an entry of ``_ATTENTIONS``)."""
+    """Pass of the target: its tokens, their positions, and its attention ("causal" or "zero")."""
 
     tokens: list[int]
     positions: list[int]
@@ -120,7 +120,7 @@ def placed_target(placement: TargetPlacement) -> Iterator[CausalLM]:
         yield target
         return
     split_config(prepare_causal_lm(placement.folder).network.config, placement.size)
-    with tempfile.TemporaryDirectory(prefix="specdecode-ranks-") as meeting, _OtherRanks() as others:
+    with tempfile.TemporaryDirectory(prefix="specdecode-ranks-") as meeting:
         assignment = Assignment(
             rank=0,
             size=placement.size,
@@ -133,14 +133,14 @@ def placed_target(placement: TargetPlacement) -> Iterator[CausalLM]:
             blocks=0,
             threads=placement.threads or max(1, torch.get_num_threads() // placement.size),
         )
-        others.start(assignment)
-        target, device = load_rank_shard(assignment)
-        try:
-            target.lm_head = _whole_output(placement.folder, target, device)
-            target.register_forward_pre_hook(others.announce)
-            yield target
-        finally:
-            dist.destroy_process_group()
+        with _other_ranks(assignment) as announce:
+            target, device = load_rank_shard(assignment)
+            try:
+                target.lm_head = _whole_output(placement.folder, target, device)
+                target.register_forward_pre_hook(announce)
+                yield target
+            finally:
+                dist.destroy_process_group()
 
 
 def _whole_output(folder: Path, target: CausalLM, device: torch.device) -> Linear:
@@ -152,59 +152,52 @@ def _whole_output(folder: Path, target: CausalLM, device: torch.device) -> Linea
     return Linear.of(weight)
 
 
-class _OtherRanks:
-    """Processes of ranks 1 and up. They end when their pipes close."""
+@contextlib.contextmanager
+def _other_ranks(own: Assignment) -> Iterator[Callable[[nn.Module, tuple[Any, ...]], None]]:
+    """Start ranks 1 and up, which load their shards, and yield the target's forward pre-hook that sends them a pass.
 
-    def __init__(self) -> None:
-        self._pipes: list[Connection] = []
-        self._processes: list[BoundProcess] = []
-        self._closing = threading.Event()
+    They end when their pipes close. This process ends when one of them does, because a collective without it may never
+    return.
+    """
+    pipes: list[Connection] = []
+    processes: list[BoundProcess] = []
+    closing = threading.Event()
 
-    def __enter__(self) -> _OtherRanks:
-        return self
+    def announce(target: nn.Module, args: tuple[Any, ...]) -> None:
+        tokens_T, positions_T, attend = args[:3]
+        assert isinstance(attend, ZeroContextAttention | TextAttention), "other ranks know no other attention"
+        attention = "zero" if isinstance(attend, ZeroContextAttention) else "causal"
+        encoded = msgspec.msgpack.encode(TargetPassMessage(tokens_T.tolist(), positions_T.tolist(), attention))
+        for pipe in pipes:
+            pipe.send_bytes(encoded)
 
-    def __exit__(self, *_: object) -> None:
-        self._closing.set()
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+    def watch() -> None:
+        wait([process.sentinel for process in processes])
+        if not closing.is_set():
+            print(
+                "specdecode-worker: a rank of the target ended; the same command goes on", file=sys.stderr, flush=True
+            )
+            os._exit(1)
 
-    def start(self, own: Assignment) -> None:
-        """Start the processes, which begin to load their shards."""
+    try:
         for rank in range(1, own.size):
             own_end, rank_end = Pipe()
             encoded = msgspec.msgpack.encode(msgspec.structs.replace(own, rank=rank))
             process = BoundProcess(follow, (encoded, rank_end), f"target-rank-{rank}")
             process.start()
             rank_end.close()
-            self._pipes.append(own_end)
-            self._processes.append(process)
-        threading.Thread(target=self._watch, name="target-ranks", daemon=True).start()
-
-    def announce(self, target: nn.Module, args: tuple[Any, ...]) -> None:
-        """Send a pass to the other ranks before rank 0 runs it. It is the target's forward pre-hook."""
-        tokens_T, positions_T, attend = args[:3]
-        encoded = msgspec.msgpack.encode(_message(tokens_T, positions_T, attend))
-        for pipe in self._pipes:
-            pipe.send_bytes(encoded)
-
-    def _watch(self) -> None:
-        """End this process when another rank ends, because a collective without it may never return."""
-        wait([process.sentinel for process in self._processes])
-        if not self._closing.is_set():
-            print(
-                "specdecode-worker: a rank of the target ended; the same command goes on", file=sys.stderr, flush=True
-            )
-            os._exit(1)
-
-
-def _message(tokens_T: Tensor, positions_T: Tensor, attend: Attend) -> TargetPassMessage:
-    name = "zero" if isinstance(attend, ZeroContextAttention) else "causal"
-    assert isinstance(attend, ZeroContextAttention | TextAttention), "other ranks know no other attention"
-    return TargetPassMessage(tokens_T.tolist(), positions_T.tolist(), name)
+            pipes.append(own_end)
+            processes.append(process)
+        threading.Thread(target=watch, name="target-ranks", daemon=True).start()
+        yield announce
+    finally:
+        closing.set()
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
 
 
 def follow(assignment: bytes, pipe: Connection) -> None:

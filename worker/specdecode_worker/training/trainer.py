@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.training.acceptance import StepCounts, groups_of, target_token_ranks
+from specdecode_worker.training.acceptance import StepCounts, greedy_step_counts, groups_of
 from specdecode_worker.training.conversations import Conversation, DataSet, batches, pieces
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
+from specdecode_worker.training.files import replacing
 from specdecode_worker.training.prompts import TEMPERATURES
 from specdecode_worker.training.unroll import (
     RootShare,
@@ -46,27 +44,19 @@ from specdecode_worker.training.unroll import (
 _OVERLAP_ROWS = 256
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Sum over rows of weight * cross entropy(target, softmax(logits))."""
+class _Differentiated(torch.autograd.Function):
+    """Result of a function of logits, whose gradient by each row of logits was computed with it."""
 
     @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
-        gradient = torch.empty_like(logits_RV)
-        loss = torch.zeros((), device=logits_RV.device)
-        for start in range(0, len(logits_RV), _OVERLAP_ROWS):
-            here = slice(start, start + _OVERLAP_ROWS)
-            log_p = torch.log_softmax(logits_RV[here], dim=-1, dtype=torch.float32)
-            target, weight = target_RV[here].float(), weight_R[here]
-            loss -= torch.linalg.vecdot(log_p, target) @ weight
-            known_R1 = target.sum(dim=-1, keepdim=True)
-            gradient[here] = log_p.exp_().mul_(known_R1).sub_(target).mul_(weight[:, None])
-        ctx.save_for_backward(gradient)
-        return loss
+    def forward(ctx: Any, logits_RV: Tensor, result: Tensor, gradient_RV: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient_RV)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(grad_outputs[0]), None, None
+        (gradient_RV,) = ctx.saved_tensors
+        outer = grad_outputs[0]  # of a sum over all rows, or of each row
+        return gradient_RV.mul_(outer[:, None] if outer.dim() else outer), None, None
 
 
 def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -> Tensor:
@@ -74,31 +64,18 @@ def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -
 
     ``target_RV`` are probabilities. They sum to less than one in a row where the draft vocabulary lacks some tokens.
     """
-    loss: Tensor = _SoftCrossEntropy.apply(logits_RV, target_RV, weight_R)
-    return loss
-
-
-class _Overlap(torch.autograd.Function):
-    """Sum over the vocabulary of min(p, q) for each row."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
-        gradient = torch.empty_like(logits_RV)
-        overlap_R = torch.empty(len(logits_RV), device=logits_RV.device)
+    gradient_RV = torch.empty_like(logits_RV)
+    loss = torch.zeros((), device=logits_RV.device)
+    with torch.no_grad():
         for start in range(0, len(logits_RV), _OVERLAP_ROWS):
             here = slice(start, start + _OVERLAP_ROWS)
-            q = torch.softmax(logits_RV[here].float() / temperature, dim=-1)
-            target = target_RV[here].float()
-            wanting = q * (q < target)  # draft probability of the tokens where raising it raises the overlap
-            overlap_R[here] = torch.minimum(q, target).sum(dim=-1)
-            gradient[here] = wanting.sub_(q.mul_(wanting.sum(dim=-1, keepdim=True))).div_(temperature)
-        ctx.save_for_backward(gradient)
-        return overlap_R
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient.mul_(grad_outputs[0][:, None]), None, None
+            log_p = torch.log_softmax(logits_RV[here], dim=-1, dtype=torch.float32)
+            target, weight = target_RV[here].float(), weight_R[here]
+            loss -= torch.linalg.vecdot(log_p, target) @ weight
+            known_R1 = target.sum(dim=-1, keepdim=True)
+            gradient_RV[here] = log_p.exp_().mul_(known_R1).sub_(target).mul_(weight[:, None])
+    loss = _Differentiated.apply(logits_RV, loss, gradient_RV)
+    return loss
 
 
 def overlap(logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
@@ -106,7 +83,17 @@ def overlap(logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
 
     This is the probability that an optimal coupling of draft and target draws the same token.
     """
-    overlap_R: Tensor = _Overlap.apply(logits_RV, target_RV, temperature)
+    gradient_RV = torch.empty_like(logits_RV)
+    overlap_R = torch.empty(len(logits_RV), device=logits_RV.device)
+    with torch.no_grad():
+        for start in range(0, len(logits_RV), _OVERLAP_ROWS):
+            here = slice(start, start + _OVERLAP_ROWS)
+            q = torch.softmax(logits_RV[here].float() / temperature, dim=-1)
+            target = target_RV[here].float()
+            wanting = q * (q < target)  # draft probability of the tokens where raising it raises the overlap
+            overlap_R[here] = torch.minimum(q, target).sum(dim=-1)
+            gradient_RV[here] = wanting.sub_(q.mul_(wanting.sum(dim=-1, keepdim=True))).div_(temperature)
+    overlap_R = _Differentiated.apply(logits_RV, overlap_R, gradient_RV)
     return overlap_R
 
 
@@ -179,6 +166,10 @@ def target_distribution(
     return torch.cat(parts)
 
 
+Unrolls = Sequence[tuple[Tensor, Tensor]]
+"""Logits [R, V] of the trained slots of each depth, and their mask [B, A]."""
+
+
 def loss_of(
     draft: Draft, batch: TrainingBatch, output_VE: Tensor, aim: LossSettings, counts: Sequence[int] | None = None
 ) -> Tensor:
@@ -192,7 +183,6 @@ def loss_of(
         counts: ``root_counts`` of all batches of the optimizer step, so that the losses of its batches add up to the
             mean of the step. Default: the counts of this batch.
     """
-    valid_R = batch.valid_BA.flatten()
     unrolls = [
         (logits_of(draft, state_BAE[rooted_BA], k), rooted_BA)
         for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, batch, aim.depth, aim.sample_seed))
@@ -202,7 +192,7 @@ def loss_of(
     total = torch.zeros((), device=output_VE.device)
     if aim.divergence > 0:
         target_RV = _target(batch, output_VE, vocabulary, 1.0)
-        total = total + aim.divergence * _divergence(unrolls, target_RV, valid_R, aim, counts)
+        total = total + aim.divergence * _divergence(unrolls, target_RV, batch.valid_BA, aim, counts)
     if aim.divergence < 1:
         target_RV = _target(batch, output_VE, vocabulary, aim.temperature)
         total = total + (1 - aim.divergence) * _acceptance(unrolls, target_RV, batch.valid_BA, aim, counts)
@@ -211,36 +201,27 @@ def loss_of(
 
 def _target(batch: TrainingBatch, output_VE: Tensor, vocabulary: Tensor, temperature: float) -> Tensor:
     """Return the target's probabilities at the valid slots of ``batch``, [R, V]."""
-    valid_R = batch.valid_BA.flatten()
     normaliser_R = None
     if batch.normalisers_BAT is not None:
-        normaliser_R = batch.normalisers_BAT[:, :, TEMPERATURES.index(temperature)].flatten()[valid_R]
-    final_RE = batch.final_BAE.flatten(0, 1)[valid_R]
+        normaliser_R = batch.normalisers_BAT[:, :, TEMPERATURES.index(temperature)][batch.valid_BA]
+    final_RE = batch.final_BAE[batch.valid_BA]
     return target_distribution(final_RE, output_VE, vocabulary, temperature=temperature, normaliser_R=normaliser_R)
 
 
 def _divergence(
-    unrolls: Sequence[tuple[Tensor, Tensor]],
-    target_RV: Tensor,
-    valid_R: Tensor,
-    aim: LossSettings,
-    counts: Sequence[int],
+    unrolls: Unrolls, target_RV: Tensor, valid_BA: Tensor, aim: LossSettings, counts: Sequence[int]
 ) -> Tensor:
     """Return the cross entropy per answer token, averaged over the depths with weights that sum to one."""
     weights = [aim.decay**k for k in range(aim.depth)]
     total = torch.zeros((), device=target_RV.device)
     for k, (logits_RV, rooted_BA) in enumerate(unrolls):
         weight_R = torch.full((len(logits_RV),), weights[k] / sum(weights) / max(1, counts[k]), device=total.device)
-        total = total + soft_cross_entropy(logits_RV, target_RV[rooted_BA.flatten()[valid_R]], weight_R)
+        total = total + soft_cross_entropy(logits_RV, target_RV[rooted_BA[valid_BA]], weight_R)
     return total
 
 
 def _acceptance(
-    unrolls: Sequence[tuple[Tensor, Tensor]],
-    target_RV: Tensor,
-    valid_BA: Tensor,
-    aim: LossSettings,
-    counts: Sequence[int],
+    unrolls: Unrolls, target_RV: Tensor, valid_BA: Tensor, aim: LossSettings, counts: Sequence[int]
 ) -> Tensor:
     """Return -log of the expected tokens per step, averaged over the roots."""
     path_BA = torch.ones(valid_BA.shape, device=valid_BA.device)
@@ -316,19 +297,21 @@ def depth_at(share: float, settings: TrainSettings) -> int:
 def loss_settings_at(share: float, step: int, settings: TrainSettings) -> LossSettings:
     """Return the loss parameters of ``step``.
 
-    The temperature is drawn from the mix by a generator seeded with (seed, step), so a repeated step gets the same one.
+    The temperature is drawn from the mix by a generator seeded with (seed, step), so a repeated step gets the same one,
+    and trains the same roots.
     """
     temperatures, shares = zip(*settings.mix, strict=True)
     drawn = random.Random(f"{settings.seed}/{step}").choices(temperatures, shares)[0]
     blend = max(1e-9, settings.acceptance_from - settings.divergence_until)
     along = min(1.0, max(0.0, (share - settings.divergence_until) / blend))
     divergence = 1 - along * (1 - settings.divergence_floor)
-    return LossSettings(depth=depth_at(share, settings), decay=settings.decay, divergence=divergence, temperature=drawn)
-
-
-# The checkpoint file of a training run, written atomically.
-#
-# It holds everything that the next training step depends on.
+    return LossSettings(
+        depth=depth_at(share, settings),
+        decay=settings.decay,
+        divergence=divergence,
+        temperature=drawn,
+        sample_seed=settings.seed * 1_000_003 + step,
+    )
 
 
 @dataclass(slots=True)
@@ -346,31 +329,6 @@ class TrainingProgress:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
-def write_checkpoint(state: dict[str, Any], folder: Path) -> None:
-    """Write ``state`` to ``folder``/checkpoint.pt through a temporary file and one rename."""
-    partial = folder / "checkpoint.partial"
-    torch.save(state, partial)
-    os.rename(partial, folder / "checkpoint.pt")
-
-
-def read_checkpoint(folder: Path, settings: TrainSettings) -> dict[str, Any] | None:
-    """Return the checkpoint in ``folder``, or None if there is none.
-
-    Raises:
-        ResumeMismatch: The checkpoint was made with other settings.
-    """
-    path = folder / "checkpoint.pt"
-    if not path.exists():
-        return None
-    state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-    changed = [name for name, value in asdict(settings).items() if state["settings"].get(name) != value]
-    if changed:
-        raise ResumeMismatch(
-            f"{path} was made with other settings ({', '.join(changed)}); name another --out or repeat those"
-        )
-    return state
-
-
 # Validation during training: acceptance by depth and domain, and divergence, on held-out conversations.
 
 CHAIN = 3
@@ -386,27 +344,27 @@ def validation_line(draft: Draft, conversations: Sequence[Conversation], output_
     ``divergence`` is the cross entropy at the first depth, in nats per token.
     """
     depth = max_depth(draft, CHAIN)
-    shape = TreeShape.chain(depth)
-    counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
+    domains = greedy_step_counts(draft, conversations, output_VE, depth)
+    overall = StepCounts.total(domains.values())
     divergence = 0.0
     slots = root_counts(conversations, 1)
     for part in groups_of(conversations):
-        for conversation, ranks in zip(part, target_token_ranks(draft, part, output_VE, depth), strict=True):
-            counts_by_domain[""].walk(ranks, shape)
-            counts_by_domain[conversation.domain].walk(ranks, shape)
         for group in groups_of([piece for conversation in part for piece in pieces(conversation, _PIECE)]):
             batch = batch_for(draft, group, output_VE.dtype)
             divergence += float(loss_of(draft, batch, output_VE, LossSettings(depth=1, decay=1.0), slots))
-    overall = counts_by_domain.pop("", StepCounts())
     return {
         "divergence": round(divergence, 4),
-        "acceptance": [round(a, 4) for a in overall.acceptance],
+        "acceptance": _rounded(overall.acceptance),
         "tokens_per_step": round(overall.tokens_per_step, 4),
         "domains": {
-            name: {"tokens_per_step": round(t.tokens_per_step, 4), "acceptance": [round(a, 4) for a in t.acceptance]}
-            for name, t in sorted(counts_by_domain.items())
+            name: {"tokens_per_step": round(counts.tokens_per_step, 4), "acceptance": _rounded(counts.acceptance)}
+            for name, counts in domains.items()
         },
     }
+
+
+def _rounded(shares: Sequence[float]) -> list[float]:
+    return [round(share, 4) for share in shares]
 
 
 # The training loop: optimizer steps, validation, checkpoints and progress lines.
@@ -519,15 +477,9 @@ class Trainer:
         """Run one optimizer step on ``group`` and return its loss."""
         started = time.monotonic()
         share = self.share_done
-        share_of_roots = root_share(self.head)
-        loss_settings = replace(
-            loss_settings_at(share, self.progress.step, self.settings),
-            depth=self.depth,
-            # A resumed run trains the same roots.
-            sample_seed=self.settings.seed * 1_000_003 + self.progress.step if share_of_roots else None,
-        )
+        loss_settings = replace(loss_settings_at(share, self.progress.step, self.settings), depth=self.depth)
         conversations = [conversation for batch in group for conversation in batch]
-        counts = root_counts(conversations, loss_settings.depth, share_of_roots or all_roots)
+        counts = root_counts(conversations, loss_settings.depth, root_share(self.head))
         loss = self._add_gradients(group, loss_settings, counts)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = (
@@ -605,7 +557,7 @@ class Trainer:
         )
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint to ``folder``."""
+        """Write a checkpoint to ``folder``/checkpoint.pt."""
         state = {
             "settings": asdict(self.settings),
             "progress": asdict(self.progress),
@@ -613,7 +565,8 @@ class Trainer:
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
         }
-        write_checkpoint(state, folder)
+        with replacing(folder / "checkpoint.pt") as partial:
+            torch.save(state, partial)
 
     def restore(self, folder: Path) -> bool:
         """Load the checkpoint in ``folder`` and return whether there was one.
@@ -621,9 +574,15 @@ class Trainer:
         Raises:
             ResumeMismatch: The checkpoint was made with other settings or with more shards than the data folder holds.
         """
-        state = read_checkpoint(folder, self.settings)
-        if state is None:
+        path = folder / "checkpoint.pt"
+        if not path.exists():
             return False
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+        changed = [name for name, value in asdict(self.settings).items() if state["settings"].get(name) != value]
+        if changed:
+            raise ResumeMismatch(
+                f"{path} was made with other settings ({', '.join(changed)}); name another --out or repeat those"
+            )
         self.master.load_state_dict(state["head"])
         self.best = state["best"]
         self.optimizer.load_state_dict(state["optimizer"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from specdecode_worker.models.causal_lm import Attend, CausalLM
+from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
@@ -55,17 +57,16 @@ def root_order(valid_BA: Tensor, depth: int, sample_seed: int | None) -> Tensor:
     return torch.where(place_BA < whole_B1, random_BA, 1.0 + place_BA).argsort(dim=1)
 
 
-def trained_mask(valid_BA: Tensor, roots: int, k: int, share: RootShare) -> Tensor:
-    """Return the mask [B, R] of the first ``roots`` roots that `root_count` counts for each text."""
-    slots_B1 = (valid_BA.sum(dim=1, keepdim=True) - k).clamp(min=0)
-    counts_B1 = (slots_B1.double() * share(k)).ceil()
-    return torch.arange(roots, device=valid_BA.device) < counts_B1
+def by_slot(state_BRE: Tensor, order_BR: Tensor, k: int, share: RootShare, valid_BA: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the states of depth ``k`` by answer slot, and the mask [B, A] of the slots whose root is trained there.
 
-
-def by_slot(state_BRE: Tensor, slot_BR: Tensor, trained_BR: Tensor, valid_BA: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the states by answer slot [B, A, E], zero where no root is trained, and the mask [B, A] of the others."""
+    Of the roots in ``order_BR``, those that `root_count` counts for each text are trained. The states [B, A, E] of
+    other slots are zero.
+    """
     rows, answers = valid_BA.shape
-    to_BR = torch.where(trained_BR, slot_BR, answers)  # the last column takes what is not trained
+    slots_B1 = (valid_BA.sum(dim=1, keepdim=True) - k).clamp(min=0)
+    trained_BR = torch.arange(order_BR.shape[1], device=valid_BA.device) < (slots_B1.double() * share(k)).ceil()
+    to_BR = torch.where(trained_BR, order_BR + k, answers)  # the last column takes what is not trained
     state_BAE = state_BRE.new_zeros(rows, answers + 1, state_BRE.shape[-1])
     state_BAE = state_BAE.scatter(1, to_BR[:, :, None].expand_as(state_BRE), state_BRE)
     return state_BAE[:, :answers], valid_BA.new_zeros(rows, answers + 1).scatter(1, to_BR, trained_BR)[:, :answers]
@@ -135,13 +136,13 @@ def make_batch(
 def unroll(head: Eagle3Head | EagleHead, batch: TrainingBatch, depth: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each depth k the states [B, A, E] before the head's norm and the mask [B, A] of slots with a root."""
     answers_BA = batch.answers_BA
-    attend = UnrolledAttention(answers_BA, layers=head.config.num_hidden_layers)
+    attend = UnrolledAttention(answers_BA)
     state_BAE = gather_rows(true_states(head, batch, attend), answers_BA)
     yield state_BAE, batch.valid_BA
     tokens_T = batch.tokens_BL.gather(1, answers_BA).flatten()
     positions_T = (answers_BA + 1).flatten()
     for k in range(1, depth):
-        attend.deepen()
+        attend.deepen(answers_BA - k)
         before = shifted(state_BAE, 1).flatten(0, 1)
         state_BAE = head(before, tokens_T, positions_T, attend).unflatten(0, answers_BA.shape)
         order_A = torch.arange(answers_BA.shape[1], device=answers_BA.device)
@@ -173,14 +174,6 @@ def shifted(x: Tensor, by: int) -> Tensor:
     return torch.cat((torch.zeros_like(x[:, :by]), x[:, :-by]), dim=1)
 
 
-@dataclass(slots=True)
-class _LayerCache:
-    """Keys and values of one layer: true slots [B, K, L, D], and branches [B, A, K, D] for each depth from 1."""
-
-    true: tuple[Tensor, Tensor] | None = None
-    branch: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-
 def shifted_back(x: Tensor, by: int) -> Tensor:
     """Return ``x`` shifted along dimension 1, so that row a holds row a + ``by``.
 
@@ -198,22 +191,20 @@ MOST_SCORES = 2**25
 class UnrolledAttention:
     """Attention for ``unroll``: causal over all slots at depth 0, along branches of one slot per depth below."""
 
-    def __init__(self, answers_BA: Tensor, *, layers: int = 1) -> None:
+    def __init__(self, answers_BA: Tensor) -> None:
         self._answers_BA = answers_BA
         self._depth = 0
-        self._caches = [_LayerCache() for _ in range(layers)]
+        self._true: dict[int, tuple[Tensor, Tensor]] = {}
+        """Keys and values of the true slots by layer, [B, K, L, D]."""
+        self._branches: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        """Keys and values of each depth from 1 by layer, [B, A, K, D]."""
         self._hidden_BAL = torch.empty(0)
 
-    def deepen(self) -> None:
-        """Advance to the next depth."""
+    def deepen(self, roots_BA: Tensor) -> None:
+        """Advance to the next depth. Its queries see the true slots up to their roots, given as slot indices."""
         self._depth += 1
-        self._hide_after(self._answers_BA - self._depth)
-
-    def _hide_after(self, roots_BA: Tensor) -> None:
-        """Hide the true slots after the root of each query."""
-        true = self._caches[0].true
-        assert true is not None, "depth 0 comes first"
-        self._hidden_BAL = torch.arange(true[0].shape[2], device=roots_BA.device) > roots_BA[:, :, None]
+        slots_L = torch.arange(self._true[0][0].shape[2], device=roots_BA.device)
+        self._hidden_BAL = slots_L > roots_BA[:, :, None]
 
     def _aligned(self, x: Tensor, depth: int) -> Tensor:
         """Return keys or values [B, A, K, D] of ``depth``, in the order of the present queries."""
@@ -225,29 +216,29 @@ class UnrolledAttention:
         q, k, v = (x.view(rows, -1, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
         if self._depth == 0:
             keys, values = k.transpose(1, 2), v.transpose(1, 2)
-            self._caches[layer].true = (keys, values)
+            self._true[layer] = (keys, values)
             out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, is_causal=True, enable_gqa=True)
             return out.transpose(1, 2).flatten(0, 1)
-        self._caches[layer].branch.append((k, v))
+        self._branches[layer].append((k, v))
         q_BAKGD = q.view(*k.shape[:3], -1, q.shape[-1])
-        return self._along_branch(q_BAKGD, self._caches[layer]).flatten(0, 1).flatten(1, 2)
+        return self._along_branch(layer, q_BAKGD).flatten(0, 1).flatten(1, 2)
 
-    def _along_branch(self, q_BAKGD: Tensor, cache: _LayerCache) -> Tensor:
+    def _along_branch(self, layer: int, q_BAKGD: Tensor) -> Tensor:
         """Return the attention of branch queries over the true slots up to their root and their own branch.
 
         Behind a long text, some queries at a time are computed, and computed again for their gradients.
         """
-        assert cache.true is not None
-        mine = [(self._aligned(k, j), self._aligned(v, j)) for j, (k, v) in enumerate(cache.branch, 1)]
+        true = self._true[layer]
+        mine = [(self._aligned(k, j), self._aligned(v, j)) for j, (k, v) in enumerate(self._branches[layer], 1)]
         rows, answers, kv_heads, groups = q_BAKGD.shape[:4]
-        at_once = max(1, MOST_SCORES // (rows * kv_heads * groups * cache.true[0].shape[2]))
+        at_once = max(1, MOST_SCORES // (rows * kv_heads * groups * true[0].shape[2]))
         if at_once >= answers:
-            return self._attended(q_BAKGD, cache.true, mine, self._hidden_BAL)
+            return self._attended(q_BAKGD, true, mine, self._hidden_BAL)
         parts = []
         for start in range(0, answers, at_once):
             here = slice(start, start + at_once)
             own = [(k[:, here], v[:, here]) for k, v in mine]
-            part = (q_BAKGD[:, here], cache.true, own, self._hidden_BAL[:, here])
+            part = (q_BAKGD[:, here], true, own, self._hidden_BAL[:, here])
             parts.append(checkpoint(self._attended, *part, use_reentrant=False))
         return torch.cat(parts, dim=1)
 
@@ -323,8 +314,7 @@ def unroll_blocks(
     ]
     state_BRNE = torch.cat(parts, dim=1)
     for k in range(depth):
-        trained_BR = trained_mask(batch.valid_BA, order_BR.shape[1], k, share)
-        yield by_slot(state_BRNE[:, :, k + 1], order_BR + k, trained_BR, batch.valid_BA)
+        yield by_slot(state_BRNE[:, :, k + 1], order_BR, k, share, batch.valid_BA)
 
 
 def _blocks(
@@ -399,28 +389,22 @@ def unroll_parallel(
         depth: Number of depths.
         sample_seed: Seed of the roots that COD keeps. None keeps all.
     """
-    attend = _RootAttention(batch.answers_BA, layers=head.config.num_hidden_layers)
+    attend = _RootAttention(batch.answers_BA)
     yield gather_rows(true_states(head, batch, attend), batch.answers_BA), batch.valid_BA
     share = all_roots if sample_seed is None else cod_share
     order_BA, mask_1E = root_order(batch.valid_BA, depth, sample_seed), head.mask_state
     for k in range(1, depth):
         order_BR = order_BA[:, : max(root_count(order_BA.shape[1], k, share), 1)]
         roots_BR = batch.answers_BA.gather(1, order_BR)
-        attend.keep(roots_BR)
+        attend.deepen(roots_BR)
         tokens_T = torch.full((roots_BR.numel(),), head.config.mask_token_id, device=roots_BR.device)
         positions_T = (roots_BR + k + 1).flatten()
         state_TE = head(mask_1E.expand(len(tokens_T), -1), tokens_T, positions_T, attend)
-        trained_BR = trained_mask(batch.valid_BA, order_BR.shape[1], k, share)
-        yield by_slot(state_TE.unflatten(0, roots_BR.shape), order_BR + k, trained_BR, batch.valid_BA)
+        yield by_slot(state_TE.unflatten(0, roots_BR.shape), order_BR, k, share, batch.valid_BA)
 
 
 class _RootAttention(UnrolledAttention):
     """Attention for ``unroll_parallel``. Rows of a depth belong to the first roots of those of the depth before."""
-
-    def keep(self, roots_BR: Tensor) -> None:
-        """Advance to the next depth, whose rows belong to the roots ``roots_BR``, as slot indices."""
-        self._depth += 1
-        self._hide_after(roots_BR)
 
     def _aligned(self, x: Tensor, depth: int) -> Tensor:
         return x[:, : self._hidden_BAL.shape[1]]
@@ -465,15 +449,15 @@ def unrolled(
             yield from ((states_BAE, _rooted(batch, k)) for k in range(depth))
 
 
-def root_share(draft: Draft) -> RootShare | None:
-    """Return the share of the roots that a training step takes, by depth; None if it takes all."""
+def root_share(draft: Draft) -> RootShare:
+    """Return the share of the roots that a training step takes, by depth."""
     match draft:
         case PEagleHead():
             return cod_share
         case DFlashHead():
             return anchor_share
         case _:
-            return None
+            return all_roots
 
 
 def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
@@ -515,17 +499,22 @@ def _teacher_forced(model: CausalLM, batch: TrainingBatch) -> Tensor:
     """Return the states of a draft model at the answer slots. They do not depend on the root."""
     tokens_BN = torch.cat((batch.first_B[:, None], batch.tokens_BL), dim=1)
     positions_BN = torch.arange(tokens_BN.shape[1], device=tokens_BN.device).expand(tokens_BN.shape)
-    output = model(tokens_BN.flatten(), positions_BN.flatten(), _Causal(len(tokens_BN)))
+    output = model(tokens_BN.flatten(), positions_BN.flatten(), TextAttention(model.config, len(tokens_BN)))
     return gather_rows(output.hidden_TE.view(*tokens_BN.shape, -1)[:, 1:], batch.answers_BA)
 
 
-class _Causal(Attend):
-    """Causal attention over a whole batch of texts at once."""
+class TextAttention(Attend):
+    """Causal attention over whole texts of one length, within chunks in the model's chunked layers."""
 
-    def __init__(self, texts: int) -> None:
-        self._texts = texts
+    def __init__(self, config: CausalLMConfig, texts: int = 1) -> None:
+        self._config, self._texts = config, texts
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        q, k, v = (x.view(self._texts, -1, *x.shape[1:]).transpose(1, 2) for x in (q_THD, k_TKD, v_TKD))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)
+        """Return the attended values, see ``layers.Attend``."""
+        size = self._config.attention_chunk_size if self._config.kind(layer).chunked else len(q_THD)
+        by_text = (x.view(self._texts, -1, *x.shape[1:]) for x in (q_THD, k_TKD, v_TKD))
+        parts = []
+        for chunk in zip(*(torch.split(x, size, dim=1) for x in by_text), strict=True):
+            q, k, v = (x.transpose(1, 2) for x in chunk)
+            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2))
+        return torch.cat(parts, dim=1).flatten(0, 1)

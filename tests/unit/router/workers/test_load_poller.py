@@ -11,7 +11,7 @@ from specdecode_router.workers.client import WorkerClient
 from specdecode_router.workers.load_poller import LoadPoller
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint
-from specdecode_worker.contract.internal_stream import PlanTask, StepKindTime, WorkerLoad, encode_load
+from specdecode_worker.contract.internal_stream import PlanTask, StepKindTime, WorkerLoad, encode_document
 from support.stand_in_worker import TOKEN, Script, StandInWorker, running
 
 
@@ -78,7 +78,7 @@ class Answer:
     """Client that has one load."""
 
     def __init__(self, load: WorkerLoad) -> None:
-        self._body = encode_load(load)
+        self._body = encode_document(load)
 
     async def get(self, admin_url: str, path: str, seconds: float, headers: Mapping[str, str]) -> tuple[int, bytes]:
         assert headers == {"X-Specdecode-Router": "r1"}

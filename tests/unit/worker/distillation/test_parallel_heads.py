@@ -85,9 +85,8 @@ def test_counted_steps_equal_engine_steps(
     for record, answer in zip(chosen, answers, strict=True):
         replayed = replay(target, record)
         assert isinstance(replayed, Replayed)
-        (tally,) = count_steps(
-            [draft], Sample(record, replayed.conversation), TreeShape.parse(shape), (257,), target.config.vocab_size
-        )
+        sample = Sample(record, replayed.conversation)
+        (tally,) = count_steps([draft], sample, TreeShape.parse(shape), target.config)
         # The engine may draft beyond the end of the answer, which can add one step.
         assert tally.steps == pytest.approx(answer.drafts, abs=1), record.sampling
         accepted += tally.tokens - tally.steps

@@ -125,7 +125,7 @@ def test_counted_steps_equal_engine_steps(
         replayed = replay(target, record)
         assert isinstance(replayed, Replayed)
         sample = Sample(record, replayed.conversation)
-        (tally,) = count_steps([CalibratedDraft(head)], sample, TreeShape.parse(shape), (257,), SIZE)
+        (tally,) = count_steps([CalibratedDraft(head)], sample, TreeShape.parse(shape), target.config)
         assert tuple(answer.tokens) == record.tokens[record.prompt_length :]
         assert tally.tokens == len(answer.tokens) - 1
         # The engine may draft beyond the end of the answer, which can add one step.
@@ -143,5 +143,5 @@ def test_counting_two_drafts_together_equals_each_alone(
     replayed = replay(target, record)
     assert isinstance(replayed, Replayed)
     sample, shape = Sample(record, replayed.conversation), TreeShape.chain(3)
-    together = count_steps([CalibratedDraft(head), sharp], sample, shape, (257,), SIZE)
-    assert together == [count_steps([one], sample, shape, (257,), SIZE)[0] for one in (CalibratedDraft(head), sharp)]
+    together = count_steps([CalibratedDraft(head), sharp], sample, shape, target.config)
+    assert together == [count_steps([one], sample, shape, target.config)[0] for one in (CalibratedDraft(head), sharp)]

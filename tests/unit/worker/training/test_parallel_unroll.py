@@ -34,12 +34,6 @@ def draft(request: pytest.FixtureRequest, target: CausalLM) -> Draft:
     return shaken(head)
 
 
-def share_of(draft: Draft) -> RootShare:
-    share = root_share(draft)
-    assert share is not None
-    return share
-
-
 @pytest.mark.parametrize(
     ("slots", "share", "counts"),
     [
@@ -59,7 +53,7 @@ def test_number_of_trained_roots(slots: int, share: RootShare, counts: list[int]
 def test_trained_roots_are_nested_and_counted(draft: Draft, conversations: list[Conversation]) -> None:
     batch = batch_for(draft, conversations, torch.float32)
     trained = [rooted for _, rooted in unrolled(draft, batch, DEPTH, sample_seed=3)]
-    assert [int(rooted.sum()) for rooted in trained] == root_counts(conversations, DEPTH, share_of(draft))
+    assert [int(rooted.sum()) for rooted in trained] == root_counts(conversations, DEPTH, root_share(draft))
     assert sum(int(rooted.sum()) for rooted in trained) < sum(root_counts(conversations, DEPTH))
     for k in range(1, DEPTH):
         assert bool((trained[k - 1][:, :-1] | ~trained[k][:, 1:]).all()), "a root trained deeper is trained above"
@@ -94,7 +88,7 @@ def test_loss_of_a_sample_is_close_to_that_of_all_roots(
     batch, output_VE = batch_for(draft, conversations, torch.float32), target.lm_head.weight
 
     def loss(seed: int | None) -> float:
-        counts = root_counts(conversations, DEPTH, all_roots if seed is None else share_of(draft))
+        counts = root_counts(conversations, DEPTH, all_roots if seed is None else root_share(draft))
         aim = LossSettings(depth=DEPTH, decay=0.8, sample_seed=seed)
         return float(loss_of(draft, batch, output_VE, aim, counts).detach())
 

@@ -15,11 +15,12 @@ from specdecode_worker.contract.internal_stream import (
     MAX_FRAME_BYTES,
     ROUTER_HEADER,
     WORKER_LOAD,
+    OpenStream,
     PlanTask,
     StepKindTime,
     WorkerLoad,
-    decode_request,
-    encode_load,
+    decode_document,
+    encode_document,
 )
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.internal_stream import FrameStream
@@ -41,7 +42,7 @@ def add_internal(app: FastAPI, service: Service) -> None:
     @app.post(INTERNAL_STREAMS)
     async def streams(request: Request) -> Response:
         try:
-            opened = decode_request(await read_body(request, MAX_FRAME_BYTES))
+            opened = decode_document(OpenStream, await read_body(request, MAX_FRAME_BYTES))
         except ValueError as error:
             raise BadRequest(str(error)) from None
         return FrameStream(service, opened)
@@ -53,7 +54,7 @@ def add_internal(app: FastAPI, service: Service) -> None:
         report = await service.report()
         routers.record(request.headers.get(ROUTER_HEADER, ""), time.monotonic())
         answer = load_of(report, service.generations, routers)
-        return Response(encode_load(answer), media_type="application/msgpack")
+        return Response(encode_document(answer), media_type="application/msgpack")
 
     app.mount(INTERNAL_PUBLIC, _WithoutPrefix(_public_without_generation(service)))
 

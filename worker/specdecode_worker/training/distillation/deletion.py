@@ -134,9 +134,9 @@ TEXT_FOLDERS = frozenset({"captured", "data", "golden", "replay"})
 """Folders of a run with captured text, and with text that the target generated."""
 RUN_FOLDERS = TEXT_FOLDERS | {"best", "head"}
 RUN_FILES = frozenset(
-    {"checkpoint.pt", "checkpoint.partial", "clock.json", "clock.json.partial", "verdict.json", "verdict.json.partial"}
+    name + ending for name in ("checkpoint.pt", "clock.json", "verdict.json") for ending in ("", ".partial")
 )
-"""Everything that a run makes in its folder."""
+"""Everything that a run makes in its folder, finished or interrupted."""
 _RUN = re.compile(r"[0-9a-f]{8,12}")
 _DRAFT = re.compile(r"[0-9a-f]{16}")
 _PRUNED = ".pruned"

@@ -14,6 +14,7 @@ import torch
 
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract.distillation import GainBounds
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.sampling.params import Sampling
@@ -34,7 +35,6 @@ from specdecode_worker.training.distillation.records import (
 from specdecode_worker.training.evaluation import (
     CalibratedDraft,
     Domain,
-    Gain,
     PairedStepCosts,
     PooledDomains,
     Sample,
@@ -196,7 +196,6 @@ class Comparison:
     weights: Mapping[str, float]
     shape: TreeShape
     wanted_gain: float
-    seed: int = 0
 
 
 def compare_drafts(
@@ -213,7 +212,7 @@ def compare_drafts(
     domains += [Domain(name, comparison.weights[name], nothing, nothing, nothing) for name in missing]
     costs = step_costs(target, comparison.deployed.head, comparison.candidate.head, comparison.shape)
     pooled = pool_small_domains(domains)
-    verdict = compute_verdict(pooled.domains, costs, wanted_gain=comparison.wanted_gain, seed=comparison.seed)
+    verdict = compute_verdict(pooled.domains, costs, wanted_gain=comparison.wanted_gain)
     return _document(verdict, domains, pooled, costs, comparison)
 
 
@@ -222,22 +221,13 @@ def _count_domain_steps(
 ) -> list[Domain]:
     """Return the token and step counts of both drafts by domain."""
     domains = []
-    config = target.config
+    drafts, shape = (comparison.deployed, comparison.candidate), comparison.shape
     for name, conversations in sorted(by_conversation(comparison.samples).items()):
         sums = []
         for samples in conversations.values():
             if stopped():
                 raise Interrupted
-            pairs = [
-                count_steps(
-                    (comparison.deployed, comparison.candidate),
-                    sample,
-                    comparison.shape,
-                    config.eos_token_ids,
-                    config.vocab_size,
-                )
-                for sample in samples
-            ]
+            pairs = [count_steps(drafts, sample, shape, target.config) for sample in samples]
             sums.append([sum(a.tokens for a, _ in pairs), *(sum(pair[i].steps for pair in pairs) for i in (0, 1))])
         tokens_C, deployed_C, candidate_C = np.array(sums, np.float64).T
         domains.append(Domain(name, comparison.weights.get(name, 0.0), tokens_C, deployed_C, candidate_C))
@@ -269,7 +259,7 @@ def _document(
     }
 
 
-def _domain(domain: Domain, gain: Gain | None) -> dict[str, Any]:
+def _domain(domain: Domain, gain: GainBounds | None) -> dict[str, Any]:
     tokens = domain.tokens_C.sum()
     steps_by_draft = {"deployed": domain.deployed_C, "candidate": domain.candidate_C}
     return {
@@ -284,7 +274,5 @@ def _domain(domain: Domain, gain: Gain | None) -> dict[str, Any]:
     }
 
 
-def _judged_gain(gain: Gain | None) -> dict[str, float] | None:
-    if gain is None:
-        return None
-    return {"estimate": round(gain.estimate, 5), "lower": round(gain.lower, 5), "upper": round(gain.upper, 5)}
+def _judged_gain(gain: GainBounds | None) -> dict[str, float] | None:
+    return None if gain is None else {name: round(value, 5) for name, value in gain}

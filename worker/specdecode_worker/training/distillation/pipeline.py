@@ -7,8 +7,10 @@ import json
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from specdecode_worker.training.distillation.judge import (
     runs_of_samples,
 )
 from specdecode_worker.training.distillation.pool import Pool, Weighted, read_pool, split_pool
-from specdecode_worker.training.distillation.publication import Ancestor, distillation_lineage, read_lineage
+from specdecode_worker.training.distillation.publication import Ancestor, read_lineage
 from specdecode_worker.training.distillation.records import (
     CaptureSelection,
     Stopped,
@@ -50,7 +52,7 @@ from specdecode_worker.training.distillation.records import (
 from specdecode_worker.training.distillation.students import StudentData, StudentSettings, StudentTraining
 from specdecode_worker.training.errors import PoisonedCapture, PublishFailed, TimeLimitReached, TrainingError
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, write_calibration
-from specdecode_worker.training.files import write_text
+from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import Distillable, load_distillable, method_in, prepare_draft
 from specdecode_worker.training.rollout import GeneratedText
 from specdecode_worker.training.unroll import vocabulary_of
@@ -236,16 +238,13 @@ class Distillation:
         self._target, self._answers, self._job, self._log, self._stopped = target, answers, job, log, stopped
 
     def run(self) -> dict[str, Any]:
-        """Run all remaining stages and return the document of the verdict.
+        """Run all remaining stages, and write and return the document of the verdict.
 
         Raises:
             TrainingError: The inputs cannot be used; the message says why.
             CaptureError: The capture folders cannot be read.
             Interrupted: ``stopped`` returned True.
         """
-        stored = stored_verdict(self._job.out)
-        if stored is not None:
-            return stored
         self._job.out.mkdir(parents=True, exist_ok=True)
         golden = self._load_golden()
         summary = self._prepare_data(golden)
@@ -254,9 +253,11 @@ class Distillation:
         )
         self._check_not_poisoned(summary)
         training_run = self._train_student(golden, summary)
-        document = self._compare_with_deployed(golden, summary) | self._describe_run(summary, training_run)
+        training = None if training_run is None else {"rounds": training_run.history, "best_round": training_run.best}
+        document = self._compare_with_deployed(golden, summary)
+        document |= {"draft": str(self._job.out / "head"), "capture": asdict(summary), "training": training}
         self._write_lineage(golden, summary, document)
-        write_text(self._job.out / _VERDICT, json.dumps(document, indent=2) + "\n")
+        write_json(self._job.out / _VERDICT, document, indent=2)
         return document
 
     def _load_golden(self) -> Golden:
@@ -357,7 +358,8 @@ class Distillation:
             more = split_pool([sample.conversation for sample in answered.samples])
             pool = Pool(pool.training + more.training, pool.validation + more.validation)
         training = exclude_overlapping(pool.training, union_of_runs([golden.runs, runs_of_samples(judging)]))
-        self._log(f"distill: replay of {len(training)} conversations in {len(pool.domains)} domains; "
+        domains = {conversation.domain for conversation in pool.training}
+        self._log(f"distill: replay of {len(training)} conversations in {len(domains)} domains; "
                    f"{len(pool.training) - len(training)} share a run of tokens with what judges")  # fmt: skip
         return Pool(training, pool.validation)
 
@@ -388,35 +390,41 @@ class Distillation:
         place = device or self._target.lm_head.weight.device
         return load_distillable(folder, self._target, self._job.target.folder, dtype, place)
 
-    def _describe_run(self, summary: Summary, training_run: StudentTraining | None) -> dict[str, Any]:
-        """Return the part of the document that describes the data and the training."""
-        training = None if training_run is None else {"rounds": training_run.history, "best_round": training_run.best}
-        return {"draft": str(self._job.out / "head"), "capture": asdict(summary), "training": training}
-
     def _write_lineage(self, golden: Golden, summary: Summary, document: dict[str, Any]) -> None:
-        """Write OUT/head/lineage.json."""
+        """Write OUT/head/lineage.json: target, parent, data, settings and results."""
         job, head = self._job, self._job.out / "head"
+        begin, end = (datetime.fromtimestamp(t, UTC).isoformat(timespec="seconds") for t in summary.window_seconds)
         settings = asdict(job.settings) | {"replay": [str(path) for path in job.replay], "shape": str(job.shape)}
-        lineage_document = distillation_lineage(
-            target=job.target,
-            parent=job.parent,
-            method=method_in(head),
-            draft=model_hash(head),
-            summary=summary,
-            golden_sha256=golden.sha256,
-            settings=settings | {"wanted_gain": job.wanted_gain},
-            results={name: document[name] for name in ("verdict", "reasons", "gain", "domains", "step_milliseconds")},
-        )
-        (head / "lineage.json").write_text(json.dumps(lineage_document, indent=2) + "\n")
+        lineage = {
+            "method": method_in(head),
+            "made_by": "distill",
+            "target": {"uri": job.target.uri, "hash": job.target.hash},
+            "draft": model_hash(head),
+            "parent": {"uri": job.parent.uri, "hash": job.parent.hash},
+            "generation": read_lineage(job.parent.folder).get("generation", 0) + 1,
+            "data": {
+                "window": [begin, end],
+                "hash": summary.sha256,
+                "records": summary.records,
+                "used": summary.used,
+                "dropped": summary.dropped,
+                "mix": summary.mix,
+            },
+            "golden": {"sha256": golden.sha256} if golden.sha256 else {},
+            "settings": settings | {"wanted_gain": job.wanted_gain},
+            "results": {
+                name: document[name] for name in ("verdict", "reasons", "gain", "domains", "step_milliseconds")
+            },
+        }
+        write_json(head / "lineage.json", lineage, indent=2)
 
 
 def _few(samples: list[Sample]) -> list[Sample]:
     """Return at most ``VALIDATION_CONVERSATIONS`` samples of each domain."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     chosen = []
     for sample in samples:
-        domain = sample.record.task
-        if counts.get(domain, 0) < VALIDATION_CONVERSATIONS:
-            counts[domain] = counts.get(domain, 0) + 1
+        counts[sample.record.task] += 1
+        if counts[sample.record.task] <= VALIDATION_CONVERSATIONS:
             chosen.append(sample)
     return chosen

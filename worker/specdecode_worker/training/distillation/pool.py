@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -29,11 +30,6 @@ class Pool:
 
     training: list[Conversation] = field(default_factory=list)
     validation: list[Conversation] = field(default_factory=list)
-
-    @property
-    def domains(self) -> list[str]:
-        """Domains of the training conversations, sorted."""
-        return sorted({conversation.domain for conversation in self.training})
 
 
 def read_pool(folders: Sequence[Path], *, most_tokens: int, oldest_seconds: float = 0.0) -> Pool:
@@ -141,16 +137,8 @@ def tokens_per_step_over_mix(result: RoundResult, weights: Mapping[str, float]) 
 
 def worst_old_loss(result: RoundResult, first: RoundResult) -> float:
     """Return the largest relative loss of an old domain against the deployed draft, 0 if none lost."""
-    return max(
-        [
-            0.0,
-            *(
-                1 - tokens_per_step / first.old[domain]
-                for domain, tokens_per_step in result.old.items()
-                if domain in first.old
-            ),
-        ]
-    )
+    losses = [1 - speed / first.old[domain] for domain, speed in result.old.items() if domain in first.old]
+    return max([0.0, *losses])
 
 
 def replay_share(results: Sequence[RoundResult], start: float) -> float:
@@ -220,10 +208,9 @@ def _up_to(order: Sequence[Conversation], tokens: float) -> list[Conversation]:
     """
     chosen: list[Conversation] = []
     total = 0
-    while order and total < tokens:
-        for conversation in order:
-            if total >= tokens:
-                break
-            chosen.append(conversation)
-            total += max(answer_length(conversation), 1)
+    for conversation in itertools.cycle(order):
+        if total >= tokens:
+            break
+        chosen.append(conversation)
+        total += max(answer_length(conversation), 1)
     return chosen

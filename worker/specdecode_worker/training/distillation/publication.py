@@ -10,18 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from specdecode_worker.capture.segments import flush
-from specdecode_worker.contract import Artifact, Method
+from specdecode_worker.contract import Artifact
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.training.distillation.records import Summary
 from specdecode_worker.training.errors import PublishFailed, TrainingError
-from specdecode_worker.training.files import write_text
+from specdecode_worker.training.files import write_json
 
 # Clock of a run over all its restarts, stored in the run's folder every few seconds.
 
@@ -55,7 +53,7 @@ class RunClock:
         """Store the time. A disk that refuses it ends no run: its own writes fail too and say why."""
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, json.dumps({"seconds": round(self.seconds, 3)}) + "\n")
+            write_json(self._path, {"seconds": round(self.seconds, 3)})
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -201,7 +199,7 @@ def _has_hash(folder: Path, draft_hash: str) -> bool:
         return False
 
 
-# The lineage.json of a distilled draft: target, parent, data, settings and results.
+# Target and parent of a draft, and the lineage.json beside its weights.
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,40 +209,6 @@ class Ancestor:
     uri: str
     folder: Path
     hash: str
-
-
-def distillation_lineage(
-    *,
-    target: Ancestor,
-    parent: Ancestor,
-    method: Method,
-    draft: str,
-    summary: Summary,
-    golden_sha256: str | None,
-    settings: dict[str, Any],
-    results: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the content of lineage.json. ``draft`` is the hash of the candidate's weights."""
-    begin, end = (datetime.fromtimestamp(t, UTC).isoformat(timespec="seconds") for t in summary.window_seconds)
-    return {
-        "method": method,
-        "made_by": "distill",
-        "target": {"uri": target.uri, "hash": target.hash},
-        "draft": draft,
-        "parent": {"uri": parent.uri, "hash": parent.hash},
-        "generation": read_lineage(parent.folder).get("generation", 0) + 1,
-        "data": {
-            "window": [begin, end],
-            "hash": summary.sha256,
-            "records": summary.records,
-            "used": summary.used,
-            "dropped": summary.dropped,
-            "mix": summary.mix,
-        },
-        "golden": {"sha256": golden_sha256} if golden_sha256 else {},
-        "settings": settings,
-        "results": results,
-    }
 
 
 def read_lineage(folder: Path) -> dict[str, Any]:

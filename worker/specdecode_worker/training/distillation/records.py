@@ -21,7 +21,7 @@ from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import SHARD_TOKENS, read_shard, shard_paths, write_shard
 from specdecode_worker.training.evaluation import Sample
-from specdecode_worker.training.files import write_text
+from specdecode_worker.training.files import write_json
 from specdecode_worker.training.replay import DropReason, Replayed, replay, static_drop_reason
 
 # Train, validation and test splits of captured conversations, without overlap; pure functions over token ids.
@@ -97,9 +97,9 @@ def frames(texts: Iterable[Text]) -> dict[str, Runs]:
         conversations[text.domain][text.conversation].append(np.unique(_windows(text.prompt, NGRAM_TOKENS)))
     runs_by_domain = {}
     for domain, prompts in conversations.items():
-        counts = Counter(int(run) for parts in prompts.values() for run in np.unique(np.concatenate(parts)))
-        most = max(_COMMON[0], _COMMON[1] * len(prompts))
-        runs_by_domain[domain] = np.array(sorted(run for run, count in counts.items() if count > most), np.uint64)
+        own = [np.unique(np.concatenate(parts)) for parts in prompts.values()]
+        runs, counts = np.unique(np.concatenate(own), return_counts=True)
+        runs_by_domain[domain] = runs[counts > max(_COMMON[0], _COMMON[1] * len(prompts))]
     return runs_by_domain
 
 
@@ -294,7 +294,7 @@ def prepare_shards(
             _replay_chunk(target, chunk, folder, number)
             log(f"distill: {replayed} of {len(records)} records replayed")
     _add_up(summary, folder)
-    _write_json(path, asdict(summary))
+    write_json(path, asdict(summary))
     # The shards hold what was selected and reproduced. Another copy of the text would outlive their deletion.
     (folder / "selected.records").unlink(missing_ok=True)
     return summary
@@ -325,7 +325,7 @@ def _selected(source: CaptureSelection, folder: Path, vocab_size: int) -> tuple[
         summary, chosen = select_records(read_records(source.folders, stats), source, vocab_size)
         summary.torn_segments, summary.unreadable = stats.torn, stats.unreadable
         records_path.write_bytes(msgspec.msgpack.encode(chosen))
-        _write_json(summary_path, asdict(summary))
+        write_json(summary_path, asdict(summary))
     records = msgspec.msgpack.decode(records_path.read_bytes(), type=list[Record])
     return msgspec.convert(json.loads(summary_path.read_text()), Summary), records
 
@@ -416,7 +416,7 @@ def _replay_chunk(target: CausalLM, chunk: Sequence[Record], folder: Path, numbe
         if samples:
             (folder / split).mkdir(exist_ok=True)
             write_sample_shard(folder / split, number, samples)
-    _write_json(folder / f"done-{number:05}.json", {"dropped": dropped, "near_ties": ties, "tokens": tokens})
+    write_json(folder / f"done-{number:05}.json", {"dropped": dropped, "near_ties": ties, "tokens": tokens})
 
 
 def _add_up(summary: Summary, folder: Path) -> None:
@@ -446,7 +446,3 @@ def _add_up(summary: Summary, folder: Path) -> None:
 def _records(folder: Path) -> Iterator[Record]:
     for path in shard_paths(folder):
         yield from read_records_of(path)
-
-
-def _write_json(path: Path, document: Mapping[str, object]) -> None:
-    write_text(path, json.dumps(document, indent=2) + "\n")

@@ -12,7 +12,7 @@ from typing import Any
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft
-from specdecode_worker.training.acceptance import StepCounts, groups_of, target_token_ranks
+from specdecode_worker.training.acceptance import StepCounts, greedy_step_counts
 from specdecode_worker.training.artifacts import write_draft
 from specdecode_worker.training.conversations import Conversation, DataSet, batches
 from specdecode_worker.training.distillation.pool import (
@@ -66,9 +66,10 @@ class StudentTraining:
         target_folder: Path,
     ) -> None:  # fmt: skip
         self.settings, self._data, self._out, self._target_folder = settings, data, out, target_folder
-        output_VE = target.lm_head.weight
-        self._eos, self._vocab_size = target.config.eos_token_ids, len(output_VE)
-        self._trainer = Trainer(head, output_VE, DataSet(out / "unused", validation=0), train_settings(settings))
+        self._target = target.config
+        self._trainer = Trainer(
+            head, target.lm_head.weight, DataSet(out / "unused", validation=0), train_settings(settings)
+        )
         self._next_line_seconds = 0.0
 
     @property
@@ -135,7 +136,8 @@ class StudentTraining:
     def _validate_and_save(self, loss: float, log: Callable[[str], None]) -> None:
         """Validate, save the draft if it is the best, and write the checkpoint."""
         at = self._trainer.progress
-        old = self._old_step_counts()
+        head, depth = self._trainer.head, self.settings.depth
+        old = greedy_step_counts(head, self._data.old_validation, self._trainer.output_VE, depth)
         at.history.append(
             {
                 "step": at.step,
@@ -143,8 +145,8 @@ class StudentTraining:
                 "loss": round(loss, 4),
                 "replay_share": round(self.share, 3) if at.history else 0.0,
                 "captured": self._captured_tokens_per_step(),
-                "old": {domain: round(counts.tokens_per_step, 4) for domain, counts in old.items()},
-                "old_mean": round(_mean_tokens_per_step(list(old.values())), 4),
+                "old": _tokens_per_step(old),
+                "old_mean": round(StepCounts.total(old.values()).tokens_per_step, 4) if old else 1.0,
             }
         )
         if self.best == len(at.history) - 1:
@@ -154,31 +156,15 @@ class StudentTraining:
 
     def _captured_tokens_per_step(self) -> dict[str, float]:
         """Return the tokens per step of the trained chain by captured domain."""
-        counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
+        by_domain: dict[str, list[StepCounts]] = defaultdict(list)
         draft, shape = CalibratedDraft(self._trainer.head), TreeShape.chain(self.settings.depth)
         for sample in self._data.validation:
-            (sample_counts,) = count_steps([draft], sample, shape, self._eos, self._vocab_size)
-            counts = counts_by_domain[sample.record.task]
-            counts.steps, counts.tokens = counts.steps + sample_counts.steps, counts.tokens + sample_counts.tokens
-        return {domain: round(counts.tokens_per_step, 4) for domain, counts in sorted(counts_by_domain.items())}
-
-    def _old_step_counts(self) -> dict[str, StepCounts]:
-        """Return the step counts of the trained chain by old domain."""
-        counts_by_domain: dict[str, StepCounts] = defaultdict(StepCounts)
-        head, output_VE, depth = self._trainer.head, self._trainer.output_VE, self.settings.depth
-        for part in groups_of(self._data.old_validation):
-            for text, ranks in zip(part, target_token_ranks(head, part, output_VE, depth), strict=True):
-                counts_by_domain[text.domain].walk(ranks, TreeShape.chain(depth))
-        return dict(sorted(counts_by_domain.items()))
+            by_domain[sample.record.task] += count_steps([draft], sample, shape, self._target)
+        return _tokens_per_step({name: StepCounts.total(counts) for name, counts in sorted(by_domain.items())})
 
 
-def _mean_tokens_per_step(counts_by_domain: Sequence[StepCounts]) -> float:
-    """Return the tokens per step over all ``counts_by_domain``, 1 if there are none."""
-    return (
-        sum(t.tokens for t in counts_by_domain) / max(sum(t.steps for t in counts_by_domain), 1)
-        if counts_by_domain
-        else 1.0
-    )
+def _tokens_per_step(counts_by_domain: Mapping[str, StepCounts]) -> dict[str, float]:
+    return {domain: round(counts.tokens_per_step, 4) for domain, counts in counts_by_domain.items()}
 
 
 def train_settings(settings: StudentSettings) -> TrainSettings:

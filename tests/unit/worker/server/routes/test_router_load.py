@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from specdecode_worker.contract import DraftState, PlanState, Report, StepCell, TaskMatch
-from specdecode_worker.contract.internal_stream import PlanTask, StepKindTime, decode_load, encode_load
+from specdecode_worker.contract.internal_stream import (
+    PlanTask,
+    StepKindTime,
+    WorkerLoad,
+    decode_document,
+    encode_document,
+)
 from specdecode_worker.server.routes.internal import ROUTER_SECONDS, SETTLE_SECONDS, RouterTable, load_of
 
 
@@ -43,7 +49,7 @@ def test_a_load_has_what_routers_need_of_a_report() -> None:
         ),
         steps=(cell,),
     )
-    load = decode_load(encode_load(load_of(report, {"t": 3}, RouterTable())))
+    load = decode_document(WorkerLoad, encode_document(load_of(report, {"t": 3}, RouterTable())))
     assert (load.clients, load.max_num_seqs, load.compatibility_key, load.routers) == ({"t": 3}, 7, "k", ())
     assert load.tasks == (PlanTask("code", "```", "coder"), PlanTask("sql"), PlanTask("chat"))
     assert load.steps == (StepKindTime(8, 2, False, 0, 200, 1.5),)
