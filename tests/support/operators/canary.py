@@ -14,17 +14,13 @@ from specdecode_operator.errors import PluginError
 from specdecode_operator.plugin.drafts import change_for
 from specdecode_operator.state.learned import (
     DraftRecord,
-    LearnedState,
     Session,
-    parse_state,
     parse_training,
-    render_state,
     render_training,
 )
 from specdecode_operator.state.store import draft_writes, manifest_of, record_of
 from specdecode_operator.types import Decision, Deployment, Observation, TrainingJob, Worker
 from specdecode_worker.contract import (
-    AcceptanceCell,
     Artifact,
     CaptureReport,
     DraftState,
@@ -36,7 +32,8 @@ from specdecode_worker.contract import (
     TrialState,
 )
 from specdecode_worker.contract.distillation import DistillationVerdict, GainBounds
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import DEFAULTS, deployment_with, restarted, workload_with
+from support.operators.reports import main_cell
 
 OLD, NEW = "0ld0ld0ld0ld", "new000new000"
 CANDIDATE = {"uri": "file:///new", "hash": NEW}
@@ -107,16 +104,7 @@ class Pod:
             trial=self.trial,
             capture=None if self.captured is None else CaptureReport(conversations=self.captured, oldest=self.oldest),
             drafts=self.drafted,
-            acceptance=(
-                AcceptanceCell(
-                    draft=self.draft,
-                    task="other",
-                    sampled=False,
-                    depth=1,
-                    parent="main",
-                    ranks=(*[0] * 8, self.drafted),
-                ),
-            ),
+            acceptance=(main_cell(self.draft, "other", 1, (*[0] * 8, self.drafted)),),
         )
         return Worker(name=self.name, uid=self.uid, address=f"10.0.0.{self.uid}", ready=self.ready, report=report)
 
@@ -283,9 +271,9 @@ class Canary:
 
     def restart_operator(self) -> None:
         """Drop everything but what the ConfigMap and the SpecDecodeDrafts have."""
-        before, learned = self.record, parse_state(render_state(self.session.learned), "u1", self.session.learned.plan)
+        before = self.record
         training = parse_training(render_training(self.record))
-        self.session = Session(learned=learned or LearnedState(uid="u1"), drafts=training)
+        self.session = replace(restarted(self.session), drafts=training)
         self.session = self.observed().session
         assert self.record == before.model_copy(update={"lineage": self.record.lineage})
 

@@ -10,7 +10,7 @@ from specdecode_operator.planning.estimates import Load, buckets_for, features
 from specdecode_operator.planning.search import choose
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_operator.telemetry.counters import PAIRS, Moments
-from support.operators.limits import speculation_of
+from support.operators.fleet import speculation_of
 
 
 def moments(
