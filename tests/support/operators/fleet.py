@@ -330,8 +330,3 @@ def per_token(truth: Truth, depth: int) -> float:
         survival *= chance
         tokens += survival
     return truth.step_time(truth.sequences, depth, truth.context) / tokens
-
-
-def best_depth(truth: Truth, deepest: int = 5) -> int:
-    """Return the depth with the shortest time per token."""
-    return min(range(deepest + 1), key=lambda depth: per_token(truth, depth))
