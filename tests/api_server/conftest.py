@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,15 @@ def kubeconfig(cluster: Cluster) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def proxy(kubeconfig: dict[str, Any]) -> AsyncIterator[TcpProxy]:
+def proxy(kubeconfig: dict[str, Any]) -> Iterator[TcpProxy]:
     """Yield a TCP proxy before the API server, which can fail."""
     from support.operators.tcp_proxy import TcpProxy
 
     server = kubeconfig["clusters"][0]["cluster"]["server"]
     host, _, port = server.removeprefix("https://").rpartition(":")
-    async with TcpProxy(host, int(port)) as running:
-        yield running
+    made = TcpProxy(host, int(port))
+    yield made
+    made.close()
 
 
 @pytest.fixture

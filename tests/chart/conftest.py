@@ -29,6 +29,26 @@ class Rendered(list[Manifest]):
         (installed,) = [manifest for manifest in self.of(kind) if "helm.sh/hook" not in annotations(manifest)]
         return installed
 
+    @property
+    def pod(self) -> Manifest:
+        """Template of the operator's pods."""
+        return self.one("Deployment")["spec"]["template"]  # type: ignore[no-any-return]
+
+    @property
+    def container(self) -> Manifest:
+        """Container of the operator."""
+        (only,) = self.pod["spec"]["containers"]
+        return only  # type: ignore[no-any-return]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of the operator, with what the downward API gives the first pod of release `sd`."""
+        pod = {"metadata.namespace": "sys", "metadata.name": "sd-specdecode-7d9f-x2x4z"}
+        return {
+            one["name"]: one["value"] if "value" in one else pod[one["valueFrom"]["fieldRef"]["fieldPath"]]
+            for one in self.container["env"]
+        }
+
 
 class Chart:
     """The project's chart, rendered by helm with values as a user would write them."""

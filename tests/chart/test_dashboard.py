@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.manifests import pod_template, router_workload
-from specdecode_operator.types import Defaults, Deployment
+from support.operators.fleet import DEFAULTS, deployment_of
 from support.prometheus import Promtool, known_series, queries_of, series_of
 
 
@@ -75,10 +74,8 @@ def test_config_map_has_the_grafana_sidecar_label(chart: Any, dashboard: dict[st
 def test_the_monitor_scrapes_each_pod_once_and_by_the_scheme_that_it_serves(chart: Any, tls: Any) -> None:
     monitor = chart.template({"metrics": {"podMonitor": {"enabled": True}}}).one("PodMonitor")["spec"]
     described = {"model": {"uri": "embedded://t"}, "speculation": {"method": "none"}, "tlsSecretRef": tls}
-    spec = Spec.model_validate(described)
-    deployment = Deployment(namespace="ns", name="llama", uid="u", generation=1, spec=spec, status=Status())
-    defaults = Defaults(worker_image="w:1", worker_image_pull_policy="Never")
-    for pod in (pod_template(deployment, defaults), router_workload(deployment, defaults)["spec"]["template"]):
+    deployment = deployment_of(described)
+    for pod in (pod_template(deployment, DEFAULTS), router_workload(deployment, DEFAULTS)["spec"]["template"]):
         (container,) = pod["spec"]["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         (endpoint,) = [one for one in monitor["podMetricsEndpoints"] if one["port"] in ports]

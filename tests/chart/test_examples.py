@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, Spec, Status
+from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, Spec
 from specdecode_operator.manifests import selector, service, worker_config
-from specdecode_operator.types import Deployment
 from specdecode_worker.contract import Port
+from support.operators.fleet import deployment_of
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
@@ -80,16 +80,11 @@ def test_the_least_example_has_six_lines() -> None:
 def test_gateways_refer_to_objects_of_the_examples(root: Path) -> None:
     """Compare names, ports and labels with what the operator makes. tests/api_server/crd has the rules of the CRDs."""
     specs = {resource["metadata"]["name"]: resource["spec"] for resource in map(_example, EXAMPLES)}
-    documents = [
-        document
-        for path in sorted((root / "examples" / "gateway").glob("*.yaml"))
-        for document in yaml.safe_load_all(path.read_text())
-    ]
-    (routed, pool, pooled) = documents
+    files = sorted((root / "examples" / "gateway").glob("*.yaml"))
+    routed, pool, pooled = (document for file in files for document in yaml.safe_load_all(file.read_text()))
     (backend,) = routed["spec"]["rules"][0]["backendRefs"]
-    spec = Spec.model_validate(specs[backend["name"]])
-    deployment = Deployment(namespace="ns", name=backend["name"], uid="u", generation=1, spec=spec, status=Status())
-    assert spec.router.replicas > 0, "the route goes to routers"
+    deployment = deployment_of(specs[backend["name"]], name=backend["name"])
+    assert deployment.spec.router.replicas > 0, "the route goes to routers"
     assert backend["port"] in {port["port"] for port in service(deployment)["spec"]["ports"]}
     assert pool["spec"]["selector"]["matchLabels"].items() <= selector(pool["metadata"]["name"]).items()
     assert [port["number"] for port in pool["spec"]["targetPorts"]] == [Port.http]

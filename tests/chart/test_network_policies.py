@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.manifests import network_policy, pod_template, rolling_hash, router_workload, workload
 from specdecode_operator.manifests.objects import NAME_LABEL, ROLE_LABEL, Role, router_labels, selector
 from specdecode_operator.settings import read_settings
 from specdecode_operator.state.learned import LearnedState, Session
-from specdecode_operator.types import Defaults, Deployment, Observation, PolicyPeers
+from specdecode_operator.types import Observation, PolicyPeers
 from specdecode_worker.contract import Port
+from support.operators.fleet import DEFAULTS, deployment_of
 
+DEPLOYMENT = deployment_of({"model": {"uri": "embedded://t"}, "speculation": {"method": "none"}})
 OPERATOR = ("sys", {"app.kubernetes.io/name": "specdecode-operator", "app.kubernetes.io/instance": "sd"})
 STRANGER = ("team-a", {"app": "shell"})
 PROMETHEUS = ("monitoring", {"app": "prometheus"})
@@ -53,10 +55,9 @@ def matches(peer: dict[str, Any], policy: dict[str, Any], source: Pod) -> bool:
 
 def deployment_policy(rendered: Any) -> dict[str, Any]:
     """Return the policy that the operator of a rendered chart makes for the deployment llama of team-a."""
-    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
-    settings = read_settings({variable["name"]: variable.get("value", "x") for variable in container["env"]})
+    settings = read_settings(rendered.environment)
     assert settings.policy_peers is not None
-    return dict(network_policy(deployment_of_llama(), settings.policy_peers))
+    return dict(network_policy(DEPLOYMENT, settings.policy_peers))
 
 
 def operator_policy(rendered: Any) -> dict[str, Any]:
@@ -66,8 +67,7 @@ def operator_policy(rendered: Any) -> dict[str, Any]:
 def test_one_value_turns_all_policies_off(chart: Any) -> None:
     rendered = chart.template({"networkPolicy": {"enabled": False}})
     assert not rendered.of("NetworkPolicy")
-    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
-    assert "SPECDECODE_OPERATOR_POLICY_PEERS" not in {variable["name"] for variable in container["env"]}
+    assert "SPECDECODE_OPERATOR_POLICY_PEERS" not in rendered.environment
 
 
 def test_only_operator_and_routers_reach_the_admin_port(chart: Any) -> None:
@@ -82,16 +82,11 @@ def test_only_operator_and_routers_reach_the_admin_port(chart: Any) -> None:
         assert not allows(policy, source, Port.admin), source
 
 
-def test_routers_of_the_namespace_reach_the_admin_port_of_workers(chart: Any) -> None:
+@pytest.mark.parametrize("labels", [ROUTER, JOB], ids=["routers", "training jobs"])
+def test_routers_and_training_jobs_of_the_namespace_reach_the_admin_port(chart: Any, labels: dict[str, str]) -> None:
     policy = deployment_policy(chart.template())
-    assert allows(policy, ("team-a", ROUTER), Port.admin)
-    assert not allows(policy, ("team-b", ROUTER), Port.admin)
-
-
-def test_training_jobs_of_the_deployment_reach_the_admin_port_of_workers(chart: Any) -> None:
-    policy = deployment_policy(chart.template())
-    assert allows(policy, ("team-a", JOB), Port.admin)
-    assert not allows(policy, ("team-b", JOB), Port.admin)
+    assert allows(policy, ("team-a", labels), Port.admin)
+    assert not allows(policy, ("team-b", labels), Port.admin)
 
 
 def test_the_policy_admits_the_pods_of_the_charts_own_deployment(chart: Any) -> None:
@@ -123,8 +118,7 @@ def test_further_peers_of_the_admin_port(chart: Any) -> None:
 
 def test_the_operator_serves_health_and_metrics_only(chart: Any) -> None:
     rendered = chart.template()
-    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
-    for port in (item["name"] for item in container["ports"]):
+    for port in (item["name"] for item in rendered.container["ports"]):
         assert allows(operator_policy(rendered), STRANGER, port)
     assert not allows(operator_policy(rendered), STRANGER, 8001)
     values = {"networkPolicy": {"metricsFrom": FROM_MONITORING}}
@@ -134,20 +128,12 @@ def test_the_operator_serves_health_and_metrics_only(chart: Any) -> None:
     assert allows(policy, STRANGER, "health")
 
 
-def deployment_of_llama() -> Deployment:
-    spec = Spec.model_validate({"model": {"uri": "embedded://t"}, "speculation": {"method": "none"}})
-    return Deployment(namespace="team-a", name="llama", uid="u", generation=1, spec=spec, status=Status())
-
-
 def pods_of_the_operator() -> dict[str, dict[str, Any]]:
     """Return the pod templates that the operator makes, by role."""
-    deployment, defaults = deployment_of_llama(), Defaults(worker_image="w:1", worker_image_pull_policy="Never")
-    template = pod_template(deployment, defaults)
-    workers = workload(deployment, template, rolling_hash(deployment.spec), 1)
-    return {
-        "worker": workers["spec"]["template"],
-        "router": router_workload(deployment, defaults)["spec"]["template"],
-    }
+    template = pod_template(DEPLOYMENT, DEFAULTS)
+    workers = workload(DEPLOYMENT, template, rolling_hash(DEPLOYMENT.spec), 1)
+    routers = router_workload(DEPLOYMENT, DEFAULTS)
+    return {"worker": workers["spec"]["template"], "router": routers["spec"]["template"]}
 
 
 def selects(policy: dict[str, Any], pod: dict[str, Any]) -> bool:
@@ -180,10 +166,8 @@ def test_routers_reach_the_ports_that_discovery_gives_them(chart: Any) -> None:
 
 
 def test_the_operator_makes_a_policy_only_with_peers() -> None:
-    deployment = deployment_of_llama()
     observed = Observation(workload=None, workers=(), session=Session(learned=LearnedState(uid="u"), stored=False))
     for peers in (None, PolicyPeers()):
-        defaults = Defaults(worker_image="w:1", worker_image_pull_policy="Never", policy_peers=peers)
-        decision, _ = decide(deployment, observed, defaults, now=0)
+        decision, _ = decide(DEPLOYMENT, observed, replace(DEFAULTS, policy_peers=peers), now=0)
         made = [child["metadata"]["name"] for child in decision.children if child["kind"] == "NetworkPolicy"]
         assert made == (["llama"] if peers else [])

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdecode_operator import manifests
-from specdecode_operator.api.v1alpha1 import Spec, Status
-from specdecode_operator.state.learned import RunRecord
-from specdecode_operator.types import Defaults, Deployment
+from support.operators.fleet import DEFAULTS, RUN, deployment_of
 
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
 ASSIGNED = range(1000680000, 1000690000)
@@ -76,12 +75,10 @@ def _identity(context: dict[str, Any], name: str) -> Iterator[str]:
 
 def children(spec: dict[str, Any], *, fixed_user: bool) -> dict[str, dict[str, Any]]:
     """Return the pods that the operator makes for a deployment, by name."""
-    defaults = Defaults(worker_image="w:1", worker_image_pull_policy="Never", fixed_user=fixed_user)
-    parsed = Spec.model_validate(spec)
-    deployment = Deployment(namespace="ns", name="llama", uid="u", generation=1, spec=parsed, status=Status())
-    claim = parsed.distillation.storage.claim if parsed.distillation.storage else ""
-    bucket = "" if claim else "s3://drafts/a"
-    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim=claim, bucket=bucket)
+    defaults, deployment = replace(DEFAULTS, fixed_user=fixed_user), deployment_of(spec)
+    storage = deployment.spec.distillation.storage
+    claim = storage.claim if storage else ""
+    run = RUN.model_copy(update={"claim": claim, "bucket": "" if claim else "s3://drafts/a"})
     jobs = {"distillation": manifests.distillation_job(deployment, run, defaults)}
     if claim:
         jobs["deletion"] = manifests.deletion_job(deployment, run, defaults)
@@ -94,7 +91,7 @@ def children(spec: dict[str, Any], *, fixed_user: bool) -> dict[str, dict[str, A
 
 def chart_pods(rendered: Any) -> dict[str, dict[str, Any]]:
     return {
-        "operator": rendered.one("Deployment")["spec"]["template"]["spec"],
+        "operator": rendered.pod["spec"],
         **{pod["metadata"]["name"]: pod["spec"] for pod in rendered.of("Pod")},
     }
 
@@ -127,9 +124,7 @@ def test_elsewhere_pods_name_their_user_which_restricted_v2_refuses(
 
 
 def operator_setting(rendered: Any) -> str:
-    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
-    values = {variable["name"]: variable.get("value") for variable in container["env"]}
-    return str(values["SPECDECODE_OPERATOR_FIXED_USER"])
+    return str(rendered.environment["SPECDECODE_OPERATOR_FIXED_USER"])
 
 
 @pytest.mark.parametrize(

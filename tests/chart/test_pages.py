@@ -89,15 +89,16 @@ def test_quoted_messages_are_in_the_code(source: str) -> None:
     assert missing == []
 
 
-def yaml_blocks() -> Iterator[tuple[str, dict[str, Any]]]:
-    for page in PAGES:
-        for block in re.findall(r"^```yaml\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE):
-            for document in yaml.safe_load_all(block):
-                yield page.name, document
+def documents(page: str) -> Iterator[dict[str, Any]]:
+    """Yield every YAML document of a page."""
+    for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        yield from yaml.safe_load_all(block)
 
 
 @pytest.mark.parametrize(
-    ("page", "document"), list(yaml_blocks()), ids=lambda value: value if isinstance(value, str) else ""
+    ("page", "document"),
+    [(page.name, document) for page in PAGES for document in documents(page.read_text())],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_spec_of_a_page_is_valid(page: str, document: dict[str, Any]) -> None:
     if document.get("kind") not in (None, "SpecDecodeDeployment"):
@@ -165,12 +166,6 @@ def page(root: Any) -> str:
     return (root / "docs" / "how-to" / "integrate.md").read_text()  # type: ignore[no-any-return]
 
 
-def documents(page: str) -> Iterator[dict[str, Any]]:
-    """Yield every YAML document of the page."""
-    for block in re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
-        yield from yaml.safe_load_all(block)
-
-
 def of_kind(page: str, kind: str) -> list[dict[str, Any]]:
     return [document for document in documents(page) if document.get("kind") == kind]
 
@@ -223,58 +218,42 @@ def test_the_certificate_is_the_one_that_workers_serve(page: str) -> None:
     assert "selfSigned" in issuers[authority["spec"]["issuerRef"]["name"]]["spec"]
 
 
-def condition(kind: str, status: str, reason: str = "Reason", message: str = "message") -> dict[str, str]:
-    return {"type": kind, "status": status, "reason": reason, "message": message}
+def condition(kind: str, status: str, reason: str = "Reason") -> dict[str, str]:
+    return {"type": kind, "status": status, "reason": reason, "message": "message"}
+
+
+def status(*conditions: dict[str, str], generation: int = 2) -> dict[str, Any]:
+    return {"observedGeneration": generation, "conditions": list(conditions)}
 
 
 READY, NOT_READY = condition("Ready", "True"), condition("Ready", "False", "RollingOut")
+PAUSED = condition("Progressing", "Unknown", "Paused")
 CASES: dict[str, tuple[dict[str, Any] | None, str]] = {
     "no status yet": (None, "Progressing"),
-    "an older generation": ({"observedGeneration": 1, "conditions": [READY]}, "Progressing"),
+    "an older generation": (status(READY, generation=1), "Progressing"),
     "no conditions": ({"observedGeneration": 2}, "Progressing"),
-    "ready": ({"observedGeneration": 2, "conditions": [READY]}, "Healthy"),
-    "ready while something scales": (
-        {"observedGeneration": 2, "conditions": [condition("Available", "True"), READY]},
-        "Healthy",
-    ),
-    "rolling out": (
-        {"observedGeneration": 2, "conditions": [NOT_READY, condition("Reconciling", "True")]},
-        "Progressing",
-    ),
-    "stalled": (
-        {"observedGeneration": 2, "conditions": [NOT_READY, condition("Stalled", "True", "ChildRefused")]},
-        "Degraded",
-    ),
-    "stalled and paused": (
-        {
-            "observedGeneration": 2,
-            "conditions": [condition("Progressing", "Unknown", "Paused"), condition("Stalled", "True")],
-        },
-        "Degraded",
-    ),
-    "paused": (
-        {"observedGeneration": 2, "conditions": [NOT_READY, condition("Progressing", "Unknown", "Paused")]},
-        "Suspended",
-    ),
-    "a message is absent": (
-        {"observedGeneration": 2, "conditions": [{"type": "Ready", "status": "False", "reason": "Scaling"}]},
-        "Progressing",
-    ),
+    "ready": (status(READY), "Healthy"),
+    "ready while something scales": (status(condition("Available", "True"), READY), "Healthy"),
+    "rolling out": (status(NOT_READY, condition("Reconciling", "True")), "Progressing"),
+    "stalled": (status(NOT_READY, condition("Stalled", "True", "ChildRefused")), "Degraded"),
+    "stalled and paused": (status(PAUSED, condition("Stalled", "True")), "Degraded"),
+    "paused": (status(NOT_READY, PAUSED), "Suspended"),
+    "a message is absent": (status({"type": "Ready", "status": "False", "reason": "Scaling"}), "Progressing"),
 }
 
 
-@pytest.mark.parametrize(("status", "health"), CASES.values(), ids=CASES)
-def test_argo_cd_health(page: str, status: dict[str, Any] | None, health: str) -> None:
+@pytest.mark.parametrize(("shown", "health"), CASES.values(), ids=CASES)
+def test_argo_cd_health(page: str, shown: dict[str, Any] | None, health: str) -> None:
     """Argo CD runs Lua 5.1, with the resource in `obj`."""
     runtime = lua51.LuaRuntime()
     (config,) = of_kind(page, "ConfigMap")
-    resource = {"metadata": {"generation": 2}, **({"status": status} if status else {})}
+    resource = {"metadata": {"generation": 2}, **({"status": shown} if shown else {})}
     runtime.globals().obj = runtime.table_from(resource, recursive=True)
     answer = runtime.execute(config["data"][HEALTH_KEY])
     assert answer.status == health
     assert answer.message
     if health == "Degraded":
-        assert answer.message.startswith(status["conditions"][-1]["reason"])  # type: ignore[index]
+        assert answer.message.startswith(shown["conditions"][-1]["reason"])  # type: ignore[index]
 
 
 # Check the manifests in route-traffic.md and scale.md: they are valid and name what operator and routers make.
@@ -282,9 +261,9 @@ def test_argo_cd_health(page: str, status: dict[str, Any] | None, health: str) -
 
 @pytest.fixture
 def blocks(root: Path) -> list[dict[str, Any]]:
-    """Return the YAML blocks of the page."""
+    """Return the YAML documents of both pages."""
     text = "".join((root / "docs" / "how-to" / name).read_text() for name in ("route-traffic.md", "scale.md"))
-    return [yaml.safe_load(block) for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.S | re.M)]
+    return list(documents(text))
 
 
 def test_the_autoscaler_of_the_page_follows_an_exported_gauge(blocks: list[dict[str, Any]]) -> None:

@@ -10,11 +10,10 @@ import pytest
 
 from specdecode_operator import manifests
 from specdecode_operator.api.draft import DRAFT_PLURAL
-from specdecode_operator.api.v1alpha1 import GROUP, PLURAL, Spec, Status
+from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
 from specdecode_operator.kube import kinds
-from specdecode_operator.types import Deployment
+from support.operators.fleet import deployment_of
 
-SPEC = Spec.model_validate({"model": {"uri": "embedded://t"}, "router": {"replicas": 2}})
 Rights = dict[tuple[str, str], set[str]]
 """Verbs by API group and resource."""
 
@@ -95,7 +94,7 @@ def test_rights_equal_those_that_the_code_declares() -> None:
 @pytest.mark.parametrize("namespaces", SCOPES, ids=["ClusterRole", "Role"])
 def test_the_operator_holds_every_right_that_it_grants_to_routers(chart: Any, namespaces: list[str]) -> None:
     """Kubernetes refuses a role with more rights than its author has, unless the author may escalate."""
-    deployment = Deployment(namespace="team-a", name="llama", uid="u", generation=1, spec=SPEC, status=Status())
+    deployment = deployment_of({"model": {"uri": "embedded://t"}, "router": {"replicas": 2}})
     held = granted_rights(served_rules(chart, {"watchNamespaces": namespaces}))
     for target, verbs in granted_rights(manifests.router_role(deployment)["rules"]).items():
         assert verbs <= held[target], target

@@ -9,27 +9,17 @@ from typing import Any
 import pytest
 import yaml
 
-from specdecode_operator.api.v1alpha1 import Spec, Status
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests import distillation_job, pod_template, router_workload
 from specdecode_operator.settings import PREFIX, read_settings
-from specdecode_operator.state.learned import RunRecord
-from specdecode_operator.types import Defaults, Deployment
+from specdecode_operator.types import Defaults
+from support.operators.fleet import RUN, deployment_of
+
+LEAST = {"model": {"uri": "hf://org/target"}}
 
 
 def pods(rendered: Any) -> list[dict[str, Any]]:
-    return [rendered.one("Deployment")["spec"]["template"]["spec"], *(pod["spec"] for pod in rendered.of("Pod"))]
-
-
-def environment(rendered: Any) -> dict[str, str]:
-    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
-    return {variable["name"]: _literal(variable) for variable in container["env"]}
-
-
-def _literal(variable: dict[str, Any]) -> str:
-    """Return the value of a variable, with the values that the downward API gives the first pod of release `sd`."""
-    pod = {"metadata.namespace": "sys", "metadata.name": "sd-specdecode-7d9f-x2x4z"}
-    return variable["value"] if "value" in variable else pod[variable["valueFrom"]["fieldRef"]["fieldPath"]]  # type: ignore[no-any-return]
+    return [rendered.pod["spec"], *(pod["spec"] for pod in rendered.of("Pod"))]
 
 
 def test_lint_is_clean(chart: Any) -> None:
@@ -63,7 +53,7 @@ def test_the_operator_reads_every_variable_it_is_given(chart: Any) -> None:
         "concurrency": 2,
         "logLevel": "debug",
     }
-    variables = environment(chart.template(values))
+    variables = chart.template(values).environment
     settings = read_settings(variables)
     assert settings.worker_image == "registry.example/worker:1"
     assert settings.worker_image_pull_policy == "Always"
@@ -75,9 +65,8 @@ def test_the_operator_reads_every_variable_it_is_given(chart: Any) -> None:
 
 def test_ports_of_the_pod_are_the_ports_the_operator_listens_on(chart: Any) -> None:
     rendered = chart.template()
-    settings = read_settings(environment(rendered))
-    (container,) = rendered.one("Deployment")["spec"]["template"]["spec"]["containers"]
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    settings = read_settings(rendered.environment)
+    ports = {port["name"]: port["containerPort"] for port in rendered.container["ports"]}
     assert ports == {"health": settings.port_health, "metrics": settings.port_metrics}
 
 
@@ -92,21 +81,20 @@ def test_image_and_scheduling_values_are_applied(chart: Any) -> None:
         "resources": {"limits": {"memory": "1Gi"}},
     }
     rendered = chart.template(values)
-    template = rendered.one("Deployment")["spec"]["template"]
-    assert template["metadata"]["annotations"] == {"note": "1"}
-    assert template["spec"]["affinity"] == {"nodeAffinity": {}}
+    assert rendered.pod["metadata"]["annotations"] == {"note": "1"}
+    assert rendered.pod["spec"]["affinity"] == {"nodeAffinity": {}}
     for pod in pods(rendered):
         assert pod["containers"][0]["image"] == "registry.example/operator:v2"
         assert pod["containers"][0]["imagePullPolicy"] == "Always"
         assert pod["imagePullSecrets"] == [{"name": "pull"}]
         assert pod["nodeSelector"] == {"disk": "ssd"}
         assert pod["tolerations"] == [{"key": "a", "operator": "Exists"}]
-    assert template["spec"]["containers"][0]["resources"]["limits"] == {"memory": "1Gi"}
+    assert rendered.container["resources"]["limits"] == {"memory": "1Gi"}
 
 
 def test_images_are_of_the_charts_version_unless_a_tag_or_a_digest_is_named(chart: Any) -> None:
     version = yaml.safe_load((chart.folder / "Chart.yaml").read_text())["appVersion"]
-    settings = read_settings(environment(chart.template()))
+    settings = read_settings(chart.template().environment)
     assert settings.router_image == f"localhost/specdecode-operator:{version}"
     assert settings.worker_image == f"localhost/specdecode-worker:{version}"
     digest = "sha256:" + "a" * 64
@@ -114,10 +102,10 @@ def test_images_are_of_the_charts_version_unless_a_tag_or_a_digest_is_named(char
         rendered = chart.template(
             {"image": {"repository": "r.example/op", "digest": digest}, "worker": {"image": image}}
         )
-        assert read_settings(environment(rendered)).worker_image == image
+        assert read_settings(rendered.environment).worker_image == image
         assert [pod["containers"][0]["image"] for pod in pods(rendered)] == [f"r.example/op@{digest}"] * 2
     port = chart.template({"worker": {"image": "r.example:5000/worker"}})
-    assert read_settings(environment(port)).worker_image == f"r.example:5000/worker:{version}"
+    assert read_settings(port.environment).worker_image == f"r.example:5000/worker:{version}"
 
 
 def test_defaults_of_a_fleet_reach_the_pods_of_every_deployment(chart: Any) -> None:
@@ -137,8 +125,9 @@ def test_defaults_of_a_fleet_reach_the_pods_of_every_deployment(chart: Any) -> N
     routers = {"template": {"spec": {"priorityClassName": "high"}}}
     rendered = chart.template({"worker": workers, "router": routers})
     defaults = defaults_of(rendered)
-    deployment = deployment_with({})
-    for pod, container in ((worker_pod(deployment, defaults), "worker"), (job_pod(deployment, defaults), "distill")):
+    deployment = deployment_of(LEAST)
+    job = distillation_job(deployment, RUN, defaults)["spec"]["template"]
+    for pod, container in ((pod_template(deployment, defaults), "worker"), (job, "distill")):
         assert pod["metadata"]["labels"]["team"] == "ml"
         spec = pod["spec"]
         assert spec["imagePullSecrets"] == [{"name": "registry"}]
@@ -164,7 +153,7 @@ def test_a_deployment_has_the_last_word_over_the_fleet(chart: Any) -> None:
         "workers": {"template": {"spec": {"nodeSelector": {"pool": "big"}, "runtimeClassName": None}}},
         "modelCache": {"emptyDir": {"sizeLimit": "2Ti"}},
     }
-    spec = worker_pod(deployment_with(own), defaults)["spec"]
+    spec = pod_template(deployment_of(own), defaults)["spec"]
     assert spec["nodeSelector"] == {"pool": "big"}
     assert "runtimeClassName" not in spec
     assert {"name": "model-cache", "emptyDir": {"sizeLimit": "2Ti"}} in spec["volumes"]
@@ -174,7 +163,7 @@ def test_a_deployment_has_the_last_word_over_the_fleet(chart: Any) -> None:
 
 
 def test_a_model_cache_of_nobody_has_a_limit(chart: Any) -> None:
-    spec = worker_pod(deployment_with({}), defaults_of(chart.template()))["spec"]
+    spec = pod_template(deployment_of(LEAST), defaults_of(chart.template()))["spec"]
     assert {"name": "model-cache", "emptyDir": {"sizeLimit": "64Gi"}} in spec["volumes"]
     env = {one["name"]: one.get("value") for one in spec["initContainers"][0]["env"]}
     assert env["SPECDECODE_CACHE_LIMIT"] == f"{64 << 30} /var/cache/specdecode"
@@ -187,7 +176,7 @@ def test_a_fleets_template_that_cannot_be_merged_is_named(chart: Any) -> None:
     ):
         defaults = defaults_of(chart.template({"worker": {"template": bad}}))
         with pytest.raises(SpecError, match=f"the operator's setting worker.template.*{place}|{place}"):
-            worker_pod(deployment_with({}), defaults)
+            pod_template(deployment_of(LEAST), defaults)
 
 
 def test_further_settings_of_the_operators_pods(chart: Any) -> None:
@@ -200,8 +189,7 @@ def test_further_settings_of_the_operators_pods(chart: Any) -> None:
         "commonLabels": {"cost-center": "42"},
     }
     rendered = chart.template({**values, "watchNamespaces": ["a"]})
-    pod = rendered.one("Deployment")["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
+    pod, container = rendered.pod["spec"], rendered.container
     assert {"name": "HTTPS_PROXY", "value": "http://p:1"} in container["env"]
     assert values["extraVolumes"][0] in pod["volumes"]
     assert values["extraVolumeMounts"][0] in container["volumeMounts"]
@@ -216,29 +204,14 @@ def test_further_settings_of_the_operators_pods(chart: Any) -> None:
 
 def defaults_of(rendered: Any) -> Defaults:
     """Return the defaults of the operator of a rendered chart."""
-    settings = read_settings(environment(rendered))
+    settings = read_settings(rendered.environment)
     return Defaults(**{field.name: getattr(settings, field.name) for field in fields(Defaults)})
-
-
-def deployment_with(spec: dict[str, Any]) -> Deployment:
-    parsed = Spec.model_validate({"model": {"uri": "hf://org/target"}, **spec})
-    return Deployment(namespace="team-a", name="llama", uid="u", generation=1, spec=parsed, status=Status())
-
-
-def worker_pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
-    return pod_template(deployment, defaults)
-
-
-def job_pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
-    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
-    template: dict[str, Any] = distillation_job(deployment, run, defaults)["spec"]["template"]
-    return template
 
 
 def test_the_metrics_service_selects_the_operator_and_nothing_else(chart: Any) -> None:
     rendered = chart.template()
     selector = rendered.one("Service")["spec"]["selector"].items()
-    assert selector <= rendered.one("Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    assert selector <= rendered.pod["metadata"]["labels"].items()
     assert not any(selector <= pod["metadata"]["labels"].items() for pod in rendered.of("Pod"))
 
 
@@ -288,24 +261,6 @@ def test_notes_name_the_namespaces_and_next_steps(chart: Any, tmp_path: Any, wat
 # Checks that the chart runs two operators of which one leads, and that an upgrade or a drain leaves one running.
 
 
-def operator_pod(rendered: Any) -> dict[str, Any]:
-    return rendered.one("Deployment")["spec"]["template"]  # type: ignore[no-any-return]
-
-
-def container(rendered: Any) -> dict[str, Any]:
-    (only,) = operator_pod(rendered)["spec"]["containers"]
-    return only  # type: ignore[no-any-return]
-
-
-def variables(rendered: Any) -> dict[str, Any]:
-    """Return the operator's variables without their prefix: a value, or the field of the pod that gives it."""
-    return {
-        variable["name"].removeprefix(PREFIX): variable.get("value")
-        or variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-        for variable in container(rendered)["env"]
-    }
-
-
 def test_two_operators_roll_without_a_gap(chart: Any) -> None:
     spec = chart.template().one("Deployment")["spec"]
     assert spec["replicas"] == 2
@@ -314,11 +269,10 @@ def test_two_operators_roll_without_a_gap(chart: Any) -> None:
 
 def test_every_operator_takes_part_in_the_election(chart: Any) -> None:
     for values in ({}, {"replicas": 1}):
-        given = variables(chart.template(values))
-        assert given["LEADER_ELECTION"] == "true"
-        assert given["LEASE_NAME"] == "sd-specdecode"
-        assert given["NAMESPACE"] == "metadata.namespace"
-        assert given["IDENTITY"] == "metadata.name"
+        settings = read_settings(chart.template(values).environment)
+        assert settings.leader_election
+        assert (settings.namespace, settings.lease_name) == ("sys", "sd-specdecode")
+        assert settings.identity == "sd-specdecode-7d9f-x2x4z", "the pod's name"
 
 
 def test_the_lease_that_is_used_is_the_lease_that_rbac_allows(chart: Any) -> None:
@@ -326,18 +280,16 @@ def test_the_lease_that_is_used_is_the_lease_that_rbac_allows(chart: Any) -> Non
         rendered = chart.template(values)
         (own,) = [role for role in rendered.of("Role") if role["metadata"]["name"].endswith(":own")]
         (names,) = [r["resourceNames"] for r in own["rules"] if r["resources"] == ["leases"] and "get" in r["verbs"]]
-        assert names == [variables(rendered)["LEASE_NAME"]]
+        assert names == [read_settings(rendered.environment).lease_name]
 
 
 def test_two_releases_of_one_namespace_use_two_leases(chart: Any) -> None:
-    names = {
-        variables(chart.template({"fullnameOverride": name}))["LEASE_NAME"] for name in ("specdecode-a", "specdecode-b")
-    }
-    assert len(names) == 2
+    one, two = (chart.template({"fullnameOverride": name}).environment for name in ("specdecode-a", "specdecode-b"))
+    assert read_settings(one).lease_name != read_settings(two).lease_name
 
 
 def test_an_operator_that_is_not_ready_yet_is_left_alive(chart: Any) -> None:
-    probes = container(chart.template())
+    probes = chart.template().container
     paths = {name: probes[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
     assert paths == {"startup": "/healthz", "readiness": "/ready", "liveness": "/healthz"}
 
@@ -347,7 +299,7 @@ def test_the_budget_lets_one_operator_go_and_blocks_no_drain(chart: Any) -> None
     spec = rendered.one("PodDisruptionBudget")["spec"]
     assert (spec["maxUnavailable"], spec["unhealthyPodEvictionPolicy"]) == (1, "AlwaysAllow")
     selector = spec["selector"]["matchLabels"].items()
-    assert selector <= operator_pod(rendered)["metadata"]["labels"].items()
+    assert selector <= rendered.pod["metadata"]["labels"].items()
     assert not any(selector <= pod["metadata"]["labels"].items() for pod in rendered.of("Pod"))
 
 
@@ -359,9 +311,7 @@ def test_no_budget_for_a_single_operator(chart: Any) -> None:
 
 def test_replicas_prefer_different_nodes(chart: Any) -> None:
     rendered = chart.template()
-    (term,) = operator_pod(rendered)["spec"]["affinity"]["podAntiAffinity"][
-        "preferredDuringSchedulingIgnoredDuringExecution"
-    ]
+    (term,) = rendered.pod["spec"]["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
     assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
     labels = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
     assert labels == rendered.one("Deployment")["spec"]["selector"]["matchLabels"]
@@ -370,15 +320,15 @@ def test_replicas_prefer_different_nodes(chart: Any) -> None:
 def test_the_workers_authority_is_mounted_as_a_folder_without_keys(chart: Any) -> None:
     """The Secret of an authority may have its private key: only the certificate is mounted."""
     rendered = chart.template({"worker": {"caSecret": "worker-ca"}})
-    (volume,) = [v for v in operator_pod(rendered)["spec"]["volumes"] if "secret" in v]
+    (volume,) = [v for v in rendered.pod["spec"]["volumes"] if "secret" in v]
     assert volume["secret"] == {"secretName": "worker-ca", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
-    (mount,) = [m for m in container(rendered)["volumeMounts"] if m["name"] == volume["name"]]
+    (mount,) = [m for m in rendered.container["volumeMounts"] if m["name"] == volume["name"]]
     assert mount["readOnly"] is True
     assert "subPath" not in mount, "the kubelet updates folders only"
-    assert variables(rendered)["WORKER_CA"] == f"{mount['mountPath']}/ca.crt"
+    assert rendered.environment[f"{PREFIX}WORKER_CA"] == f"{mount['mountPath']}/ca.crt"
 
 
 def test_without_an_authority_nothing_is_mounted(chart: Any) -> None:
     rendered = chart.template()
-    assert "WORKER_CA" not in variables(rendered)
-    assert [volume["name"] for volume in operator_pod(rendered)["spec"]["volumes"]] == ["tmp"]
+    assert f"{PREFIX}WORKER_CA" not in rendered.environment
+    assert [volume["name"] for volume in rendered.pod["spec"]["volumes"]] == ["tmp"]

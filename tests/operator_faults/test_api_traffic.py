@@ -90,7 +90,7 @@ def test_refused_child_is_sent_with_back_off(own_tenant: Tenant, proxy: Counting
             served.wait_named("PodDisruptionBudget", "exceeded quota")
             started = time.monotonic()
             time.sleep(REST_SECONDS)
-            sent = [r for r in proxy.since(started) if "poddisruptionbudgets" in r.path]
+            sent = [r for r in proxy.writes_since(started) if "poddisruptionbudgets" in r.path]
             figures.record(16, f"requests for a refused child in {REST_SECONDS} s", len(sent))
             assert len(sent) <= 8, summary(sent)
     finally:
@@ -112,7 +112,7 @@ def test_deployments_at_rest_cost_no_writes(own_tenant: Tenant, proxy: CountingP
         for number in range((20 + REST_SECONDS) // 4):
             paused.behave(worker, acceptance=(0.9, 0.2)[number % 2])
             time.sleep(4)
-        writes = proxy.since(started)
+        writes = proxy.writes_since(started)
         counts = {
             name: len([request for request in writes if f"/{name}" in request.path]) for name in ("idle", "paused")
         }

@@ -12,7 +12,6 @@ from support.operator_faults.node_resource import node_resource
 from support.operator_faults.tenant import ServedDeployment, Tenant
 
 WINDOW_SECONDS = 5
-HOLD_SECONDS = 15
 
 
 def wanted(served: ServedDeployment) -> int:

@@ -163,7 +163,7 @@ def test_operator_with_an_older_crd(cluster: Cluster, tenant: Tenant, figures: F
         time.sleep(5)
         rested = time.monotonic()
         time.sleep(20)
-        writes = [request for request in proxy.since(rested) if "/earlier" in request.path]
+        writes = [request for request in proxy.writes_since(rested) if "/earlier" in request.path]
         figures.record("upgrade", "new operator, old CRD: writes at rest in 20 s", len(writes))
         assert not writes, writes
         assert ready_since(served)

@@ -22,14 +22,12 @@ from pydantic import ValidationError
 from specdecode_operator import manifests
 from specdecode_operator.api import crd
 from specdecode_operator.api.v1alpha1 import PLURAL, VERSION, Spec, Status
-from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import SpecError
-from specdecode_operator.state.learned import Session
-from specdecode_operator.types import Deployment, Observation
+from specdecode_operator.types import Deployment
 from specdecode_worker.contract import Plan
 from support.kind_copy import KindCopy, served_copy
 from support.kube import Cluster
-from support.operators.fleet import DEFAULTS
+from support.operators.fleet import DEFAULTS, decided
 from support.operators.spec_strategies import Json, Schema, specs
 from support.tiers import by_effort
 
@@ -75,10 +73,9 @@ def run_operator(spec: Spec) -> str:
         ``served``, or the reason for which the operator refuses the spec.
     """
     deployment = Deployment(namespace="ns", name="fuzz", uid="u", generation=1, spec=spec, status=Status())
-    observed = Observation(workload=None, workers=(), session=Session())
     try:
         template = manifests.pod_template(deployment, DEFAULTS)
-        decision, _ = decide(deployment, observed, DEFAULTS, now=1000)
+        decision, _ = decided(deployment, workload=None)
     except SpecError as error:
         return str(error)
     children = [

@@ -14,6 +14,7 @@ from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import CONFIG_MAPS, SERVICES, Child
 from specdecode_operator.types import ChildProblem, Key
+from support.background import background
 from support.kube import Cluster as Kubectl
 from support.operators.kube_objects import config_map, owned, seconds_until
 
@@ -48,13 +49,10 @@ class Children:
 @pytest.fixture
 async def children(api: KubeClient, namespace: str) -> AsyncIterator[Children]:
     made = Children(api, namespace)
-    tasks = [asyncio.create_task(informer.run()) for informer in made.informers.values()]
-    for informer in made.informers.values():
-        await asyncio.wait_for(informer.synced.wait(), 10)
-    yield made
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with background(*(informer.run() for informer in made.informers.values())):
+        for informer in made.informers.values():
+            await asyncio.wait_for(informer.synced.wait(), 10)
+        yield made
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import CONFIG_MAPS
 from specdecode_operator.types import Key
+from support.background import background
 from support.kube import Cluster as Kubectl
 from support.operators.kube_objects import config_map, seconds_until
 from support.operators.tcp_proxy import TcpProxy
@@ -33,13 +34,9 @@ async def running(client: KubeClient, namespace: str, parent: str) -> AsyncItera
         metadata_only=False,
         on_change=changes.append,
     )
-    task = asyncio.create_task(informer.run())
-    try:
+    async with background(informer.run()):
         await asyncio.wait_for(informer.synced.wait(), 10)
         yield informer, changes
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.fixture

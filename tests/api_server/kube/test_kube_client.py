@@ -20,6 +20,7 @@ from specdecode_operator.errors import (
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import CONFIG_MAPS, PODS
 from specdecode_operator.kube.leader_election import LeaderElector
+from support.background import background
 from support.kube import Cluster as Kubectl
 from support.operators.kube_objects import config_map, seconds_until
 from support.operators.tcp_proxy import TcpProxy
@@ -139,31 +140,21 @@ async def test_a_silent_connection_ends_at_the_deadline(
 # Leader election on a real API server: hand-over, and a leader that is cut off.
 
 
-def start(client: KubeClient, namespace: str, lease: str, identity: str) -> tuple[LeaderElector, asyncio.Task[Any]]:
-    elector = LeaderElector(client, namespace=namespace, name=lease, identity=identity)
-    return elector, asyncio.create_task(elector.run())
-
-
-async def stop(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def test_a_leader_that_is_cut_off_writes_nothing_more(
     api: KubeClient, proxied: KubeClient, proxy: TcpProxy, namespace: str
 ) -> None:
-    first, first_task = start(proxied, namespace, "cut-off", "first")
+    first = LeaderElector(proxied, namespace=namespace, name="cut-off", identity="first")
+    second = LeaderElector(api, namespace=namespace, name="cut-off", identity="second")
     proxied.guard = first.check
-    await asyncio.wait_for(first.wait_until_leader(), 5)
-    second, second_task = start(api, namespace, "cut-off", "second")
-    await proxied.create(CONFIG_MAPS, config_map(namespace, "written"))
-    proxy.silence_all()
-    cut = time.monotonic()
-    await asyncio.wait_for(first.lost.wait(), 12.5)
-    with pytest.raises(NotLeader):
-        await proxied.create(CONFIG_MAPS, config_map(namespace, "refused"))
-    assert not second.is_leader, "the first one stops before the second one starts"
-    await seconds_until("the second one leads", lambda: second.is_leader, limit=20 - (time.monotonic() - cut))
-    assert await api.get(CONFIG_MAPS, namespace, "refused") is None
-    await stop(first_task, second_task)
+    async with background(first.run()):
+        await asyncio.wait_for(first.wait_until_leader(), 5)
+        async with background(second.run()):
+            await proxied.create(CONFIG_MAPS, config_map(namespace, "written"))
+            proxy.silence_all()
+            cut = time.monotonic()
+            await asyncio.wait_for(first.lost.wait(), 12.5)
+            with pytest.raises(NotLeader):
+                await proxied.create(CONFIG_MAPS, config_map(namespace, "refused"))
+            assert not second.is_leader, "the first one stops before the second one starts"
+            await seconds_until("the second one leads", lambda: second.is_leader, limit=20 - (time.monotonic() - cut))
+            assert await api.get(CONFIG_MAPS, namespace, "refused") is None

@@ -18,18 +18,18 @@ from support.kube import Cluster, KubectlError
 from support.operators.canary import NEW, Canary, trying
 from support.operators.crowd import Crowd
 from support.operators.fleet import deployment_with
+from support.operators.kube_objects import without_owner
 from support.operators.operator_process import install_crd
 
 
 class Unowned:
-    """Writer without owner references: the garbage collector would delete children of an owner that does not exist."""
+    """Writer without owner references."""
 
     def __init__(self, api: KubeClient) -> None:
         self.api = api
 
     async def apply(self, manifest: Any, owner_uid: str) -> ChildProblem | None:
-        metadata = {key: value for key, value in manifest["metadata"].items() if key != "ownerReferences"}
-        await self.api.apply({**manifest, "metadata": metadata}, force=True)
+        await self.api.apply(without_owner(manifest), force=True)
         return None
 
 
@@ -102,6 +102,12 @@ async def test_a_trial_is_read_back_and_a_restored_draft_serves_again(
     assert (new.record.current, [pod.draft for pod in new.pods]) == (NEW, [NEW, NEW])
 
 
+def draft(name: str, **fields: str) -> dict[str, Any]:
+    spec = {"deploymentRef": {"name": "demo"}, "uri": "pvc://drafts/new", **fields}
+    document = {"apiVersion": "specdecode.io/v1alpha1", "kind": "SpecDecodeDraft", "metadata": {"name": name}}
+    return {**document, "spec": spec}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -114,16 +120,12 @@ async def test_a_trial_is_read_back_and_a_restored_draft_serves_again(
     ids=str,
 )
 def test_a_draft_is_one_artifact(drafts: Cluster, namespace: str, change: dict[str, Any], words: str) -> None:
-    spec = {"deploymentRef": {"name": "demo"}, "uri": "pvc://drafts/new", "hash": "4f1c9a7b"}
-    document = {"apiVersion": "specdecode.io/v1alpha1", "kind": "SpecDecodeDraft", "metadata": {"name": "one"}}
-    drafts.apply({**document, "spec": spec}, namespace=namespace)
+    drafts.apply(draft("one", hash="4f1c9a7b"), namespace=namespace)
     patch = json.dumps({"spec": change})
     with pytest.raises(KubectlError, match=words):
         drafts.kubectl("patch", "sddr", "one", "--type=merge", "--patch", patch, namespace=namespace)
 
 
 def test_a_draft_without_a_hash_cannot_serve(drafts: Cluster, namespace: str) -> None:
-    spec = {"deploymentRef": {"name": "demo"}, "uri": "pvc://drafts/new", "role": "Serving"}
-    document = {"apiVersion": "specdecode.io/v1alpha1", "kind": "SpecDecodeDraft", "metadata": {"name": "two"}}
     with pytest.raises(KubectlError, match="role Serving needs the hash"):
-        drafts.apply({**document, "spec": spec}, namespace=namespace)
+        drafts.apply(draft("two", role="Serving"), namespace=namespace)

@@ -4,39 +4,27 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+from specdecode_operator.api.v1alpha1 import GROUP, KIND
 from specdecode_operator.kube.kinds import OWN_NAMESPACE_PERMISSIONS, PERMISSIONS
 from specdecode_operator.plugin.cli import main
 from support.kube import Cluster, KubectlError, wait_for
-from support.operators.fleet import SPEC, deep
+from support.operators.kube_objects import resource
 from support.operators.operator_account import grant, kubeconfig_of
 from support.operators.operator_process import OperatorProcess
+from support.operators.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.usefixtures("crd")
 MAX_MEMORY_MIB = 120
 CHILDREN = "deploy,cm,svc,pdb,netpol"
-
-
-def resource(name: str, **spec: Any) -> dict[str, Any]:
-    """Return a resource without replicas: every child is made but pods."""
-    return {
-        "apiVersion": f"{GROUP}/{VERSION}",
-        "kind": KIND,
-        "metadata": {"name": name},
-        "spec": json.loads(json.dumps(deep({**SPEC, "replicas": 0}, spec))),
-    }
 
 
 def conditions(cluster: Cluster, namespace: str, name: str) -> dict[str, Any]:
@@ -157,69 +145,6 @@ def test_the_plugin_reads_and_pins(
 # --- cut connections --------------------------------------------------------------------------------------------------
 
 
-class Wire:
-    """A TCP connection to the API server that can be cut."""
-
-    def __init__(self, host: str, port: int) -> None:
-        self._target = (host, port)
-        self._open: list[socket.socket] = []
-        self.whole = True
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        self.whole = False
-        for end in self._open:
-            reset(end)
-        self._open = []
-
-    def close(self) -> None:
-        self.cut()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            if not self.whole:
-                reset(near)
-                continue
-            far = socket.create_connection(self._target)
-            self._open += [near, far]
-            for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=pump, args=(source, sink), daemon=True).start()
-
-
-def reset(end: socket.socket) -> None:
-    with suppress(OSError):
-        end.shutdown(socket.SHUT_RDWR)
-    end.close()
-
-
-def pump(source: socket.socket, sink: socket.socket) -> None:
-    with suppress(OSError):
-        while data := source.recv(65536):
-            sink.sendall(data)
-    reset(sink)
-
-
-@pytest.fixture
-def wire(cluster: Cluster, tmp_path: Path) -> Iterator[Wire]:
-    """Yield the connection; a kubeconfig that leads through it is in the test's folder."""
-    config = yaml.safe_load(cluster.kubectl("config", "view", "--raw", "--minify", "--flatten"))
-    server = config["clusters"][0]["cluster"]
-    host, _, port = server["server"].removeprefix("https://").rpartition(":")
-    made = Wire(host, int(port))
-    server["server"] = f"https://127.0.0.1:{made.port}"
-    server["tls-server-name"] = host
-    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def own_namespace(cluster: Cluster) -> Iterator[str]:
     """Yield a namespace that no other operator serves."""
@@ -238,17 +163,17 @@ def change_grace(cluster: Cluster, namespace: str, name: str, seconds: int) -> N
 
 
 def test_the_operator_survives_a_connection_loss_to_the_api_server(
-    wire: Wire, cluster: Cluster, own_namespace: str, tmp_path: Path
+    proxy: TcpProxy, proxied_kubeconfig: Path, cluster: Cluster, own_namespace: str, tmp_path: Path
 ) -> None:
-    with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=tmp_path / "kubeconfig") as operator:
+    with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=proxied_kubeconfig) as operator:
         cluster.apply(resource("cut"), namespace=own_namespace)
         wait_for("the workload", lambda: cluster.get("deploy", "cut-worker", own_namespace), timeout_s=30)
-        wire.cut()
+        proxy.cut()
         change_grace(cluster, own_namespace, "cut", 77)
         time.sleep(8)
         assert grace(cluster, own_namespace, "cut") != 92, "no change while it is cut off"
         assert operator.process.poll() is None, "the operator died with its API server"
-        wire.whole = True
+        proxy.mend()
         wait_for("the change is applied", lambda: grace(cluster, own_namespace, "cut") == 92, timeout_s=30)
         cluster.apply(resource("after"), namespace=own_namespace)
         wait_for("a new resource is seen", lambda: cluster.get("deploy", "after-worker", own_namespace), timeout_s=30)
@@ -256,13 +181,13 @@ def test_the_operator_survives_a_connection_loss_to_the_api_server(
 
 
 def test_the_operator_waits_for_an_api_server_that_starts_later(
-    wire: Wire, cluster: Cluster, own_namespace: str, tmp_path: Path
+    proxy: TcpProxy, proxied_kubeconfig: Path, cluster: Cluster, own_namespace: str, tmp_path: Path
 ) -> None:
-    wire.cut()
-    with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=tmp_path / "kubeconfig") as operator:
+    proxy.cut()
+    with OperatorProcess(cluster, own_namespace, tmp_path, kubeconfig=proxied_kubeconfig) as operator:
         with pytest.raises(subprocess.TimeoutExpired):
             operator.process.wait(timeout=6)
-        wire.whole = True
+        proxy.mend()
         cluster.apply(resource("early"), namespace=own_namespace)
         wait_for("the workload", lambda: cluster.get("deploy", "early-worker", own_namespace), timeout_s=45)
 

@@ -12,10 +12,10 @@ import pytest
 from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_operator.kube.kinds import PERMISSIONS
-from specdecode_operator.state.learned import RunRecord
 from specdecode_operator.types import Deployment, Manifest
 from support.kube import Cluster, KubectlError
-from support.operators.fleet import DEFAULTS, deployment_with
+from support.operators.fleet import DEFAULTS, RUN, deployment_with
+from support.operators.kube_objects import without_owner
 from support.operators.operator_account import grant
 
 OPERATOR = "operator"
@@ -57,11 +57,8 @@ def operator(cluster: Cluster, namespace: str) -> str:
 
 
 def send(cluster: Cluster, manifest: Manifest, *flags: str) -> str:
-    """Apply a manifest without its owner, which does not exist: the garbage collector would delete the object."""
-    metadata = {key: value for key, value in manifest["metadata"].items() if key != "ownerReferences"}
-    manifest = {**manifest, "metadata": metadata}
     command = ("apply", "--server-side", "--field-manager=specdecode", *flags, "-f", "-")
-    return cluster.kubectl(*command, stdin=json.dumps(manifest))
+    return cluster.kubectl(*command, stdin=json.dumps(without_owner(manifest)))
 
 
 def test_an_operator_with_the_charts_rights_creates_every_child(
@@ -92,14 +89,12 @@ def test_the_service_changes_its_selector_in_place(cluster: Cluster, operator: s
 
 def test_an_operator_with_the_charts_rights_creates_every_job(cluster: Cluster, operator: str, namespace: str) -> None:
     deployment = replace(deployment_with(distillation={"storage": {"uri": "pvc://drafts"}}), namespace=namespace)
-    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="embedded://draft", claim="drafts")
     jobs = (
-        manifests.distillation_job(deployment, run, DEFAULTS, ("0123456789abcdef",)),
-        manifests.deletion_job(deployment, run, DEFAULTS),
+        manifests.distillation_job(deployment, RUN, DEFAULTS, ("0123456789abcdef",)),
+        manifests.deletion_job(deployment, RUN, DEFAULTS),
     )
     for job in jobs:
-        metadata = {key: value for key, value in job["metadata"].items() if key != "ownerReferences"}
-        body = json.dumps({**job, "metadata": metadata})
+        body = json.dumps(without_owner(job))
         assert "created" in cluster.kubectl("create", operator, "--dry-run=server", "-f", "-", stdin=body)
 
 

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+from specdecode_operator.api.v1alpha1 import GROUP
 from specdecode_worker.contract.demand import HeldRequests
 from support.kube import Cluster, wait_for
-from support.operators.fleet import SPEC, deep
+from support.operators.kube_objects import resource
 from support.operators.operator_process import OperatorProcess
 
 pytestmark = pytest.mark.usefixtures("crd")
 CHILDREN = "deploy,cm,svc,pdb,sa,role,rolebinding"
 ROUTED = {
-    "replicas": 0,
     "router": {
         "replicas": 2,
         "template": {"spec": {"containers": [{"name": "router", "image": "localhost/none:none"}]}},
@@ -31,8 +30,7 @@ ROUTED = {
 
 
 def apply(cluster: Cluster, namespace: str, name: str) -> None:
-    manifest = {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": name}}
-    cluster.apply({**manifest, "spec": deep(SPEC, ROUTED)}, namespace=namespace)
+    cluster.apply(resource(name, **ROUTED), namespace=namespace)
     wait_for("the routers", lambda: cluster.get("deploy", f"{name}-router", namespace), timeout_s=30)
 
 

@@ -14,6 +14,7 @@ from specdecode_router.discovery.demand import DemandWriter
 from specdecode_router.discovery.endpoint_slices import EndpointSliceDiscovery
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.demand import read_demand
+from support.background import background
 from support.kube import Cluster
 from support.operators.kube_objects import seconds_until
 from support.operators.tcp_proxy import TcpProxy
@@ -52,13 +53,9 @@ async def running(api: ApiServer, namespace: str) -> AsyncIterator[tuple[Endpoin
         updates.append(list(endpoints))
 
     discovery = EndpointSliceDiscovery(api, namespace, SERVICE)
-    task = asyncio.create_task(discovery.run(update))
-    try:
+    async with background(discovery.run(update)):
         await seconds_until("the first list", lambda: updates, limit=10)
         yield discovery, updates
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def applied(cluster: Cluster, namespace: str, manifest: Any) -> None:
@@ -103,19 +100,16 @@ async def test_two_routers_write_entries_of_their_own(direct: ApiServer, cluster
     manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "demo-demand"}}
     await applied(cluster, namespace, manifest)
     writers = [DemandWriter(direct, namespace, "demo-demand", router) for router in ("a", "b")]
-    tasks = [asyncio.create_task(writer.run()) for writer in writers]
 
     async def held() -> dict[str, int]:
         entries = read_demand(await direct.config_map_data(namespace, "demo-demand"))
         return {router: entry.requests for router, entry in entries.items()}
 
-    writers[0].set_held(3, 1)
-    writers[1].set_held(2, 1)
-    await asyncio.sleep(2)
-    assert await held() == {"a": 3, "b": 2}
-    writers[0].set_held(0, 0)
-    await asyncio.sleep(1.5)
-    assert await held() == {"b": 2}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with background(*(writer.run() for writer in writers)):
+        writers[0].set_held(3, 1)
+        writers[1].set_held(2, 1)
+        await asyncio.sleep(2)
+        assert await held() == {"a": 3, "b": 2}
+        writers[0].set_held(0, 0)
+        await asyncio.sleep(1.5)
+        assert await held() == {"b": 2}

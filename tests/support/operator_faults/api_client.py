@@ -23,7 +23,6 @@ KINDS = {
     "service": ("api/v1", "services"),
     "configmap": ("api/v1", "configmaps"),
     "secret": ("api/v1", "secrets"),
-    "event": ("api/v1", "events"),
     "quota": ("api/v1", "resourcequotas"),
     "limitrange": ("api/v1", "limitranges"),
     "deployment": ("apis/apps/v1", "deployments"),
@@ -32,7 +31,6 @@ KINDS = {
     "webhook": ("apis/admissionregistration.k8s.io/v1", "validatingwebhookconfigurations"),
 }
 MERGE_PATCH = "application/merge-patch+json"
-APPLY_PATCH = "application/apply-patch+yaml"
 
 
 class ApiError(KubectlError):
@@ -75,23 +73,14 @@ class Api:
         items: list[Manifest] = self._request("GET", path(kind, namespace), labelSelector=labels)["items"]
         return items
 
-    def create(self, kind: str, namespace: str | None, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
-        """Create an object, or only ask the server whether it would."""
-        query = {"dryRun": "All"} if dry_run else {}
-        body = {"apiVersion": api_version(kind), **manifest}
-        return self._request("POST", path(kind, namespace), body, **query)
+    def create(self, kind: str, namespace: str | None, manifest: Manifest) -> Manifest:
+        """Create an object."""
+        root = KINDS[kind][0].removeprefix("apis/").removeprefix("api/")
+        return self._request("POST", path(kind, namespace), {"apiVersion": root, **manifest})
 
     def patch(self, kind: str, namespace: str | None, name: str, change: Manifest, subresource: str = "") -> Manifest:
         """Merge a change into an object."""
         return self._request("PATCH", path(kind, namespace, name, subresource), change, content_type=MERGE_PATCH)
-
-    def apply(self, kind: str, namespace: str | None, manifest: Manifest) -> Manifest:
-        """Apply an object on the server side."""
-        body = {"apiVersion": api_version(kind), **manifest}
-        query = {"fieldManager": "specdecode-tests", "force": "true"}
-        return self._request(
-            "PATCH", path(kind, namespace, manifest["metadata"]["name"]), body, content_type=APPLY_PATCH, **query
-        )
 
     def delete(self, kind: str, namespace: str | None, name: str, *, propagation: str = "Background") -> None:
         """Delete an object; a missing one is no error."""
@@ -134,11 +123,4 @@ def path(kind: str, namespace: str | None, name: str = "", subresource: str = ""
     """Return the URL path of an object or a list."""
     root, plural = KINDS[kind]
     scope = ["namespaces", quote(namespace)] if namespace else []
-    return "/" + "/".join(
-        [root, *scope, plural, *([quote(name)] if name else []), *([subresource] * bool(subresource))]
-    )
-
-
-def api_version(kind: str) -> str:
-    """Return the apiVersion of a kind's manifests."""
-    return KINDS[kind][0].removeprefix("apis/").removeprefix("api/")
+    return "/" + "/".join(filter(None, [root, *scope, plural, quote(name), subresource]))

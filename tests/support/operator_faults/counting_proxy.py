@@ -58,13 +58,10 @@ class CountingProxy:
             link.frozen = True
         return len(links)
 
-    def since(self, started: float, methods: tuple[str, ...] = WRITES) -> list[SentRequest]:
-        """Return the requests with these methods from a time on, without renewals of Leases."""
-        return [
-            request
-            for request in list(self.requests)
-            if request.at >= started and request.method in methods and "/leases" not in request.path
-        ]
+    def writes_since(self, started: float) -> list[SentRequest]:
+        """Return the writes from a time on, without renewals of Leases."""
+        writes = [one for one in list(self.requests) if one.method in WRITES and "/leases" not in one.path]
+        return [one for one in writes if one.at >= started]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect one client to the API server until either side closes or the proxy ends."""

@@ -78,12 +78,6 @@ class Installation:
         wanted, pods = self.deployment["spec"]["replicas"], self.pods()
         return len(pods) == wanted and all(is_ready(pod) for pod in pods)
 
-    def scale(self, replicas: int) -> None:
-        """Scale the operator and wait for its pods."""
-        name = self.deployment["metadata"]["name"]
-        self.api.patch("deployment", self.home, name, {"spec": {"replicas": replicas}})
-        wait_for(f"{replicas} operators run", self.is_running, timeout_s=120)
-
     def pods(self) -> list[Manifest]:
         return self.api.list("pod", self.home, SELECTOR)
 

@@ -44,7 +44,6 @@ def operator_behind(proxy: CountingProxy, cluster: Cluster, namespace: str, fold
         poll_seconds="2",
     )
     operator.start()
-    assert operator.process is not None
     try:
         wait_for("the local operator runs", lambda: operator.probe("/healthz")[0] == 200, timeout_s=60)
         yield operator

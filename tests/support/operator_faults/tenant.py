@@ -167,17 +167,15 @@ class ServedDeployment:
         wait_for(f"a condition names {texts}", is_named, timeout_s=timeout_s, every_s=0.2)
         return time.monotonic() - started
 
-    def is_condition(self, kind: str, status: str, *, current: bool = True) -> bool:
-        """Return whether a condition has a status, for the present generation unless ``current`` is False."""
+    def is_condition(self, kind: str, status: str) -> bool:
+        """Return whether a condition has a status, for the present generation."""
         resource = self.get()
         conditions = resource.get("status", {}).get("conditions", [])
         condition = next((c for c in conditions if c["type"] == kind), None)
         assert condition, f"no condition {kind}"
         generation = resource["metadata"]["generation"]
         observed = resource["status"].get("observedGeneration"), condition.get("observedGeneration")
-        assert not current or set(observed) == {generation}, (
-            f"generation {generation}, observed {observed}: {condition}"
-        )
+        assert set(observed) == {generation}, f"generation {generation}, observed {observed}: {condition}"
         assert condition["status"] == status, condition
         return True
 

@@ -14,6 +14,9 @@ def merging(*merge: dict[str, Any], **task: Any) -> dict[str, Any]:
     return {"drafts": drafts, "tasks": [{"name": "edits", "merge": list(merge), **task}]}
 
 
+NEEDS_URI = "draft.uri is needed by every method but ngram, suffix and none"
+OWN = {"uri": "hf://a/b@main", "placement": "Own"}
+"""A draft on a device of its own."""
 S3: dict[str, Any] = {"uri": "s3://models", "secretRef": {"name": "key"}}
 
 GOOD: list[dict[str, Any]] = [
@@ -48,10 +51,10 @@ GOOD: list[dict[str, Any]] = [
     {"speculation": {"method": "suffix", "draft": None}},
     {"speculation": {"method": "peagle", "draft": {"uri": "hf://a/b@main", "quantization": "int4"}}},
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "quantization": "int8"}}},
-    {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "coupled"}},
-    {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "prefill": {"replicas": 0}},
+    {"speculation": {"draft": OWN}, "engine": {"sampler": "coupled"}},
+    {"speculation": {"draft": OWN}, "prefill": {"replicas": 0}},
     {"prefill": {"replicas": 0, "maxReplicas": 2}},
-    {"speculation": {"method": "draft-model", "draft": {"uri": "hf://a/b@main", "placement": "Own"}}},
+    {"speculation": {"method": "draft-model", "draft": OWN}},
     {"speculation": {"method": "dflash", "draft": {"uri": "hf://a/b@main", "placement": "Shared"}}},
     {"speculation": {"drafts": [{"name": "a", "method": "peagle", "uri": "file:///m", "quantization": "fp8"}]}},
     {
@@ -111,8 +114,8 @@ GOOD: list[dict[str, Any]] = [
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"speculation": {"draft": None}}, "draft.uri is needed by every method but ngram, suffix and none"),
-    ({"speculation": {"method": "none"}}, "draft.uri is needed by every method but ngram, suffix and none"),
+    ({"speculation": {"draft": None}}, NEEDS_URI),
+    ({"speculation": {"method": "none"}}, NEEDS_URI),
     ({"speculation": {"depth": {"min": 4, "initial": 3, "max": 5}}}, "min <= initial <= max"),
     ({"speculation": {"depth": {"initial": 6}}}, "min <= initial <= max"),
     ({"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not exceed maxReplicas"),
@@ -130,10 +133,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"router": {"replicas": 2, "trafficSplit": [{"deployment": name, "percent": 51} for name in "ab"]}},
         "at most 100 percent",
     ),
-    (
-        {"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 1}] * 2}},
-        "Duplicate value",
-    ),
+    ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 1}] * 2}}, "Duplicate value"),
     ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "A", "percent": 1}]}}, "deployment"),
     ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 101}]}}, "percent"),
     ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "a"}]}}, "percent"),
@@ -143,21 +143,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         (
-            {"speculation": {"method": method, "draft": {"uri": "hf://a/b@main", "placement": "Own"}}},
+            {"speculation": {"method": method, "draft": OWN}},
             "placement Own is for methods eagle3, eagle, draft-model",
         )
         for method in ("peagle", "dflash", "medusa")
     ),
     ({"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Elsewhere"}}}, "placement"),
     (
-        {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "prefill": {"replicas": 1}},
+        {"speculation": {"draft": OWN}, "prefill": {"replicas": 1}},
         "placement Own keeps the draft's keys in another process",
     ),
     ({"prefill": {"replicas": 3, "maxReplicas": 2}}, "prefill.replicas must not exceed"),
-    (
-        {"speculation": {"draft": {"uri": "hf://a/b@main", "placement": "Own"}}, "engine": {"sampler": "mss"}},
-        "placement Own needs engine.sampler coupled",
-    ),
+    ({"speculation": {"draft": OWN}, "engine": {"sampler": "mss"}}, "placement Own needs engine.sampler coupled"),
     ({"engine": {"extraArgs": ["--draft-placement=own"]}}, "extraArgs must not contain"),
     ({"model": {"uri": "ftp://host/model"}}, "uri"),
     ({"model": {"uri": "hf://no-organisation"}}, "uri"),
@@ -181,12 +178,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"pin": "chain"}}, "pin"),
     ({"speculation": {"tasks": [{"name": "code", "pin": "fork:2"}]}}, "pin"),
     ({"workers": {"recycle": "Always"}}, "recycle"),
-    ({"speculation": {"method": "suffix"}}, "draft.uri is needed by every method but ngram, suffix and none"),
-    ({"speculation": {"method": "ngram"}}, "draft.uri is needed by every method but ngram, suffix and none"),
-    (
-        {"speculation": {"method": "peagle", "draft": None}},
-        "draft.uri is needed by every method but ngram, suffix and none",
-    ),
+    ({"speculation": {"method": "suffix"}}, NEEDS_URI),
+    ({"speculation": {"method": "ngram"}}, NEEDS_URI),
+    ({"speculation": {"method": "peagle", "draft": None}}, NEEDS_URI),
     ({"speculation": {"drafts": [{"name": "a", "method": "medusa"}]}}, "uri is needed by every method but ngram"),
     (
         {"speculation": {"drafts": [{"name": "a", "method": "ngram"}, {"name": "a", "method": "ngram"}]}},
@@ -203,10 +197,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"speculation": merging({"draft": "lookup"}) | {"draft": {"uri": "hf://org/head", "placement": "Own"}}},
         "merge needs speculation.draft.placement Shared",
     ),
-    (
-        {"speculation": merging({"draft": "lookup"}), "engine": {"sampler": "mss"}},
-        "merge needs engine.sampler coupled",
-    ),
+    ({"speculation": merging({"draft": "lookup"}), "engine": {"sampler": "mss"}}, "merge needs engine.sampler coupled"),
     ({"engine": {"maxNumSeqs": 0}}, "maxNumSeqs"),
     ({"replicas": -1}, "replicas"),
     ({"engine": {"quantization": "int4"}}, "quantization"),

@@ -6,25 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specdecode_operator import metrics
 from specdecode_operator.api.draft import DraftResourceSpec, DraftResourceStatus, Role, SpecDecodeDraft
-from specdecode_operator.api.v1alpha1 import NameRef
+from specdecode_operator.api.v1alpha1 import NameRef, Status
+from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.errors import PluginError
-from specdecode_operator.plugin.drafts import change_for
+from specdecode_operator.plugin.drafts import change_for, drafts
 from specdecode_operator.state.learned import (
     DraftRecord,
-    LearnedState,
     Session,
-    parse_state,
     parse_training,
-    render_state,
     render_training,
 )
 from specdecode_operator.state.store import draft_writes, manifest_of, record_of
-from specdecode_operator.types import Decision, Deployment, Observation, TrainingJob, Worker
+from specdecode_operator.types import Decision, Deployment, Observation, Outcome, TrainingJob, Worker
 from specdecode_worker.contract import (
-    AcceptanceCell,
     Artifact,
     CaptureReport,
     DraftState,
@@ -36,7 +34,9 @@ from specdecode_worker.contract import (
     TrialState,
 )
 from specdecode_worker.contract.distillation import DistillationVerdict, GainBounds
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import DEFAULTS, deployment_with, restarted, workload_with
+from support.operators.reports import main_cell
+from support.operators.statuses import resource_of
 
 OLD, NEW = "0ld0ld0ld0ld", "new000new000"
 CANDIDATE = {"uri": "file:///new", "hash": NEW}
@@ -107,16 +107,7 @@ class Pod:
             trial=self.trial,
             capture=None if self.captured is None else CaptureReport(conversations=self.captured, oldest=self.oldest),
             drafts=self.drafted,
-            acceptance=(
-                AcceptanceCell(
-                    draft=self.draft,
-                    task="other",
-                    sampled=False,
-                    depth=1,
-                    parent="main",
-                    ranks=(*[0] * 8, self.drafted),
-                ),
-            ),
+            acceptance=(main_cell(self.draft, "other", 1, (*[0] * 8, self.drafted)),),
         )
         return Worker(name=self.name, uid=self.uid, address=f"10.0.0.{self.uid}", ready=self.ready, report=report)
 
@@ -188,7 +179,6 @@ class Canary:
 
     def write_jobs(self) -> None:
         """Create and delete Jobs as the reconciler does."""
-        assert self.decision is not None
         ended = {job.uid for job in self.decision.ended_jobs}
         self.jobs = [job for job in self.jobs if job.uid not in ended]
         wanted = self.decision.job
@@ -209,8 +199,12 @@ class Canary:
         """Give the Job another status."""
         self.jobs[-1] = replace(self.jobs[-1], status=status)
 
+    def end_job(self, status: JobStatus) -> Decision:
+        """Give the Job another status, and let the operator see it."""
+        self.job_ends(status)
+        return self.tick()
+
     def push(self) -> None:
-        assert self.decision is not None
         self.write_drafts()
         self.write_jobs()
         for pod in self.pods:
@@ -227,13 +221,12 @@ class Canary:
             self.tick()
         raise AssertionError(f"{self.phase} instead of {phase}")
 
-    def finish_pairs(self, count: int, gain: float, task: str = "other") -> None:
+    def finish_pairs(self, count: int, gain: float) -> None:
         """Let the canary finish pairs, one in each tick."""
         for _ in range(count):
             pod = self.tries
-            assert pod.trial is not None
             index = pod.trial.pair
-            pairs = (*pod.trial.pairs, pair(index, gain, task))[-16:]
+            pairs = (*pod.trial.pairs, pair(index, gain))[-16:]
             pod.trial = pod.trial.model_copy(update={"pairs": pairs, "pair": index + 1})
             self.tick()
             if self.phase != "Canary" or self.record.is_confirmed:
@@ -283,9 +276,8 @@ class Canary:
 
     def restart_operator(self) -> None:
         """Drop everything but what the ConfigMap and the SpecDecodeDrafts have."""
-        before, learned = self.record, parse_state(render_state(self.session.learned), "u1", self.session.learned.plan)
-        training = parse_training(render_training(self.record))
-        self.session = Session(learned=learned or LearnedState(uid="u1"), drafts=training)
+        before, training = self.record, parse_training(render_training(self.record))
+        self.session = replace(restarted(self.session), drafts=training)
         self.session = self.observed().session
         assert self.record == before.model_copy(update={"lineage": self.record.lineage})
 
@@ -307,6 +299,27 @@ def trying(**rollout: Any) -> Canary:
     return canary
 
 
+def offer_another(canary: Canary) -> None:
+    """Offer a third draft, and let the operator see it."""
+    canary.offer({"uri": "file:///third", "hash": "third0third0"})
+    canary.ticks(2)
+
+
+def promoting() -> Canary:
+    """Return a deployment whose candidate was better, before all workers run it."""
+    canary = trying()
+    canary.finish_pairs(60, 0.10)
+    assert canary.phase == "Promoting"
+    return canary
+
+
+def promoted() -> Canary:
+    """Return a deployment whose candidate serves everywhere."""
+    canary = promoting()
+    canary.until("Cooldown")
+    return canary
+
+
 def capturing(**spec: Any) -> Canary:
     """Return a deployment whose workers capture, and have reported."""
     canary = Canary(deployment_with(replicas=2, distillation={**DISTILLATION, **spec.pop("distillation", {})}, **spec))
@@ -314,11 +327,18 @@ def capturing(**spec: Any) -> Canary:
     return canary
 
 
-def distilling(**spec: Any) -> Canary:
-    """Return a deployment whose run has collected enough, before its Job is created."""
+def collecting(**spec: Any) -> Canary:
+    """Return a deployment whose run collects conversations, of which there are none yet."""
     canary = capturing(**spec)
     canary.command("distill")
     canary.tick()
+    assert canary.phase == "Collecting"
+    return canary
+
+
+def distilling(**spec: Any) -> Canary:
+    """Return a deployment whose run has collected enough, before its Job is created."""
+    canary = collecting(**spec)
     for pod in canary.pods:
         pod.captured = 50
     canary.tick(push=False)
@@ -352,16 +372,22 @@ def verdict(kind: str = "better", gain: float = 0.2, draft: Artifact | None = No
 def refusal_of(verb: str, canary: Canary) -> str:
     """Return why the plugin refuses a command; empty if it does not."""
     try:
-        change_for(verb, resource_of(canary), map(manifest_of, canary.drafts), "now")
+        change_for(verb, resource_of(canary.deployment), map(manifest_of, canary.drafts), "now")
     except PluginError as error:
         return str(error)
     return ""
 
 
-def resource_of(canary: Canary) -> dict[str, Any]:
-    """Return the resource of a canary as the plugin reads it, with the status that the deployment has."""
-    return {
-        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
-        "spec": canary.deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
-        "status": canary.deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
-    }
+def shown(canary: Canary, job_problem: str = "") -> Status:
+    """Return the status after the last decision, and keep it in the deployment."""
+    observed = replace(canary.observed(), session=canary.session)
+    status = status_of(canary.deployment, observed, canary.decision, Outcome(job_problem=job_problem), now=canary.now)
+    metrics.record(canary.deployment, observed, canary.decision, status)
+    canary.deployment = replace(canary.deployment, status=status)
+    return status
+
+
+def listed(canary: Canary) -> str:
+    """Return the text of `kubectl specdecode drafts` in one line."""
+    text = drafts(resource_of(canary.deployment), map(manifest_of, canary.drafts), canary.now)
+    return " ".join(" ".join(text).split())

@@ -12,21 +12,19 @@ from typing import Any
 
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import DriftState, LearnedState, Session, TaskDrift, parse_state, render_state
+from specdecode_operator.state.learned import DriftState, Session, TaskDrift
 from specdecode_operator.state.store import draft_writes
-from specdecode_operator.types import Deployment, Observation, Worker
+from specdecode_operator.types import Deployment, Worker
 from specdecode_worker.contract import (
-    AcceptanceCell,
     DraftState,
     Report,
     RequestCell,
-    StepCell,
     TaskCell,
     TrafficCell,
     TrialState,
 )
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import decided, deployment_with, restarted, workload_with
+from support.operators.reports import main_cell, step_cell, step_values
 
 DAY = 86_400.0
 USUAL = (0.8, 0.7, 0.6)
@@ -37,7 +35,7 @@ SPREAD = 0.1
 """Standard deviation of a request's log acceptance: requests of a task differ."""
 DRAFTS = 40
 """Drafts of a request."""
-STEP_SECONDS = 0.02
+STEP = step_values(0.02, 1, (1.0, 1.0, 1.0, 100.0, 0.0, 0.0))
 
 
 @dataclass
@@ -73,13 +71,8 @@ class Pod:
             trial=self.trial,
             plain_steps=self.steps,
             acceptance=tuple(
-                AcceptanceCell(
-                    draft=self.draft,
-                    task=task,
-                    sampled=False,
-                    depth=level,
-                    parent="main",
-                    ranks=(self.ranks[task, level, True], *[0] * 7, self.ranks[task, level, False]),
+                main_cell(
+                    self.draft, task, level, (self.ranks[task, level, True], *[0] * 7, self.ranks[task, level, False])
                 )
                 for task, level in cells
             ),
@@ -97,28 +90,7 @@ class Pod:
                 TaskCell(task=task, decode_steps=count * DRAFTS, decode_tokens=count * DRAFTS)
                 for task, count in self.finished.items()
             ),
-            steps=(self._cell(),),
-        )
-
-    def _cell(self) -> StepCell:
-        x = (1.0, 1.0, 1.0, 100.0, 0.0, 0.0)
-        xx = [x[i] * x[j] for i in range(6) for j in range(i, 6)]
-        seconds = self.steps * STEP_SECONDS
-        return StepCell(
-            tokens_bucket=1,
-            draft_passes=0,
-            prefill=False,
-            context_bucket=0,
-            count=self.steps,
-            t=seconds,
-            tt=self.steps * STEP_SECONDS**2,
-            emitted=self.steps,
-            x=tuple(value * self.steps for value in x),
-            xt=tuple(value * seconds for value in x),
-            xx=tuple(value * self.steps for value in xx),
-            device_seconds=seconds,
-            wall_seconds=seconds,
-            clipped=0,
+            steps=(step_cell(1, 0, 0, [value * self.steps for value in STEP]),),
         )
 
 
@@ -185,8 +157,7 @@ class Drifting:
 
     def restart_operator(self) -> None:
         """Drop everything but what the state's ConfigMap has."""
-        learned = parse_state(render_state(self.session.learned), "u1", self.session.learned.plan)
-        self.session = Session(learned=learned or LearnedState(uid="u1"), drafts=self.session.drafts)
+        self.session = restarted(self.session)
 
     def wait(self, seconds: float) -> None:
         """Let time pass without requests, and poll."""
@@ -198,11 +169,10 @@ class Drifting:
             Worker(name=pod.name, uid=pod.name, address=f"10.0.0.{index}", ready=True, report=pod.report(self.now))
             for index, pod in enumerate(self.pods)
         )
-        workload = workload_with(len(workers))
         writes = draft_writes(self.deployment, self.session.drafts, self.drafts, now=self.now)
         self.drafts = tuple(write.after for write in writes) or self.drafts
-        observed = Observation(workload=workload, workers=workers, session=self.session, drafts=self.drafts)
-        decision, self.session = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        seen = {"workload": workload_with(len(workers)), "workers": workers, "drafts": self.drafts}
+        decision, self.session = decided(self.deployment, self.session, now=self.now, **seen)
         self.records += [record for record in decision.changes if record.kind in ("Drift", "Draft")]
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
 from specdecode_operator.planning.estimates import Load, buckets_for, features
-from specdecode_operator.planning.search import choose
+from specdecode_operator.planning.search import Chosen, choose
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_operator.telemetry.counters import PAIRS, Moments
-from support.operators.limits import speculation_of
+from support.operators.fleet import speculation_of
 
 
 def moments(
@@ -41,15 +41,18 @@ def truth(sequences: float, depth: int) -> float:
     return 0.02 + 0.002 * depth + 0.0004 * sequences * (depth + 1)
 
 
-def chances(p: float, depth: int = 5, total: float = 1000) -> tuple[AcceptanceCell, ...]:
-    return tuple(
-        AcceptanceCell(task="other", depth=d, hits=p * total, total=total, at=1000) for d in range(1, depth + 1)
-    )
+def chances(p: float, depth: int = 5, total: float = 1000, task: str = "other") -> tuple[AcceptanceCell, ...]:
+    return tuple(AcceptanceCell(task=task, depth=d, hits=p * total, total=total, at=1000) for d in range(1, depth + 1))
+
+
+def planned(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0, **more: Any) -> Chosen:
+    """Return what the planner chooses at ``now``, for workers of 16 sequences."""
+    return choose(speculation, learned, buckets_for(16), max_num_seqs=16, now=now, **more)
 
 
 def depths_of(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0) -> list[int]:
-    """Return the depths of all rows that the planner chooses at ``now``, for workers of 16 sequences."""
-    return [row.depth for row in choose(speculation, learned, buckets_for(16), max_num_seqs=16, now=now).rows]
+    """Return the depths of all rows that the planner chooses."""
+    return [row.depth for row in planned(speculation, learned, now).rows]
 
 
 def spec(**fields: Any) -> SpeculationSpec:

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic.alias_generators import to_camel
 
-from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.api.v1alpha1 import STABILITY, Spec, SpeculationSpec, StabilityLimits, Status
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import LearnedState, Session, parse_state, render_state
+from specdecode_operator.state.learned import LearnedState, RunRecord, Session, parse_state, render_state
 from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Worker, Workload
 from specdecode_worker.contract import (
     OTHER_TASK,
-    AcceptanceCell,
     DraftState,
     Method,
     Plan,
     PlanState,
     Report,
     RequestCell,
-    StepCell,
     SyntheticKnobs,
     TrafficCell,
     TreeShape,
     draft_passes,
 )
-from support.operators.limits import speculation_of
+from support.operators.reports import main_cell, step_cell, step_values
 
 DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
+RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
+"""A training run whose drafts go to the claim ``drafts``."""
 StepTime = Callable[[float, int, float], float]
 
 
@@ -68,6 +68,8 @@ class SimulatedWorker:
     ranks: dict[int, list[int]] = field(default_factory=dict)
     request: list[int] = field(default_factory=lambda: [0] * 6)
     synthetic: SyntheticKnobs | None = None
+    task: str = OTHER_TASK
+    """That of all requests."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -87,12 +89,9 @@ class SimulatedWorker:
     def depth(self) -> int:
         concurrency = sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency)
         context = sum(self.truth.context > edge for edge in self.plan.buckets.context)
-        return self.planned_shape(concurrency, context).depth
-
-    def planned_shape(self, concurrency: int, context: int, task: str = OTHER_TASK) -> TreeShape:
-        """Return the shape of the plan at a load, which is its initial one if it was made for another draft."""
         is_planned = self.plan.draft == self.truth.draft
-        return self.plan.shape(concurrency, context, task) if is_planned else self.plan.initial
+        shape = self.plan.shape(concurrency, context, self.task) if is_planned else self.plan.initial
+        return shape.depth
 
     def passes(self, depth: int) -> int:
         return draft_passes(self.truth.method, depth)
@@ -122,16 +121,13 @@ class SimulatedWorker:
             accepted_tokens=count.get("accepted_tokens", 0),
             plain_steps=count.get("plain_steps", 0),
             acceptance=tuple(
-                AcceptanceCell(
-                    draft=self.truth.draft, task="other", sampled=False, depth=depth, parent="main", ranks=tuple(ranks)
-                )
-                for depth, ranks in sorted(self.ranks.items())
+                main_cell(self.truth.draft, self.task, depth, ranks) for depth, ranks in sorted(self.ranks.items())
             ),
             requests=(self._requests(),),
-            steps=tuple(self._cells()),
+            steps=tuple(step_cell(*key, values) for key, values in sorted(self.steps.items())),
             traffic=(
                 TrafficCell(
-                    task="other",
+                    task=self.task,
                     arrivals=0,
                     finished=0,
                     prompt_tokens=0,
@@ -149,8 +145,7 @@ class SimulatedWorker:
         packed, passes = truth.sequences * (depth + 1), self.passes(depth)
         key = (1 << (packed - 1).bit_length(), passes, sum(truth.context > edge for edge in self.plan.buckets.context))
         x = (1.0, truth.sequences, packed, truth.sequences * truth.context, passes, 0.0)
-        xx = [x[i] * x[j] for i in range(6) for j in range(i, 6)]
-        values = [1, seconds, seconds**2, emitted, *x, *(value * seconds for value in x), *xx]
+        values = step_values(seconds, emitted, x)
         known = self.steps.setdefault(key, [0.0] * len(values))
         self.steps[key] = [a + b for a, b in zip(known, values, strict=True)]
         self.clock += seconds
@@ -181,26 +176,7 @@ class SimulatedWorker:
 
     def _requests(self) -> RequestCell:
         n, a, d, aa, ad, dd = self.request
-        return RequestCell(draft=self.truth.draft, task="other", sampled=False, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
-
-    def _cells(self) -> Any:
-        for (bucket, passes, context), values in sorted(self.steps.items()):
-            yield StepCell(
-                tokens_bucket=bucket,
-                draft_passes=passes,
-                prefill=False,
-                context_bucket=context,
-                count=int(values[0]),
-                t=values[1],
-                tt=values[2],
-                emitted=int(values[3]),
-                x=tuple(values[4:10]),
-                xt=tuple(values[10:16]),
-                xx=tuple(values[16:]),
-                device_seconds=values[1],
-                wall_seconds=values[1],
-                clipped=0,
-            )
+        return RequestCell(draft=self.truth.draft, task=self.task, sampled=False, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
 
 
 SPEC: dict[str, Any] = {
@@ -221,11 +197,30 @@ def deep(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+class LimitedSpeculation(SpeculationSpec):
+    """Speculation whose limits a test chose, instead of those of speculation.stability."""
+
+    chosen: StabilityLimits
+
+    @property
+    def limits(self) -> StabilityLimits:
+        return self.chosen
+
+
+def speculation_of(fields: Mapping[str, Any]) -> SpeculationSpec:
+    """Return spec.speculation. The key ``limits`` has fields of StabilityLimits that differ from Medium."""
+    given = dict(fields)
+    limits = given.pop("limits", None)
+    plain = SpeculationSpec.model_validate(given, extra="forbid")
+    if limits is None:
+        return plain
+    return LimitedSpeculation(**plain.model_dump(), chosen=replace(STABILITY["Medium"], **limits))
+
+
 def deployment_with(status: Status | None = None, **spec: Any) -> Deployment:
     """Return a deployment. speculation may have the key ``limits`` of `speculation_of`."""
     fields = deep(SPEC, {to_camel(name): value for name, value in spec.items()})
-    speculation = speculation_of(fields["speculation"])
-    fields["speculation"] = {name: value for name, value in fields["speculation"].items() if name != "limits"}
+    speculation = speculation_of(fields.pop("speculation"))
     return Deployment(
         namespace="ns",
         name="demo",
@@ -234,6 +229,12 @@ def deployment_with(status: Status | None = None, **spec: Any) -> Deployment:
         spec=Spec.model_validate(fields, extra="forbid").model_copy(update={"speculation": speculation}),
         status=status or Status(),
     )
+
+
+def deployment_of(spec: Mapping[str, Any], *, namespace: str = "team-a", name: str = "llama") -> Deployment:
+    """Return the deployment of a user's spec."""
+    parsed = Spec.model_validate(spec)
+    return Deployment(namespace=namespace, name=name, uid="u", generation=1, spec=parsed, status=Status())
 
 
 def with_pin(deployment: Deployment, pin: str | None, **by_task: str) -> Deployment:
@@ -269,6 +270,14 @@ def workload_with(replicas: int = 1, **fields: Any) -> Workload:
     )
 
 
+def decided(
+    deployment: Deployment, session: Session | None = None, *, now: float = 1000.0, **seen: Any
+) -> tuple[Decision, Session]:
+    """Decide once on what is ``seen``; unless told otherwise, one worker is available and says nothing."""
+    observed = Observation(**{"workload": workload_with(), "workers": (), "session": session or Session(), **seen})
+    return decide(deployment, observed, DEFAULTS, now=now)
+
+
 @dataclass
 class Loop:
     """The pure loop closed over one simulated worker: poll, decide, push, run on."""
@@ -285,8 +294,7 @@ class Loop:
         self.worker.run(seconds)
         self.now += seconds
         pod = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=self.worker.report())
-        observed = Observation(workload=workload_with(), workers=(pod,), session=self.memory)
-        self.decision, self.memory = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        self.decision, self.memory = decided(self.deployment, self.memory, now=self.now, workers=(pod,))
         if self.decision.pushes:
             self.worker.plan = self.decision.plan
         self.versions.append(self.decision.plan.version)
@@ -296,13 +304,17 @@ class Loop:
     def polls(self, count: int) -> Decision:
         for _ in range(count):
             self.poll()
-        assert self.decision is not None
         return self.decision
 
     def restart_operator(self) -> None:
         """All that the process knew is gone but what the ConfigMap has."""
-        learned = parse_state(render_state(self.memory.learned), "u1", self.memory.learned.plan)
-        self.memory = Session(learned=learned or LearnedState(uid="u1"))
+        self.memory = restarted(self.memory)
+
+
+def restarted(session: Session) -> Session:
+    """Return the session of a new process: what the ConfigMap has, and the drafts."""
+    learned = parse_state(render_state(session.learned), "u1", session.learned.plan)
+    return Session(learned=learned or LearnedState(uid="u1"), drafts=session.drafts)
 
 
 def loop_over(truth: Truth | None = None, *, explore: float = 0.05, seed: int = 0, **spec: Any) -> Loop:
@@ -311,14 +323,10 @@ def loop_over(truth: Truth | None = None, *, explore: float = 0.05, seed: int = 
     return Loop(deployment_with(**spec), worker)
 
 
-def best_depth(truth: Truth, deepest: int = 5) -> int:
-    """Return the depth with the shortest time per token, computed from the true chances and step times."""
-
-    def per_token(depth: int) -> float:
-        tokens = survival = 1.0
-        for chance in truth.chances[:depth]:
-            survival *= chance
-            tokens += survival
-        return truth.step_time(truth.sequences, depth, truth.context) / tokens
-
-    return min(range(deepest + 1), key=per_token)
+def per_token(truth: Truth, depth: int) -> float:
+    """Return the time per token of a chain, computed from the true chances and step times."""
+    tokens = survival = 1.0
+    for chance in truth.chances[:depth]:
+        survival *= chance
+        tokens += survival
+    return truth.step_time(truth.sequences, depth, truth.context) / tokens

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
+from support.operators.fleet import SPEC, deep
 
 NAME_LABEL = f"{GROUP}/name"
 
@@ -30,6 +31,18 @@ def owned(manifest: dict[str, Any], uid: str, name: str = "x", kind: str = KIND)
         "blockOwnerDeletion": False,
     }
     return {**manifest, "metadata": {**manifest["metadata"], "ownerReferences": [reference]}}
+
+
+def without_owner(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest without owners that do not exist: the garbage collector would delete the object."""
+    metadata = {key: value for key, value in manifest["metadata"].items() if key != "ownerReferences"}
+    return {**manifest, "metadata": metadata}
+
+
+def resource(name: str, **spec: Any) -> dict[str, Any]:
+    """Return a SpecDecodeDeployment without replicas: every child is made but pods."""
+    fields = deep({**SPEC, "replicas": 0}, spec)
+    return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": name}, "spec": fields}
 
 
 async def seconds_until(what: str, condition: Callable[[], object], *, limit: float) -> float:

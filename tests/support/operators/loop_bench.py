@@ -30,6 +30,8 @@ class Cluster:
     def __init__(self, **spec: Any) -> None:
         self.writes: list[str] = []
         self.down: set[str] = set()
+        self.refusal: ClusterError = Unavailable("no answer")
+        """Raised by updates of what is down."""
         self.stored: dict[str, Mapping[str, Any]] = {}
         """ConfigMaps by name."""
         metadata = {"namespace": KEY[0], "name": KEY[1], "uid": "u1", "generation": 1, "resourceVersion": "1"}
@@ -88,7 +90,7 @@ class Cluster:
     async def update(self, kind: Kind, manifest: Mapping[str, Any], *, subresource: str | None = None) -> Any:
         name = manifest["metadata"]["name"]
         if name in self.down:
-            raise Unavailable("no answer")
+            raise self.refusal
         self.writes.append("/".join(filter(None, (kind.kind, name, subresource))))
         return manifest
 

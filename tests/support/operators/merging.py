@@ -13,7 +13,6 @@ from specdecode_operator.planning.estimates import buckets_for
 from specdecode_operator.state.learned import CreditCell
 from specdecode_worker.contract import (
     MAX_RANKS,
-    AcceptanceCell,
     DraftState,
     Method,
     Plan,
@@ -22,6 +21,7 @@ from specdecode_worker.contract import (
     draft_passes,
 )
 from support.operators.fleet import Loop, SimulatedWorker, Truth, deployment_with
+from support.operators.reports import main_cell
 
 TASK, OWN = "edits", "d1"
 QUICK: dict[str, Any] = {"min_dwell_seconds": 20, "min_gain_percent": 3}
@@ -59,33 +59,17 @@ class MergingWorker(SimulatedWorker):
         tasks = [task for task in self.plan.tasks if task.name == TASK]
         return [one.draft for task in tasks for one in task.merge]
 
-    @property
-    def depth(self) -> int:
-        concurrency = sum(self.truth.sequences > edge for edge in self.plan.buckets.concurrency)
-        return self.planned_shape(concurrency, 0, TASK).depth
-
     def passes(self, depth: int) -> int:
         heads = (self.merged[name].method for name in self.running if self.merged[name].method != "ngram")
         return draft_passes(self.truth.method, depth) + sum(draft_passes(method, depth) for method in heads)
 
     def report(self) -> Report:
-        base = super().report()
-        return base.model_copy(
-            update={
-                "acceptance": tuple(one.model_copy(update={"task": TASK}) for one in base.acceptance),
-                "credit": tuple(
-                    AcceptanceCell(
-                        draft=draft, task=TASK, sampled=False, depth=depth, parent="main", ranks=tuple(ranks)
-                    )
-                    for (draft, depth), ranks in sorted(self.credit.items())
-                ),
-                "requests": tuple(one.model_copy(update={"task": TASK}) for one in base.requests),
-                "traffic": tuple(one.model_copy(update={"task": TASK}) for one in base.traffic),
-                "named_drafts": tuple(
-                    DraftState(name=name, method=one.method, hash=f"hash-{name}") for name, one in self.merged.items()
-                ),
-            }
+        cells = sorted(self.credit.items())
+        credit = tuple(main_cell(draft, TASK, depth, ranks) for (draft, depth), ranks in cells)
+        named = tuple(
+            DraftState(name=name, method=one.method, hash=f"hash-{name}") for name, one in self.merged.items()
         )
+        return super().report().model_copy(update={"credit": credit, "named_drafts": named})
 
     def _seconds(self, sequences: float, depth: int, context: float) -> float:
         return 0.020 + self.pass_seconds * self.passes(depth) + 0.0004 * sequences * (depth + 1)
@@ -113,9 +97,7 @@ class MergingWorker(SimulatedWorker):
         return self.luck.random() < (draft.agreement if is_own else draft.rescue)
 
 
-def merging_loop(
-    merged: dict[str, MergedTruth], *, seed: int = 0, pass_seconds: float = 0.004, **speculation: Any
-) -> Loop:
+def merging_loop(merged: dict[str, MergedTruth], *, pass_seconds: float = 0.004, **speculation: Any) -> Loop:
     """Return a loop over one worker of four sequences, whose task declares all drafts of ``merged``.
 
     The worker has timed steps of its own draft alone, as workers do before they serve.
@@ -126,8 +108,7 @@ def merging_loop(
     worker = MergingWorker(
         Truth(sequences=4),
         plan=Plan(initial=TreeShape.chain(3), buckets=buckets_for(16)),
-        explore=0.05,
-        seed=seed,
+        task=TASK,
         merged=merged,
         pass_seconds=pass_seconds,
     )

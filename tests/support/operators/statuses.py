@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import Session
-from specdecode_operator.types import ChildProblem, Deployment, Observation, Outcome, Worker, Workload
-from support.operators.fleet import DEFAULTS, deployment_with
+from specdecode_operator.plugin.explain import explain
+from specdecode_operator.state.learned import LearnedState, Session
+from specdecode_operator.types import ChildProblem, Decision, Deployment, Observation, Outcome, Worker, Workload
+from support.operators.fleet import DEFAULTS, Loop, deployment_with, workload_with
 
 
 def pod(name: str = "p", **fields: Any) -> Worker:
@@ -19,15 +22,60 @@ def pod(name: str = "p", **fields: Any) -> Worker:
 def status_with(
     workload: Workload | None = None,
     *workers: Worker,
+    before: Status | None = None,
     outcome: Outcome | None = None,
     deployment: Deployment | None = None,
     now: float = 1000,
     **spec: Any,
 ) -> Status:
-    deployment = deployment or deployment_with(**spec)
-    observed = Observation(workload=workload, workers=workers, session=Session())
+    """Return the first status of a process, of a deployment with this spec that had the status ``before``."""
+    deployment = deployment or deployment_with(before, **spec)
+    return next_status(deployment, workload=workload, workers=workers, outcome=outcome, now=now)
+
+
+def next_status(
+    deployment: Deployment,
+    session: Session | None = None,
+    *,
+    outcome: Outcome | None = None,
+    now: float = 1000,
+    **seen: Any,
+) -> Status:
+    """Return the status after one decision on what is ``seen``; unless told otherwise, one worker is available."""
+    observed = Observation(**{"workload": workload_with(), "workers": (), "session": session or Session(), **seen})
     decision, _ = decide(deployment, observed, DEFAULTS, now=now)
     return status_of(deployment, observed, decision, outcome or Outcome(), now=now)
+
+
+def status_after(loop: Loop, decision: Decision) -> Status:
+    """Return the status after a decision of a loop."""
+    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
+    return status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
+
+
+def polled(loop: Loop, count: int) -> list[Status]:
+    """Poll ``count`` times. Return the statuses, each built on the one before, as on a cluster."""
+    built = []
+    for _ in range(count):
+        built.append(status_after(loop, loop.poll()))
+        loop.deployment = replace(loop.deployment, status=built[-1])
+    return built
+
+
+def resource_of(deployment: Deployment) -> dict[str, Any]:
+    """Return the resource of a deployment as the API server has it."""
+    return {
+        "apiVersion": "specdecode.io/v1alpha1",
+        "kind": "SpecDecodeDeployment",
+        "metadata": {"namespace": deployment.namespace, "name": deployment.name, "uid": deployment.uid},
+        "spec": deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+        "status": deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+
+
+def explained(resource: Mapping[str, Any], learned: LearnedState | None, now: float) -> str:
+    """Return the text of `kubectl specdecode explain` in one line."""
+    return " ".join(" ".join(explain(resource, learned, now)).split())
 
 
 def refused(

@@ -1,60 +1,74 @@
-"""TCP proxy that can become silent: connections stay open, but no byte passes, as after a lost route."""
+"""TCP proxy whose connections can be cut, or go silent: open, but no byte passes, as after a lost route."""
 
 from __future__ import annotations
 
-import asyncio
+import socket
+import threading
 from contextlib import suppress
-from types import TracebackType
 
 
 class TcpProxy:
-    """Proxy from a port of the loopback address to one server."""
+    """Proxy from a port of the loopback address to one server, in threads of its own."""
 
     def __init__(self, host: str, port: int) -> None:
         self.host = host
-        self.port = 0
-        self.accepted = 0
-        """Number of connections so far."""
         self._target = (host, port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._open: list[socket.socket] = []
+        self._accepted = 0
         self._silent_before = 0
         """Connections with a lower number are silent."""
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> TcpProxy:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._is_cut = False
+        threading.Thread(target=self._accept, daemon=True).start()
 
     def silence_open_connections(self) -> None:
         """Pass nothing more on connections that are open; new ones work."""
-        self._silent_before = self.accepted
+        self._silent_before = self._accepted
 
     def silence_all(self) -> None:
         """Pass nothing more, and nothing on new connections either."""
         self._silent_before = 2**31
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        number = self.accepted
-        self.accepted += 1
-        far_reader, far_writer = await asyncio.open_connection(*self._target)
-        for source, sink in ((reader, far_writer), (far_reader, writer)):
-            task = asyncio.create_task(self._pump(number, source, sink))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def cut(self) -> None:
+        """Break all connections, and new ones until it is mended."""
+        self._is_cut = True
+        for end in self._open:
+            _reset(end)
+        self._open = []
 
-    async def _pump(self, number: int, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    def mend(self) -> None:
+        self._is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            number, self._accepted = self._accepted, self._accepted + 1
+            if self._is_cut:
+                _reset(near)
+                continue
+            far = socket.create_connection(self._target)
+            self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pump, args=(number, source, sink), daemon=True).start()
+
+    def _pump(self, number: int, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
-            while data := await source.read(65536):
+            while data := source.recv(65536):
                 if number >= self._silent_before:
-                    sink.write(data)
-                    await sink.drain()
+                    sink.sendall(data)
         if number >= self._silent_before:
-            sink.close()
+            _reset(sink)
+
+
+def _reset(end: socket.socket) -> None:
+    with suppress(OSError):
+        end.shutdown(socket.SHUT_RDWR)
+    end.close()

@@ -18,39 +18,50 @@ from specdecode_simulator.scoring.score import Interval, by_policy, dominated, t
 SHORT = ["--trace", "steady-cpu-quiet", "--hours", "0.1", "--seeds", "2", "--policy", "fixed-2"]
 
 
-def test_json_is_one_document_with_the_figures_of_every_policy(
-    recordings: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*SHORT, "--json", "--recordings", str(recordings)]) == 0
-    out, err = capsys.readouterr()
-    document = json.loads(out)
+class Simulate:
+    """The command with the recordings of the checkout. ``err`` is what its last call wrote to the error output."""
+
+    def __init__(self, recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._recordings, self._capsys = recordings, capsys
+        self.err = ""
+
+    def text(self, *flags: str, code: int = 0) -> str:
+        """Return what the command writes to its output."""
+        assert main([*flags, "--recordings", str(self._recordings)]) == code
+        out, self.err = self._capsys.readouterr()
+        return out
+
+    def document(self, *flags: str) -> dict[str, Any]:
+        """Return the JSON document that the command writes."""
+        return json.loads(self.text(*flags, "--json"))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def simulate(recordings: Path, capsys: pytest.CaptureFixture[str]) -> Simulate:
+    return Simulate(recordings, capsys)
+
+
+def test_json_is_one_document_with_the_figures_of_every_policy(simulate: Simulate) -> None:
+    document = simulate.document(*SHORT)
     which = "--trace steady-cpu-quiet --policy fixed-2 --seeds 2 --hours 0.1"
     assert document["command"] == f"specdecode-simulate {which}"
     found = document["traces"]["steady-cpu-quiet"]["policies"]
     assert set(found) == {"fixed-2", "constrained", "clairvoyant"}
     assert found["constrained"]["time_per_token"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     assert {"plan_changes_per_hour", "slo_misses", "replica_hours"} <= set(found["fixed-2"])
-    assert "steady-cpu-quiet, seed 1" in err
+    assert "steady-cpu-quiet, seed 1" in simulate.err
 
 
-def test_seeds_begin_at_the_first_seed(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*SHORT, "--hours", "0.02", "--json", "--recordings", str(recordings)]
-    documents = []
-    for first in ("1", "2"):
-        assert main([*flags, "--first-seed", first]) == 0
-        documents.append(json.loads(capsys.readouterr().out))
+def test_seeds_begin_at_the_first_seed(simulate: Simulate) -> None:
+    documents = [simulate.document(*SHORT, "--hours", "0.02", "--first-seed", first) for first in ("1", "2")]
     assert [document["seeds"] for document in documents] == [[1, 2], [2, 3]]
     assert "--first-seed 2 --seeds 2" in documents[1]["command"]
     assert documents[0]["traces"] != documents[1]["traces"]
 
 
 @pytest.mark.slow
-def test_rules_of_scaling_are_judged_on_scaled_traces_and_rules_of_depth_on_the_others(
-    recordings: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--trace", "steady-gpu", "--trace", "ramp", "--seeds", "1", "--hours", "0.01", "--json"]
-    assert main([*flags, "--recordings", str(recordings)]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_rules_of_scaling_are_judged_on_scaled_traces_and_rules_of_depth_on_the_others(simulate: Simulate) -> None:
+    document = simulate.document("--trace", "steady-gpu", "--trace", "ramp", "--seeds", "1", "--hours", "0.01")
     flat, scaled = (set(document["traces"][trace]["policies"]) for trace in ("steady-gpu", "ramp"))
     assert flat == {*OURS, *DEPTH_POLICIES, *ORACLES}
     assert scaled == {"ours", *SCALERS, *ORACLES}
@@ -58,39 +69,28 @@ def test_rules_of_scaling_are_judged_on_scaled_traces_and_rules_of_depth_on_the_
     assert "decisions" not in document["traces"]["ramp"]
 
 
-def test_what_was_kept_of_others_is_not_told(
-    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--json", "--keep", str(tmp_path), "--recordings", str(recordings)]
-    assert main([*SHORT, "--policy", "fixed-3", *flags]) == 0
-    assert '"fixed-3"' in capsys.readouterr().out
-    assert main([*SHORT, *flags]) == 0
-    assert '"fixed-3"' not in capsys.readouterr().out
+def test_what_was_kept_of_others_is_not_told(simulate: Simulate, tmp_path: Path) -> None:
+    flags = ["--json", "--keep", str(tmp_path)]
+    assert '"fixed-3"' in simulate.text(*SHORT, "--policy", "fixed-3", *flags)
+    assert '"fixed-3"' not in simulate.text(*SHORT, *flags)
 
 
 @pytest.mark.slow
-def test_decisions_are_told_when_asked_for(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decisions_are_told_when_asked_for(simulate: Simulate) -> None:
     flags = ["--trace", "steady-cpu-full", "--policy", "ours", "--seeds", "1", "--hours", "0.5"]
-    assert main([*flags, "--json", "--decisions", "--recordings", str(recordings)]) == 0
-    first, *_ = json.loads(capsys.readouterr().out)["traces"]["steady-cpu-full"]["decisions"]
+    first, *_ = simulate.document(*flags, "--decisions")["traces"]["steady-cpu-full"]["decisions"]
     assert {"seconds", "reason"} <= set(first)
 
 
-def test_two_processes_find_what_one_finds(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    texts = []
-    for jobs in ("1", "2"):
-        assert main([*SHORT, "--jobs", jobs, "--recordings", str(recordings)]) == 0
-        texts.append(capsys.readouterr().out)
+def test_two_processes_find_what_one_finds(simulate: Simulate) -> None:
+    texts = [simulate.text(*SHORT, "--jobs", jobs) for jobs in ("1", "2")]
     assert texts[0] == texts[1]
     assert "over oracle" in texts[0]
 
 
-def test_runs_that_ended_are_not_run_again(
-    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = [*SHORT, "--json", "--keep", str(tmp_path), "--recordings", str(recordings)]
-    assert main(command) == 0
-    first = capsys.readouterr().out
+def test_runs_that_ended_are_not_run_again(simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*SHORT, "--json", "--keep", str(tmp_path)]
+    first = simulate.text(*flags)
     file = tmp_path / "steady-cpu-quiet-0.1h-1.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     assert len(lines) == 3, "a policy and two oracles"
@@ -103,33 +103,27 @@ def test_runs_that_ended_are_not_run_again(
         return original(name, *rest)
 
     monkeypatch.setattr(run, "one", counting)
-    assert main(command) == 0
-    assert capsys.readouterr().out == first
+    assert simulate.text(*flags) == first
     assert len(asked) == 2, "what was lost of the second seed, and nothing of the first"
 
 
-def test_runs_of_another_version_are_refused(
-    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_another_version_are_refused(simulate: Simulate, tmp_path: Path) -> None:
     (tmp_path / "steady-cpu-quiet-0.1h-0.jsonl").write_text('{"policy": "ours"}\n')
-    assert main([*SHORT, "--keep", str(tmp_path), "--recordings", str(recordings)]) == 1
-    assert "remove it" in capsys.readouterr().err
+    simulate.text(*SHORT, "--keep", str(tmp_path), code=1)
+    assert "remove it" in simulate.err
 
 
 @pytest.mark.slow
-def test_plots_and_a_table_are_written(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
+def test_plots_and_a_table_are_written(simulate: Simulate, tmp_path: Path) -> None:
+    simulate.text(*SHORT, "--plot", str(tmp_path))
     assert (tmp_path / "simulate-regret.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "simulate-policies.png").read_bytes().startswith(b"\x89PNG")
     assert "| fixed-2 |" in (tmp_path / "simulate-table.md").read_text()
 
 
-def test_the_table_begins_with_ours_on_every_trace(
-    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_begins_with_ours_on_every_trace(simulate: Simulate, tmp_path: Path) -> None:
     flags = ["--trace", "steady-gpu", "--policy", "ours", "--seeds", "1", "--hours", "0.02"]
-    assert main([*flags, "--json", "--plot", str(tmp_path), "--recordings", str(recordings)]) == 0
-    found = json.loads(capsys.readouterr().out)["traces"]["steady-gpu"]["policies"]["ours"]
+    found = simulate.document(*flags, "--plot", str(tmp_path))["traces"]["steady-gpu"]["policies"]["ours"]
     lines = (tmp_path / "simulate-table.md").read_text().splitlines()
     overview = [cell.strip() for cell in next(line for line in lines if line.startswith("| steady-gpu ")).split("|")]
     assert overview[1:4] == ["steady-gpu", "stationary", f"{found['time_per_token']['mean']:.3f}"]
@@ -137,13 +131,12 @@ def test_the_table_begins_with_ours_on_every_trace(
 
 
 def test_plots_without_matplotlib_say_what_to_install(
-    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main([*SHORT, "--plot", str(tmp_path), "--recordings", str(recordings)]) == 1
-    err = capsys.readouterr().err
-    assert "pip install matplotlib" in err
-    assert "steady-cpu-quiet" not in err, "before anything was simulated"
+    simulate.text(*SHORT, "--plot", str(tmp_path), code=1)
+    assert "pip install matplotlib" in simulate.err
+    assert "steady-cpu-quiet" not in simulate.err, "before anything was simulated"
 
 
 @pytest.mark.parametrize(
@@ -162,19 +155,18 @@ def test_wrong_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture
     assert "--list" in capsys.readouterr().err
 
 
-def test_a_deployment_brings_its_bounds(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_deployment_brings_its_bounds(simulate: Simulate, tmp_path: Path) -> None:
     """Depth 0 alone: the same as the fixed depth 0, but for exploration, of which there is none."""
     depth = {"min": 0, "max": 0, "initial": 0}
     draft = {"method": "eagle3", "draft": {"uri": "embedded://d"}, "depth": depth, "stability": "High"}
     file = tmp_path / "deployment.json"
     file.write_text(json.dumps({"spec": {"model": {"uri": "embedded://m"}, "speculation": draft}}))
-    flags = ["--policy", "ours", "--policy", "fixed-0", "--recordings", str(recordings), "--json"]
-    assert main([*SHORT, *flags, "--deployment", str(file)]) == 0
-    found = json.loads(capsys.readouterr().out)["traces"]["steady-cpu-quiet"]["policies"]
+    flags = [*SHORT, "--policy", "ours", "--policy", "fixed-0", "--deployment", str(file)]
+    found = simulate.document(*flags)["traces"]["steady-cpu-quiet"]["policies"]
     assert found["fixed-0"]["time_per_token_over_ours"]["mean"] == pytest.approx(1.0, abs=0.02)
     file.write_text("{}")
-    assert main([*SHORT, *flags, "--deployment", str(file)]) == 1
-    assert "deployment.json" in capsys.readouterr().err
+    simulate.text(*flags, code=1)
+    assert "deployment.json" in simulate.err
 
 
 def test_missing_recordings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,17 +242,13 @@ def test_a_rule_dominates_that_is_no_worse_in_both_and_better_in_one(
     assert found == (["dynamo"] if dominates else [])
 
 
-def test_a_longer_poll_interval_is_another_run(recordings: Path, tmp_path: Path) -> None:
+def test_a_longer_poll_interval_is_another_run(simulate: Simulate, tmp_path: Path) -> None:
     flags = ["--trace", "acceptance-step", "--policy", "ours", "--seeds", "1", "--hours", "0.1"]
-    flags += ["--keep", str(tmp_path), "--recordings", str(recordings)]
-    assert main(flags) == main([*flags, "--poll-seconds", "60"]) == 0
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "acceptance-step-0.1h-0.jsonl",
-        "acceptance-step-0.1h-poll60s-0.jsonl",
-    ]
-    often, seldom = (
-        read_runs(tmp_path / f"acceptance-step-0.1h{poll}-0.jsonl")["ours"].replicas for poll in ("", "-poll60s")
-    )
+    for more in ([], ["--poll-seconds", "60"]):
+        simulate.text(*flags, "--keep", str(tmp_path), *more)
+    files = [f"acceptance-step-0.1h{poll}-0.jsonl" for poll in ("", "-poll60s")]
+    assert sorted(file.name for file in tmp_path.iterdir()) == files
+    often, seldom = (read_runs(tmp_path / file)["ours"].replicas for file in files)
     assert (len(often), len(seldom)) == (72, 6), "one entry for each poll"
 
 
@@ -271,11 +259,10 @@ FLAGS = ["--trace", "acceptance-step", "--hours", "0.05", "--seeds", "2", "--pol
 
 
 @pytest.fixture
-def earlier(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+def earlier(simulate: Simulate, tmp_path: Path) -> Path:
     """Runs of a version that took 10 % more time per token and changed the plan once an hour."""
     folder = tmp_path / "earlier"
-    assert main([*FLAGS, "--keep", str(folder), "--recordings", str(recordings)]) == 0
-    capsys.readouterr()
+    simulate.text(*FLAGS, "--keep", str(folder))
     for file in folder.iterdir():
         runs = [json.loads(line) for line in file.read_text().splitlines()]
         for kept in runs:
@@ -286,9 +273,8 @@ def earlier(recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     return folder
 
 
-def test_differences_are_paired_by_seed(recordings: Path, earlier: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLAGS, "--against", str(earlier), "--json", "--recordings", str(recordings)]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_differences_are_paired_by_seed(simulate: Simulate, earlier: Path) -> None:
+    document = simulate.document(*FLAGS, "--against", str(earlier))
     figures = document["against"]["traces"]["acceptance-step"]
     ratio = document["traces"]["acceptance-step"]["policies"]["ours"]["time_per_token"]["mean"]
     assert figures["seeds"] == 2
@@ -298,19 +284,14 @@ def test_differences_are_paired_by_seed(recordings: Path, earlier: Path, capsys:
     assert document["against"]["mean"]["difference"] == figures["difference"]["mean"]
 
 
-def test_seeds_without_earlier_runs_are_left_out(
-    recordings: Path, earlier: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_seeds_without_earlier_runs_are_left_out(simulate: Simulate, earlier: Path) -> None:
     (earlier / "acceptance-step-0.05h-1.jsonl").unlink()
-    assert main([*FLAGS, "--against", str(earlier), "--recordings", str(recordings)]) == 0
-    text = capsys.readouterr().out
+    text = simulate.text(*FLAGS, "--against", str(earlier))
     (row,) = [line.split() for line in text.splitlines() if line.startswith("  acceptance-step  1 ")]
     assert float(row[4]) < -0.05
     assert "against 1.0" in " ".join(row)
 
 
-def test_a_folder_without_these_runs_is_refused(
-    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*FLAGS, "--hours", "0.01", "--against", str(tmp_path / "none"), "--recordings", str(recordings)]) == 1
-    assert "--against: " in capsys.readouterr().err
+def test_a_folder_without_these_runs_is_refused(simulate: Simulate, tmp_path: Path) -> None:
+    simulate.text(*FLAGS, "--hours", "0.01", "--against", str(tmp_path / "none"), code=1)
+    assert "--against: " in simulate.err

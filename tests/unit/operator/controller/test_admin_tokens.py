@@ -10,6 +10,7 @@ import pytest
 from specdecode_operator.controller.admin_tokens import AdminTokens, TokenKeys, derive_token, load_keys
 from specdecode_operator.errors import ClusterError, Conflict, Refused
 from specdecode_operator.kube.client import KubeClient
+from support.clock import Clock
 from support.operators.fleet import deployment_with
 
 A, B = ("ns", "a"), ("ns", "b")
@@ -31,14 +32,6 @@ class Secrets:
 
     async def get(self, kind: object, namespace: str, name: str) -> dict[str, Any] | None:
         return self.stored
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_tokens_differ_by_key_deployment_and_scope() -> None:

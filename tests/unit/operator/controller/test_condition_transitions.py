@@ -6,19 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Status
-from specdecode_operator.controller.status import failed_status, status_of
-from specdecode_operator.decision.decide import decide
+from specdecode_operator.controller.status import failed_status
 from specdecode_operator.manifests import rolling_hash
 from specdecode_operator.state.learned import Session
-from specdecode_operator.types import Observation, Outcome, Worker, Workload
-from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
-from support.operators.statuses import conditions, kstatus, pod, states, status_with
+from specdecode_operator.types import Observation, Workload
+from support.operators.fleet import SimulatedWorker, Truth, deployment_with, workload_with
+from support.operators.statuses import conditions, kstatus, next_status, pod, states, status_with
 
 CRASH = "pull: CrashLoopBackOff: hf://org/gated needs a token: set model.tokenSecretRef"
-
-
-def after(before: Status, workload: Workload, *workers: Worker, now: float, **spec: Any) -> Status:
-    return status_with(workload, *workers, deployment=deployment_with(before, **spec), now=now)
 
 
 def test_a_crash_loop_stalls_only_when_it_lasts() -> None:
@@ -26,13 +21,13 @@ def test_a_crash_loop_stalls_only_when_it_lasts() -> None:
     first = status_with(down, pod(trouble=CRASH), now=1000)
     assert states(first)["Reconciling"] == ("True", "WorkerFailing")
     assert "tokenSecretRef" in (first.reason or "")
-    early = after(first, down, pod(trouble=CRASH), now=1290)
+    early = status_with(down, pod(trouble=CRASH), before=first, now=1290)
     assert "Stalled" not in states(early)
-    late = after(early, down, pod(trouble=CRASH), now=1310)
+    late = status_with(down, pod(trouble=CRASH), before=early, now=1310)
     assert states(late)["Stalled"] == ("True", "WorkerFailing")
-    between = after(late, down, pod(), now=1320)
+    between = status_with(down, pod(), before=late, now=1320)
     assert states(between)["Stalled"] == ("True", "WorkerFailing"), "between two crashes the pod seems to start"
-    served = after(between, workload_with(), pod(ready=True), now=1330)
+    served = status_with(workload_with(), pod(ready=True), before=between, now=1330)
     assert states(served)["Ready"][0] == "True"
     assert "Stalled" not in states(served)
 
@@ -41,22 +36,23 @@ def test_a_growing_back_off_changes_no_message() -> None:
     down = workload_with(ready=0, available=0)
     texts = [f"worker: CrashLoopBackOff: back-off {pause} restarting failed container" for pause in ("10s", "5m0s")]
     first = status_with(down, pod(trouble=texts[0]))
-    assert after(first, down, pod(trouble=texts[1]), now=1020) == first
+    assert status_with(down, pod(trouble=texts[1]), before=first, now=1020) == first
 
 
 def test_the_phases_of_an_image_pull_change_no_status() -> None:
     down = workload_with(ready=0, available=0)
     first = status_with(down, pod(trouble='worker: ErrImagePull: "x:1": not found'))
-    second = after(first, down, pod(trouble='worker: ImagePullBackOff: Back-off pulling image "x:1"'), now=1020)
+    backing_off = pod(trouble='worker: ImagePullBackOff: Back-off pulling image "x:1"')
+    second = status_with(down, backing_off, before=first, now=1020)
     assert conditions(second)["Stalled"].message == conditions(first)["Stalled"].message
-    other = after(first, down, pod("q", trouble='worker: ErrImagePull: "x:2": not found'), now=1020)
+    other = status_with(down, pod("q", trouble='worker: ErrImagePull: "x:2": not found'), before=first, now=1020)
     assert "x:2" in conditions(other)["Stalled"].message
 
 
 def test_transition_times_change_only_with_the_status() -> None:
     first = status_with(workload_with(ready=0, available=0), now=1000)
-    second = after(first, workload_with(ready=0, available=0), now=2000)
-    third = after(second, workload_with(), now=3000)
+    second = status_with(workload_with(ready=0, available=0), before=first, now=2000)
+    third = status_with(workload_with(), before=second, now=3000)
     times = [conditions(status)["Ready"].last_transition_time for status in (first, second, third)]
     assert times[0] == times[1] != times[2]
 
@@ -150,10 +146,7 @@ def test_a_restart_of_the_operator_changes_no_condition_before_the_first_reports
     assert states(served)["DraftCompatible"] == ("True", "DraftLoaded")
 
     def observed_in(round: int) -> Status:
-        deployment = deployment_with(served)
-        observed = Observation(workload=workload_with(), workers=(pod(ready=True),), session=Session(), round=round)
-        decision, _ = decide(deployment, observed, DEFAULTS, now=1060)
-        return status_of(deployment, observed, decision, Outcome(), now=1060)
+        return next_status(deployment_with(served), workers=(pod(ready=True),), round=round, now=1060)
 
     restarted = observed_in(round=0)
     assert conditions(restarted)["DraftCompatible"] == conditions(served)["DraftCompatible"]

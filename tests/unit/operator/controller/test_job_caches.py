@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from specdecode_operator import manifests
-from specdecode_operator.controller.children import Caches, add_mount_problems
+from specdecode_operator.controller.children import add_mount_problems
 from specdecode_operator.drafts.job_status import JobState
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import JOBS, PODS, Kind
 from specdecode_operator.state.learned import RunRecord, Session
 from specdecode_operator.types import Observation
 from support.operators.fleet import DEFAULTS, deployment_with
+from support.operators.listing_api import ListingApi, synced_caches
 
 RUN = RunRecord(id="g3", started=1.0, draft_uri="embedded://d", claim="drafts")
 KEY = ("ns", "demo")
-
-
-def selects(labels: str, pod_labels: dict[str, str]) -> bool:
-    """Return whether a label selector of the operator selects these labels."""
-    for term in labels.split(",") if " in " not in labels else [labels.split(",", 1)[0]]:
-        key, _, value = term.partition("=")
-        if key not in pod_labels or (value and pod_labels[key] != value):
-            return False
-    return " in " not in labels or pod_labels.get("specdecode.io/role") in ("worker", "router")
-
-
-class Api:
-    """API server with fixed objects."""
-
-    def __init__(self, *objects: tuple[Kind, dict[str, Any]]) -> None:
-        self.objects = objects
-
-    async def pages(self, kind: Kind, namespace: str | None, *, labels: str, metadata_only: bool) -> Any:
-        items = [one for of, one in self.objects if of is kind and selects(labels, one["metadata"]["labels"])]
-        yield {"metadata": {"resourceVersion": "1"}, "items": items}
-
-    async def watch(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        await asyncio.Event().wait()
-        yield
 
 
 def job() -> dict[str, Any]:
@@ -61,21 +36,13 @@ def pod(phase: str = "Running", owner: str = "j1") -> dict[str, Any]:
     return {"metadata": metadata, "spec": {"containers": [{"name": "distill"}]}, "status": {"phase": phase}}
 
 
-async def synced(*objects: tuple[Kind, dict[str, Any]]) -> Caches:
-    caches = Caches(cast(KubeClient, Api(*objects)), (), lambda key: None, lambda key: None)
-    running = asyncio.create_task(caches.run())
-    await asyncio.wait_for(caches.wait_synced(), 10)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    return caches
-
-
 async def test_the_state_of_a_job_comes_from_its_own_pods() -> None:
-    caches = await synced((JOBS, job()), (PODS, pod()), (PODS, pod("Failed", owner="another")))
-    (only,) = caches.jobs(KEY)
-    assert (only.name, only.run, only.owner_uid) == ("demo-distill-g3", "g3", "u1")
-    assert only.status.state == JobState.RUNNING
-    assert caches.jobs(("ns", "other")) == ()
+    api = ListingApi((JOBS, job()), (PODS, pod()), (PODS, pod("Failed", owner="another")))
+    async with synced_caches(api) as caches:
+        (only,) = caches.jobs(KEY)
+        assert (only.name, only.run, only.owner_uid) == ("demo-distill-g3", "g3", "u1")
+        assert only.status.state == JobState.RUNNING
+        assert caches.jobs(("ns", "other")) == ()
 
 
 async def test_a_pod_whose_volume_does_not_mount_is_explained_by_its_events() -> None:
@@ -83,7 +50,8 @@ async def test_a_pod_whose_volume_does_not_mount_is_explained_by_its_events() ->
     stuck["metadata"]["creationTimestamp"] = "1970-01-01T00:01:40Z"
     stuck["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}]
     event = {"metadata": {}, "reason": "FailedMount", "message": 'configmap "golden" not found'}
-    (job_of_pod,) = (await synced((JOBS, job()), (PODS, stuck))).jobs(KEY)
+    async with synced_caches(ListingApi((JOBS, job()), (PODS, stuck))) as caches:
+        (job_of_pod,) = caches.jobs(KEY)
     asked: list[str] = []
 
     class Events:
@@ -99,7 +67,7 @@ async def test_a_pod_whose_volume_does_not_mount_is_explained_by_its_events() ->
 
 
 async def test_pods_of_jobs_are_no_workers() -> None:
-    caches = await synced((JOBS, job()), (PODS, pod()))
-    assert caches.workers(KEY) == ()
-    assert caches.workload(KEY) is None
-    assert caches.workload(KEY, manifests.Role.router) is None
+    async with synced_caches(ListingApi((JOBS, job()), (PODS, pod()))) as caches:
+        assert caches.workers(KEY) == ()
+        assert caches.workload(KEY) is None
+        assert caches.workload(KEY, manifests.Role.router) is None

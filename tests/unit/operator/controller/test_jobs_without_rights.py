@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, cast
 
 import pytest
 
-from specdecode_operator.controller.children import Caches
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.errors import Refused, Unavailable
 from specdecode_operator.kube import informer
-from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import JOBS, PODS, Kind
 from specdecode_operator.types import Decision, Observation, Outcome
-from support.operators.canary import DISTILLATION, Canary, capturing, distilling
+from support.background import background
+from support.operators.canary import DISTILLATION, Canary, capturing, collecting, distilling
 from support.operators.fleet import DEFAULTS, workload_with
+from support.operators.listing_api import ListingApi, synced_caches
+from support.operators.statuses import conditions
 
 FORBIDDEN = (
     'jobs.batch is forbidden: User "operator" cannot list resource "jobs" in API group "batch" in the namespace "ns"'
@@ -26,60 +25,30 @@ FORBIDDEN = (
 KEY = ("ns", "demo")
 
 
-class Api:
-    """API server without objects, which refuses the lists of some kinds."""
-
-    def __init__(self) -> None:
-        self.errors: dict[Kind, Exception] = {}
-
-    async def pages(self, kind: Kind, namespace: str | None, *, labels: str, metadata_only: bool) -> AsyncIterator[Any]:
-        if kind in self.errors:
-            raise self.errors[kind]
-        yield {"metadata": {"resourceVersion": "1"}, "items": []}
-
-    async def watch(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        await asyncio.Event().wait()
-        yield
-
-
 @pytest.fixture
-def api(monkeypatch: pytest.MonkeyPatch) -> Api:
+def api(monkeypatch: pytest.MonkeyPatch) -> ListingApi:
     monkeypatch.setattr(informer, "MIN_RETRY_SECONDS", 0.01)
-    return Api()
+    return ListingApi()
 
 
-async def started(api: Api) -> tuple[Caches, asyncio.Task[None]]:
-    caches = Caches(cast(KubeClient, api), ("ns",), lambda key: None, lambda key: None)
-    task = asyncio.create_task(caches.run())
-    await asyncio.wait_for(caches.wait_synced(), 10)
-    return caches, task
-
-
-async def test_without_the_right_the_operator_starts_and_knows_why_there_are_no_jobs(api: Api) -> None:
+async def test_without_the_right_the_operator_starts_and_knows_why_there_are_no_jobs(api: ListingApi) -> None:
     api.errors[JOBS] = Refused(f"GET jobs: {FORBIDDEN}", FORBIDDEN)
-    caches, task = await started(api)
-    try:
+    async with synced_caches(api) as caches:
         assert caches.jobs_problem(KEY) == FORBIDDEN
         del api.errors[JOBS]
-        async with asyncio.timeout(10):
-            await caches.informers[JOBS.kind].synced.wait()
+        await asyncio.wait_for(caches.informers[JOBS.kind].synced.wait(), 10)
         assert caches.jobs_problem(KEY) == ""
-    finally:
-        task.cancel()
 
 
 @pytest.mark.parametrize(
     ("kind", "error"), [(JOBS, Unavailable("no answer")), (PODS, Refused("pods is forbidden"))], ids=["silent", "pods"]
 )
-async def test_it_waits_for_everything_else(kind: Kind, error: Exception, api: Api) -> None:
+async def test_it_waits_for_everything_else(kind: Kind, error: Exception, api: ListingApi) -> None:
     api.errors[kind] = error
-    caches = Caches(cast(KubeClient, api), ("ns",), lambda key: None, lambda key: None)
-    task = asyncio.create_task(caches.run())
-    try:
+    caches = api.caches()
+    async with background(caches.run()):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(caches.wait_synced(), 0.3)
-    finally:
-        task.cancel()
 
 
 def ticked(canary: Canary, seconds: float = 5.0) -> tuple[Decision, str, str]:
@@ -92,8 +61,7 @@ def ticked(canary: Canary, seconds: float = 5.0) -> tuple[Decision, str, str]:
         canary.deployment, replace(observed, session=canary.session), canary.decision, Outcome(), now=canary.now
     )
     run = status.draft.run if status.draft else None
-    (message,) = (one.message for one in status.conditions if one.type == "DraftRollout")
-    return canary.decision, (run.job_state or "") if run else "", message
+    return canary.decision, (run.job_state or "") if run else "", conditions(status)["DraftRollout"].message
 
 
 def test_a_run_is_refused_with_the_missing_right() -> None:
@@ -112,9 +80,7 @@ def test_the_condition_names_the_missing_right_before_a_run_is_wanted() -> None:
 
 
 def test_a_run_that_collects_waits_and_its_condition_names_the_missing_right() -> None:
-    canary = capturing()
-    canary.command("distill")
-    canary.tick()
+    canary = collecting()
     canary.pods[0].captured = 100
     decision, _, message = ticked(canary)
     assert (canary.phase, decision.job) == ("Collecting", None)

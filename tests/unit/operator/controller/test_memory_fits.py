@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import Condition, Status
 from specdecode_operator.controller.children import worker_of
-from specdecode_operator.controller.status import status_of
-from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import Session
-from specdecode_operator.types import Observation, Outcome, Worker
+from specdecode_operator.types import Worker
 from specdecode_worker.contract import CheckVerdict, DraftState, MemoryState, Report
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import workload_with
+from support.operators.statuses import conditions, states, status_with
 
 GIB = 2**30
 PROBLEM = "the container's memory limit of 2.00 GiB leaves no room for keys and values: 0.26 GiB short; lower it"
@@ -29,31 +26,20 @@ TOO_LARGE = CheckVerdict(
 MISFIT = CheckVerdict(serves=False, fits=True, draft_problem="fc.weight is missing")
 
 
-def pod(message: str, *, when: str = "lastState", ready: bool = False, name: str = "new") -> Worker:
+def pod(message: str, *, when: str = "lastState", ready: bool = False) -> Worker:
     """Return a pod as the kubelet reports a worker that ended and is started again."""
     container: dict[str, Any] = {"name": "worker", "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
     container[when] = {"terminated": {"exitCode": 1, "message": message}}
     conditions = [{"type": "Ready", "status": str(ready)}]
     status = {"podIP": "10.0.0.2", "containerStatuses": [container], "conditions": conditions}
-    return worker_of({"metadata": {"name": name, "uid": name}, "status": status})
+    return worker_of({"metadata": {"name": "new", "uid": "new"}, "status": status})
 
 
-def serving(kv_tokens: int = 5000) -> Worker:
+def serving() -> Worker:
     memory = MemoryState(limit=4 * GIB, weights=GIB, drafts=GIB // 10, kv_cache=GIB // 2, reserve=GIB)
     draft = DraftState(method="eagle3", hash="d")
-    report = Report(boot_id="b", worker="w", clock_seconds=1, draft=draft, memory=memory, kv_tokens_total=kv_tokens)
+    report = Report(boot_id="b", worker="w", clock_seconds=1, draft=draft, memory=memory, kv_tokens_total=5000)
     return Worker(name="old", uid="old", address="10.0.0.1", ready=True, report=report)
-
-
-def status_with(*workers: Worker, before: Status | None = None, available: int = 1) -> Status:
-    deployment = deployment_with(before)
-    observed = Observation(workload=workload_with(available=available), workers=workers, session=Session())
-    decision, _ = decide(deployment, observed, DEFAULTS, now=1000)
-    return status_of(deployment, observed, decision, Outcome(), now=1000)
-
-
-def condition(status: Status, kind: str) -> Condition:
-    return next(condition for condition in status.conditions if condition.type == kind)
 
 
 @pytest.mark.parametrize("when", ["state", "lastState"])
@@ -75,23 +61,20 @@ def test_a_verdict_is_bounded() -> None:
 
 
 def test_memory_that_does_not_fit_is_shown_with_its_arithmetic() -> None:
-    status = status_with(pod(TOO_LARGE.model_dump_json()), available=0)
-    shown = condition(status, "MemoryFits")
-    assert (shown.status, shown.reason) == ("False", "DoesNotFit")
-    assert PROBLEM in shown.message
-    assert "- reserve of 20%" in shown.message
+    status = status_with(workload_with(available=0), pod(TOO_LARGE.model_dump_json()))
+    assert states(status)["MemoryFits"] == ("False", "DoesNotFit")
+    assert PROBLEM in conditions(status)["MemoryFits"].message
+    assert "- reserve of 20%" in conditions(status)["MemoryFits"].message
     assert (status.memory.limit, status.memory.weights, status.memory.kv_tokens) == ("2.00Gi", "1.50Gi", 0)
-    assert condition(status, "Ready").message == f"pod new: {PROBLEM}"
-    assert condition(status, "Stalled").reason == "DoesNotFit"
+    assert conditions(status)["Ready"].message == f"pod new: {PROBLEM}"
+    assert conditions(status)["Stalled"].reason == "DoesNotFit"
 
 
 def test_memory_that_fits_is_read_from_the_report() -> None:
-    status = status_with(serving())
-    shown = condition(status, "MemoryFits")
-    assert (shown.status, shown.message) == (
-        "True",
-        "after the weights there is room for 5000 tokens of keys and values",
-    )
+    status = status_with(workload_with(), serving())
+    shown = conditions(status)["MemoryFits"]
+    assert shown.status == "True"
+    assert shown.message == "after the weights there is room for 5000 tokens of keys and values"
     assert status.memory.model_dump(exclude_none=True) == {
         "limit": "4.00Gi",
         "weights": "1.00Gi",
@@ -103,22 +86,21 @@ def test_memory_that_fits_is_read_from_the_report() -> None:
 
 
 def test_a_new_worker_that_does_not_fit_leaves_the_old_one_serving() -> None:
-    status = status_with(serving(), pod(TOO_LARGE.model_dump_json()))
-    assert condition(status, "MemoryFits").status == "False"
-    assert condition(status, "Available").status == "True"
-    assert condition(status, "Ready").reason == "DoesNotFit"
+    status = status_with(workload_with(), serving(), pod(TOO_LARGE.model_dump_json()))
+    assert (states(status)["MemoryFits"][0], states(status)["Available"][0]) == ("False", "True")
+    assert conditions(status)["Ready"].reason == "DoesNotFit"
     assert status.memory.limit == "4.00Gi", "memory of the worker that serves"
 
 
 def test_a_required_draft_that_does_not_match_the_target_is_refused() -> None:
-    status = status_with(serving(), pod(MISFIT.model_dump_json()))
-    shown = condition(status, "DraftCompatible")
-    assert (shown.status, shown.reason) == ("False", "DraftRefused")
-    assert shown.message == "fc.weight is missing; new workers do not start"
-    assert condition(status, "MemoryFits").status == "True"
+    status = status_with(workload_with(), serving(), pod(MISFIT.model_dump_json()))
+    assert states(status)["DraftCompatible"] == ("False", "DraftRefused")
+    assert conditions(status)["DraftCompatible"].message == "fc.weight is missing; new workers do not start"
+    assert states(status)["MemoryFits"][0] == "True"
 
 
 def test_memory_is_unknown_without_a_report_and_then_stays() -> None:
-    assert condition(status_with(), "MemoryFits").status == "Unknown"
-    assert status_with().memory is None
-    assert status_with(before=status_with(serving())).memory == status_with(serving()).memory
+    unknown, known = status_with(workload_with()), status_with(workload_with(), serving())
+    assert states(unknown)["MemoryFits"][0] == "Unknown"
+    assert unknown.memory is None
+    assert status_with(workload_with(), before=known).memory == known.memory

@@ -10,10 +10,11 @@ import pytest
 from prometheus_client import REGISTRY
 
 from specdecode_operator import metrics
-from specdecode_operator.controller.status import failed_status, status_of
+from specdecode_operator.controller.status import failed_status
 from specdecode_operator.decision.plan import scaled
-from specdecode_operator.types import Decision, Figures, Observation, Outcome, TaskFigures
+from specdecode_operator.types import Decision, Figures, Observation, TaskFigures
 from support.operators.fleet import Loop, Truth, loop_over, with_pin, workload_with
+from support.operators.statuses import status_after
 
 KEY = ("ns", "demo")
 TASK_SERIES = ("acceptance_rate", "accepted_length", "speedup", "ttft_seconds", "itl_seconds")
@@ -31,8 +32,7 @@ def value(name: str, **labels: str) -> float | None:
 
 def record(loop: Loop, decision: Decision) -> None:
     observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
-    status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
-    metrics.record(loop.deployment, observed, decision, status)
+    metrics.record(loop.deployment, observed, decision, status_after(loop, decision))
 
 
 def recorded(loop: Loop, polls: int) -> None:

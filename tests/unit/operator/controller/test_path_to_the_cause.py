@@ -18,11 +18,10 @@ from specdecode_operator.api.v1alpha1 import COLUMNS, Status
 from specdecode_operator.controller.children import deployment_of, worker_of
 from specdecode_operator.controller.status import failed_status
 from specdecode_operator.errors import SpecError
-from specdecode_operator.plugin.explain import explain
 from specdecode_operator.types import Outcome
 from support.kube import ROOT
 from support.operators.fleet import SPEC, deployment_with, workload_with
-from support.operators.statuses import refused, status_with
+from support.operators.statuses import conditions, explained, refused, resource_of, status_with
 
 LATER = 1_900_000_000.0
 STARTING = workload_with(1, ready=0, available=0)
@@ -127,17 +126,11 @@ FAILURES = (
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.reason)
 def test_two_commands_lead_from_not_ready_to_the_cause(failure: Failure) -> None:
     status = failure.status()
-    ready = next(one for one in status.conditions if one.type == "Ready")
-    assert ready.status == "False"
+    assert conditions(status)["Ready"].status == "False"
     columns = {column["name"]: column["jsonPath"] for column in COLUMNS if not column.get("priority")}
     assert columns["Reason"] == ".status.reason", "`kubectl get sdd` shows it without -o wide"
     assert (status.reason or "").startswith(f"{failure.reason}: ")
-    resource = {
-        "metadata": {"namespace": "ns", "name": "demo"},
-        "spec": SPEC,
-        "status": status.model_dump(mode="json", by_alias=True, exclude_none=True),
-    }
-    text = " ".join(" ".join(explain(resource, None, LATER)).split())
+    text = explained(resource_of(deployment_with(status)), None, LATER)
     problems = text[text.index("PROBLEMS") :]
     assert f"Ready is False, {failure.reason}: " in problems
     assert failure.words in problems

@@ -11,34 +11,24 @@ import aiohttp
 import pytest
 
 from specdecode_operator.controller import readiness as readiness_module
-from specdecode_operator.controller.children import Caches
 from specdecode_operator.controller.readiness import Readiness, missing_rights, serve_probes
 from specdecode_operator.errors import NotFound, Refused
 from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.kube.kinds import JOBS, PERMISSIONS, PODS, Kind
+from specdecode_operator.kube.kinds import JOBS, PERMISSIONS, PODS
+from support.background import background
+from support.operators.listing_api import ListingApi
 
 ALL = [{"apiGroups": [group], "resources": [name], "verbs": [*verbs]} for (group, name), verbs in PERMISSIONS.items()]
 
 
-class Cluster:
-    """API server of empty namespaces, which refuses some lists."""
+class Cluster(ListingApi):
+    """API server of empty namespaces, which tells the operator its rights."""
 
     def __init__(self) -> None:
-        self.refused: set[Kind] = set()
+        super().__init__()
         self.rules: list[Mapping[str, Any]] = list(ALL)
-        self.answers = asyncio.Event()
         self.error: Exception | None = None
-
-    async def pages(self, kind: Kind, *_: Any, **__: Any) -> AsyncIterator[dict[str, Any]]:
-        await self.answers.wait()
-        if kind in self.refused:
-            raise Refused("403", f"{kind.plural} is forbidden")
-        yield {"metadata": {"resourceVersion": "1"}}
-
-    async def watch(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
-        await asyncio.sleep(60)
-        yield None
 
     async def own_rules(self, namespace: str) -> dict[str, Any]:
         assert namespace == "ns"
@@ -60,12 +50,12 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 async def probed(cluster: Cluster) -> AsyncIterator[Any]:
     """Run caches and probes. Yield a function that asks a path for its status and text."""
     client = cast("KubeClient", cluster)
-    caches = Caches(client, ["ns"], lambda key: None, lambda key: None)
+    caches = cluster.caches()
     readiness = Readiness(client, caches, ["ns"])
     runner = await serve_probes("127.0.0.1", 0, readiness)
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    tasks = [asyncio.create_task(caches.run()), asyncio.create_task(readiness.run())]
-    async with aiohttp.ClientSession() as session:
+    rights = asyncio.create_task(readiness.run())
+    async with background(caches.run()), aiohttp.ClientSession() as session:
 
         async def ask(path: str) -> tuple[int, str]:
             async with session.get(url + path) as answer:
@@ -74,9 +64,7 @@ async def probed(cluster: Cluster) -> AsyncIterator[Any]:
         try:
             yield ask
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            rights.cancel()
             await runner.cleanup()
 
 
@@ -90,6 +78,7 @@ async def until(ask: Any, wanted: tuple[int, str]) -> None:
 
 async def test_a_process_is_live_before_its_caches_are_full_and_ready_then() -> None:
     cluster = Cluster()
+    cluster.answers.clear()
     async with probed(cluster) as ask:
         status, text = await ask("/ready")
         assert (status, "list of Pod: no answer yet" in text) == (503, True)
@@ -100,17 +89,15 @@ async def test_a_process_is_live_before_its_caches_are_full_and_ready_then() -> 
 
 async def test_a_refused_list_is_named_until_it_is_allowed() -> None:
     cluster = Cluster()
-    cluster.answers.set()
-    cluster.refused = {PODS}
+    cluster.errors[PODS] = Refused("403", "pods is forbidden")
     async with probed(cluster) as ask:
         await until(ask, (503, "list of Pod: pods is forbidden; list of JobPod: pods is forbidden"))
-        cluster.refused = set()
+        cluster.errors.clear()
         await until(ask, (200, "ok"))
 
 
 async def test_missing_rights_are_named_until_they_are_granted() -> None:
     cluster = Cluster()
-    cluster.answers.set()
     cluster.rules = [rule for rule in ALL if rule["resources"] != ["services"]]
     cluster.rules.append({"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch", "patch"]})
     async with probed(cluster) as ask:
@@ -121,7 +108,6 @@ async def test_missing_rights_are_named_until_they_are_granted() -> None:
 
 async def test_without_the_crd_nothing_is_ready() -> None:
     cluster = Cluster()
-    cluster.answers.set()
     cluster.error = NotFound("list sdd: the server could not find the requested resource")
     async with probed(cluster) as ask:
         await until(ask, (503, "list sdd: the server could not find the requested resource"))
@@ -132,8 +118,7 @@ async def test_without_the_crd_nothing_is_ready() -> None:
 async def test_an_operator_is_ready_without_rights_for_jobs() -> None:
     """Its role may be older than itself. It serves, and trains no drafts."""
     cluster = Cluster()
-    cluster.answers.set()
-    cluster.refused = {JOBS}
+    cluster.errors[JOBS] = Refused("403", "jobs is forbidden")
     cluster.rules = [rule for rule in ALL if rule["resources"] != [JOBS.plural]]
     async with probed(cluster) as ask:
         await until(ask, (200, "ok"))

@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Status
-from specdecode_operator.controller.status import status_of
-from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import LearnedState, ScalingState, Session
-from specdecode_operator.types import Observation, Outcome, Workload
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
-from support.operators.statuses import conditions, kstatus, states
+from specdecode_operator.types import Workload
+from support.operators.fleet import deployment_with, workload_with
+from support.operators.statuses import conditions, kstatus, next_status, states
 
 TWO = {"router": {"replicas": 2}}
 
@@ -21,11 +19,8 @@ def status_with(
     routers: Workload | None, workers: Workload | None = None, *, resting: bool = False, **spec: Any
 ) -> Status:
     scaling = ScalingState(replicas=0, spec_replicas=1, owned=True) if resting else ScalingState()
-    deployment = deployment_with(**spec)
     session = Session(learned=LearnedState(uid="u1", scaling=scaling))
-    observed = Observation(workload=workers or workload_with(), workers=(), session=session, routers=routers)
-    decision, _ = decide(deployment, observed, DEFAULTS, now=1000)
-    return status_of(deployment, observed, decision, Outcome(), now=1000)
+    return next_status(deployment_with(**spec), session, workload=workers or workload_with(), routers=routers)
 
 
 def test_without_routers_the_status_has_none() -> None:

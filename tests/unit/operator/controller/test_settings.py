@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from specdecode_operator.__main__ import main
@@ -33,3 +36,15 @@ def test_the_process_exits_with_2_on_an_invalid_setting(
     monkeypatch.setenv("SPECDECODE_OPERATOR_POLL_SECONDS", "-1")
     assert main(["run"]) == 2
     assert "SPECDECODE_OPERATOR_POLL_SECONDS" in capsys.readouterr().err
+
+
+# --- command --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_operator_starts_without_simulator_and_plots() -> None:
+    code = """
+import sys, specdecode_operator.__main__
+sys.exit(bool({"matplotlib", "specdecode_simulator"} & set(sys.modules)))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,53 +8,40 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import Condition, Status
+from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.controller.status import rounded, status_of
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.plugin.explain import explain
 from specdecode_operator.state.learned import Session
-from specdecode_operator.types import (
-    Decision,
-    Deployment,
-    Figures,
-    Observation,
-    Outcome,
-    Speed,
-    TaskFigures,
-    Worker,
-    Workload,
-)
+from specdecode_operator.types import Decision, Deployment, Figures, Observation, Outcome, Speed, TaskFigures, Worker
 from specdecode_worker.contract import DraftState, GuardCell, Report, StartSeconds
-from support.operators.fleet import DEFAULTS, Loop, Truth, deployment_with, loop_over, workload_with
+from support.operators.fleet import DEFAULTS, Truth, deployment_with, loop_over, workload_with
+from support.operators.statuses import (
+    conditions,
+    explained,
+    next_status,
+    pod,
+    polled,
+    resource_of,
+    states,
+    status_after,
+    status_with,
+)
 
 
 def with_shown(decision: Decision, **values: Any) -> Decision:
     return replace(decision, shown=replace(decision.shown, **values))
 
 
-def status_with(
-    workload: Workload | None = None,
-    workers: tuple[Worker, ...] = (),
-    before: Status | None = None,
-    now: float = 1000,
-    **spec: Any,
-) -> Status:
-    deployment = deployment_with(before, **spec)
-    observed = Observation(workload=workload, workers=workers, session=Session())
+def decided(deployment: Deployment, now: float, **shown: Any) -> Status:
+    """Return the status after a decision that shows these values."""
+    observed = Observation(workload=workload_with(), workers=(), session=Session())
     decision, _ = decide(deployment, observed, DEFAULTS, now=now)
-    return status_of(deployment, observed, decision, Outcome(), now=now)
-
-
-def condition(status: Status, kind: str) -> Condition:
-    return next(condition for condition in status.conditions if condition.type == kind)
-
-
-def pod(**fields: Any) -> Worker:
-    return Worker(**{"name": "p", "uid": "p", "address": "10.0.0.1", "ready": True, **fields})
+    return status_of(deployment, observed, with_shown(decision, **shown), Outcome(), now=now)
 
 
 def reporting(**draft: Any) -> Worker:
-    return pod(report=Report(boot_id="b", worker="p", clock_seconds=1, draft=DraftState(method="eagle3", **draft)))
+    report = Report(boot_id="b", worker="p", clock_seconds=1, draft=DraftState(method="eagle3", **draft))
+    return pod(ready=True, report=report)
 
 
 def test_the_ready_column_shows_ready_and_wanted_workers() -> None:
@@ -63,56 +50,50 @@ def test_the_ready_column_shows_ready_and_wanted_workers() -> None:
 
 
 def test_seconds_of_the_start_are_those_of_the_newest_ready_worker() -> None:
-    def started(created: float, read: float, **fields: Any) -> Worker:
+    def started(created: float, read: float, *, ready: bool = True) -> Worker:
         report = Report(boot_id="b", worker="p", clock_seconds=1, start=StartSeconds(pull=1, read=read))
-        return pod(created_at=created, report=report, pull_seconds=40, **fields)
+        return pod(created_at=created, report=report, pull_seconds=40, ready=ready)
 
-    workers = (started(5, 3.25), started(4, 2), started(6, 1, ready=False), pod())
-    status = status_with(workload_with(), workers)
+    workers = (started(5, 3.25), started(4, 2), started(6, 1, ready=False), pod(ready=True))
+    status = status_with(workload_with(), *workers)
     seconds = "pull 41.0, read 3.2, place 0.0, fuse 0.0, compile 0.0, capture 0.0, calibrate 0.0"
     assert status.start == seconds
-    assert status_with(workload_with(), (), before=status).start == seconds
+    assert status_with(workload_with(), before=status).start == seconds
 
 
 def test_a_slow_draft_does_not_change_ready() -> None:
     before = status_with(workload_with())
-    assert before.speculation is not None
     slow = before.model_copy(update={"speculation": before.speculation.model_copy(update={"speedup": 0.7})})
     status = status_with(workload_with(), before=slow)
-    assert condition(status, "SpeculationEffective").status == "False"
-    assert condition(status, "Ready").status == "True"
+    assert (states(status)["SpeculationEffective"][0], states(status)["Ready"][0]) == ("False", "True")
 
 
 def test_a_draft_that_does_not_fit_is_named_and_the_endpoint_stays_ready() -> None:
     problem = "tensor midlayer.self_attn.q_proj.weight has shape [576, 1152], expected [576, 1024]"
-    status = status_with(workload_with(), (reporting(problem=problem),))
-    draft = condition(status, "DraftCompatible")
-    assert (draft.status, draft.reason) == ("False", "DraftRefused")
-    assert "midlayer.self_attn.q_proj.weight" in draft.message
-    assert condition(status, "Ready").status == "True"
-    assert status.reason is not None
+    status = status_with(workload_with(), reporting(problem=problem))
+    assert states(status)["DraftCompatible"] == ("False", "DraftRefused")
+    assert "midlayer.self_attn.q_proj.weight" in conditions(status)["DraftCompatible"].message
+    assert states(status)["Ready"][0] == "True"
     assert "q_proj" in status.reason
 
 
 def test_a_draft_that_fits_is_compatible() -> None:
-    status = status_with(workload_with(), (reporting(hash="abc"),))
-    assert condition(status, "DraftCompatible").status == "True"
-    assert status.draft is not None
+    status = status_with(workload_with(), reporting(hash="abc"))
+    assert states(status)["DraftCompatible"][0] == "True"
     assert status.draft.hash == "abc"
 
 
 def test_a_bad_report_is_shown() -> None:
-    status = status_with(workload_with(), (pod(report_problem="drafts: -1 is no count"),))
-    assert "drafts: -1" in condition(status, "DraftCompatible").message
+    status = status_with(workload_with(), pod(ready=True, report_problem="drafts: -1 is no count"))
+    assert "drafts: -1" in conditions(status)["DraftCompatible"].message
 
 
 def test_one_missed_report_changes_no_condition() -> None:
     loop = loop_over()
     loop.polls(2)
-    silent = Observation(workload=workload_with(), workers=(pod(report_problem="no answer"),), session=loop.memory)
-    decision, _ = decide(loop.deployment, silent, DEFAULTS, now=loop.now + 5)
-    status = status_of(loop.deployment, silent, decision, Outcome(), now=loop.now + 5)
-    assert condition(status, "DraftCompatible").status == "True"
+    silent = pod(ready=True, report_problem="no answer")
+    status = next_status(loop.deployment, loop.memory, workers=(silent,), now=loop.now + 5)
+    assert states(status)["DraftCompatible"][0] == "True"
 
 
 @pytest.mark.parametrize(
@@ -126,10 +107,8 @@ def test_one_missed_report_changes_no_condition() -> None:
     ids=("no method", "off", "no scaling", "external"),
 )
 def test_a_condition_exists_only_while_its_feature_is_in_use(spec: dict[str, Any], absent: set[str]) -> None:
-    assert not absent & {condition.type for condition in status_with(workload_with(), **spec).conditions}
-    assert absent <= {
-        condition.type for condition in status_with(workload_with(), scaling={"owner": "Operator"}).conditions
-    }
+    assert not absent & states(status_with(workload_with(), **spec)).keys()
+    assert absent <= states(status_with(workload_with(), scaling={"owner": "Operator"})).keys()
 
 
 def test_the_scale_subresource_finds_its_pods() -> None:
@@ -138,32 +117,18 @@ def test_the_scale_subresource_finds_its_pods() -> None:
     assert status.selector == "specdecode.io/name=demo,specdecode.io/role=worker,specdecode.io/variant=stable"
 
 
-def test_equal_input_gives_equal_status() -> None:
-    first = status_with(workload_with(), (reporting(hash="abc"),))
-    second = status_with(workload_with(), (reporting(hash="abc"),), before=first, now=5000)
-    assert first == second
-
-
 # Model
 
 
 def test_the_model_section_has_the_revision_that_new_pods_load() -> None:
     def model(before: Status | None, uri: str, revision: str | None = None) -> Status:
-        deployment = deployment_with(before, model={"uri": uri})
-        observed = Observation(workload=workload_with(), workers=(), session=Session())
-        decision, _ = decide(deployment, observed, DEFAULTS, now=1)
-        return status_of(deployment, observed, with_shown(decision, model_revision=revision), Outcome(), now=1)
+        return decided(deployment_with(before, model={"uri": uri}), 1, model_revision=revision)
 
     resolved = model(None, "hf://org/name", "abc123")
-    assert resolved.model is not None
     assert (resolved.model.uri, resolved.model.revision) == ("hf://org/name", "abc123")
     assert model(resolved, "hf://org/name").model == resolved.model, "a resolved revision stays"
-    other = model(resolved, "hf://org/other").model
-    assert other is not None
-    assert other.revision is None
-    pinned = model(None, "hf://org/name@v2").model
-    assert pinned is not None
-    assert pinned.revision == "v2"
+    assert model(resolved, "hf://org/other").model.revision is None
+    assert model(None, "hf://org/name@v2").model.revision == "v2"
 
 
 # Measurements
@@ -179,8 +144,6 @@ def with_figures(
     **speed: float,
 ) -> Status:
     deployment = deployment_with(before, speculation={"tasks": [{"name": name} for name in tasks or {}]})
-    observed = Observation(workload=workload_with(), workers=(), session=Session())
-    decision, _ = decide(deployment, observed, DEFAULTS, now=now)
     figures = Figures(
         running=1,
         waiting=0,
@@ -191,18 +154,16 @@ def with_figures(
         tasks=tasks or {},
         saved_device_seconds=saved,
     )
-    return status_of(deployment, observed, with_shown(decision, figures=figures), Outcome(), now=now)
+    return decided(deployment, now, figures=figures)
 
 
 def test_figures_are_rounded_and_written_only_when_changed() -> None:
     first = with_figures(Status(), 1000, acceptance_rate=0.613, accepted_length=2.81, speedup=1.37)
-    assert first.speculation is not None
     measured = first.speculation
     assert (measured.acceptance_rate, measured.accepted_length, measured.speedup) == (0.6, 2.8, 1.35)
     second = with_figures(first, 2000, acceptance_rate=0.61, accepted_length=2.79, speedup=1.36)
     assert second.speculation == first.speculation, "measuredAt must not move alone"
     third = with_figures(second, 3000, acceptance_rate=0.7, accepted_length=2.8, speedup=1.35)
-    assert third.speculation is not None
     assert third.speculation.measured_at != measured.measured_at
 
 
@@ -215,7 +176,6 @@ def test_speedup_is_updated_while_too_few_drafts_show_acceptance() -> None:
     """While a guard runs plain decoding, the gain of an hour ago must not stay."""
     first = with_figures(Status(), 1000, acceptance_rate=0.6, accepted_length=2.8, speedup=1.35)
     held = with_figures(first, 2000, speedup=1.0).speculation
-    assert held is not None
     assert (held.acceptance_rate, held.speedup) == (0.6, 1.0)
 
 
@@ -244,34 +204,15 @@ def test_tasks_show_latency_and_speedup_and_keep_them_while_idle() -> None:
 )
 def test_device_hours_saved_are_rounded(seconds: float, hours: float) -> None:
     first = with_figures(Status(), 1000, saved=seconds)
-    assert first.speculation is not None
     assert first.speculation.device_hours_saved == hours
-    unknown = with_figures(first, 2000).speculation
-    assert unknown is not None
-    assert unknown.device_hours_saved == hours
-
-
-def statuses(loop: Loop, count: int) -> list[Status]:
-    """Return the status after every poll, each built on the one before, as on a cluster."""
-    built: list[Status] = []
-    for _ in range(count):
-        before: Deployment = loop.deployment
-        decision: Decision = loop.poll()
-        report = loop.worker.report()
-        workers = (pod(report=report),)
-        observed = Observation(workload=workload_with(), workers=workers, session=loop.memory)
-        status = status_of(before, observed, decision, Outcome(), now=loop.now)
-        loop.deployment = replace(before, status=status)
-        built.append(status)
-    return built
+    assert with_figures(first, 2000).speculation.device_hours_saved == hours
 
 
 def test_status_of_a_busy_fleet_is_written_at_most_every_half_minute() -> None:
     loop = loop_over(Truth(noise=0.2), explore=0.1, speculation={"mode": "Static"})
-    built = statuses(loop, 48)[6:]
+    built = polled(loop, 48)[6:]
     writes = sum(one != two for one, two in pairwise(built))
     assert writes <= len(built) / 6 + 1
-    assert built[-1].speculation is not None
     assert built[-1].speculation.depth == 3
     assert built[-1].speculation.speedup is not None
 
@@ -282,45 +223,37 @@ def test_status_of_jittering_demand_is_written_at_most_every_half_minute() -> No
     built: list[Status] = []
     for waiting in [20.0, 65.0, 30.0, 80.0, 25.0] * 10:
         truth.waiting = waiting
-        built += statuses(loop, 1)
+        built += polled(loop, 1)
     built = built[6:]
     writes = sum(one != two for one, two in pairwise(built))
     assert writes <= len(built) / 6 + 1
-    assert condition(built[-1], "ScalingLimited").reason == "AtMaximum"
+    assert conditions(built[-1])["ScalingLimited"].reason == "AtMaximum"
     assert len({status.capacity for status in built}) > 1, "capacity is updated all the same"
 
 
 def test_arrivals_have_two_digits_and_stay_while_unknown() -> None:
     loop = loop_over(scaling={"owner": "Operator", "maxReplicas": 2})
     decision = loop.poll()
-    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
     nothing = Figures(running=0, waiting=0, tokens_per_second=0, synthetic=False)
-
-    def arrivals(measured: float | None, before: Deployment) -> tuple[float | None, Deployment]:
+    for measured in (0.1234, None):
         scale = replace(decision.scale, wanted=1, arrivals=measured)
-        known = replace(decision, scale=scale, shown=replace(decision.shown, figures=nothing))
-        status = status_of(before, observed, known, Outcome(), now=loop.now)
-        assert status.capacity is not None
-        return status.capacity.arrivals_per_second, replace(before, status=status)
-
-    shown, after = arrivals(0.1234, loop.deployment)
-    assert shown == 0.12
-    assert arrivals(None, after)[0] == 0.12
+        status = status_after(loop, with_shown(replace(decision, scale=scale), figures=nothing))
+        assert status.capacity.arrivals_per_second == 0.12
+        loop.deployment = replace(loop.deployment, status=status)
 
 
 def test_a_decision_is_shown_with_its_reason() -> None:
     loop = loop_over(Truth(chances=[0.05] * 5))
-    status = statuses(loop, 12)[-1]
-    assert status.speculation is not None
+    status = polled(loop, 12)[-1]
     assert status.speculation.depth == 0
     assert status.speculation.history[-1].before == "chain:3"
     assert "loses" in (status.speculation.history[0].reason)
-    assert condition(status, "SpeculationEffective").reason == "PlainIsFaster"
+    assert conditions(status)["SpeculationEffective"].reason == "PlainIsFaster"
 
 
 def test_the_condition_names_the_shape_that_the_guards_suspend() -> None:
     loop = loop_over(Truth(chances=[0.9] * 5))
-    statuses(loop, 12)
+    polled(loop, 12)
     report = loop.worker.report()
 
     def after(suppressed: bool) -> Status:
@@ -328,18 +261,17 @@ def test_the_condition_names_the_shape_that_the_guards_suspend() -> None:
             GuardCell(concurrency=row.concurrency, context=row.context, speculative=2, plain=1, suppressed=suppressed)
             for row in loop.worker.plan.rows
         )
-        workers = (pod(report=report.model_copy(update={"guard": verdicts})),)
+        workers = (pod(ready=True, report=report.model_copy(update={"guard": verdicts})),)
         observed = Observation(workload=workload_with(), workers=workers, session=loop.memory)
         decision, _ = decide(loop.deployment, observed, DEFAULTS, now=loop.now)
         assert decision.plan == loop.worker.plan
         return status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
 
     held, free = after(suppressed=True), after(suppressed=False)
-    assert (held.speculation and held.speculation.depth, free.speculation and free.speculation.depth) == (0, 5)
-    effective = condition(held, "SpeculationEffective")
-    assert (effective.status, effective.reason) == ("False", "SuspendedByGuards")
-    assert "suspend chain:5 of the plan" in effective.message
-    assert condition(free, "SpeculationEffective").reason != "SuspendedByGuards"
+    assert (held.speculation.depth, free.speculation.depth) == (0, 5)
+    assert states(held)["SpeculationEffective"] == ("False", "SuspendedByGuards")
+    assert "suspend chain:5 of the plan" in conditions(held)["SpeculationEffective"].message
+    assert conditions(free)["SpeculationEffective"].reason != "SuspendedByGuards"
 
 
 @pytest.mark.parametrize(("dear", "reason"), [(True, "DraftingIsDear"), (False, "Faster")])
@@ -354,15 +286,11 @@ def test_drafting_that_takes_much_of_a_step_is_named_by_condition_and_explain(de
     assert decision.shown.depth
     share = each * decision.shown.depth / (0.02 + each * decision.shown.depth + 0.0004 * 2 * (decision.shown.depth + 1))
     assert decision.shown.drafting_share == pytest.approx(share, abs=0.06)
-    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
     figures = Figures(running=1, waiting=0, tokens_per_second=9, synthetic=False, speedup=1.5)
-    status = status_of(loop.deployment, observed, with_shown(decision, figures=figures), Outcome(), now=loop.now)
-    effective = condition(status, "SpeculationEffective")
-    assert (effective.status, effective.reason) == ("True", reason)
-    assert ("drafting takes over 30 % of a step" in effective.message) == dear
-    spec = loop.deployment.spec.model_dump(by_alias=True, mode="json", exclude_none=True)
-    resource = {"metadata": {"namespace": "n", "name": "d"}, "spec": spec, "status": status.model_dump(mode="json")}
-    text = " ".join(" ".join(explain(resource, None, loop.now)).split())
+    status = status_after(loop, with_shown(decision, figures=figures))
+    assert states(status)["SpeculationEffective"] == ("True", reason)
+    assert ("drafting takes over 30 % of a step" in conditions(status)["SpeculationEffective"].message) == dear
+    text = explained(resource_of(replace(loop.deployment, status=status)), None, loop.now)
     assert ("A cheaper draft of equal acceptance would gain more." in text) == dear
 
 
@@ -370,45 +298,37 @@ def test_status_and_explain_have_the_acceptance_by_context() -> None:
     loop = loop_over()
     decision = with_shown(loop.polls(4), context_rates={"other": {"<=1024": 0.612, ">8192": 0.1}})
     figures = Figures(running=1, waiting=0, tokens_per_second=9, synthetic=False)
-    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
-    status = status_of(loop.deployment, observed, with_shown(decision, figures=figures), Outcome(), now=loop.now)
-    assert status.speculation is not None
+    status = status_after(loop, with_shown(decision, figures=figures))
     assert status.speculation.acceptance_by_context == "other: 0.61 at <=1024, 0.10 at >8192"
-    again = deployment_with(status)
-    later = status_of(
-        again, observed, with_shown(decision, figures=None, context_rates={}), Outcome(), now=loop.now + 5
-    )
-    assert later.speculation is not None
+    loop.deployment, loop.now = replace(loop.deployment, status=status), loop.now + 5
+    later = status_after(loop, with_shown(decision, figures=None, context_rates={}))
     assert later.speculation.acceptance_by_context == status.speculation.acceptance_by_context, "with the figures alone"
-    spec = loop.deployment.spec.model_dump(by_alias=True, mode="json", exclude_none=True)
-    resource = {"metadata": {"namespace": "n", "name": "d"}, "spec": spec, "status": status.model_dump(mode="json")}
-    text = " ".join(" ".join(explain(resource, None, loop.now)).split())
+    text = explained(resource_of(loop.deployment), None, loop.now)
     assert "by context, in tokens: other: 0.61 at <=1024, 0.10 at >8192." in text
 
 
 def test_the_condition_says_that_no_worker_can_use_the_draft() -> None:
     loop = loop_over()
-    statuses(loop, 12)
+    polled(loop, 12)
     report = loop.worker.report()
 
     def reason(*problems: str) -> str:
         reports = [report.model_copy(update={"draft": DraftState(method="eagle3", problem=one)}) for one in problems]
-        workers = tuple(pod(uid=f"p{index}", report=each) for index, each in enumerate(reports))
-        observed = Observation(workload=workload_with(), workers=workers, session=loop.memory)
-        decision, _ = decide(loop.deployment, observed, DEFAULTS, now=loop.now)
-        status = status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
-        return condition(status, "SpeculationEffective").reason
+        workers = tuple(pod(f"p{index}", ready=True, report=each) for index, each in enumerate(reports))
+        status = next_status(loop.deployment, loop.memory, workers=workers, now=loop.now)
+        return conditions(status)["SpeculationEffective"].reason
 
     assert reason("the vocabulary differs") == "NoDraft"
     assert reason("the vocabulary differs", "") != "NoDraft"
 
 
 def test_the_condition_says_what_the_estimates_lack_until_the_first_decision() -> None:
-    effective = condition(statuses(loop_over(), 1)[-1], "SpeculationEffective")
+    effective = conditions(polled(loop_over(), 1)[-1])["SpeculationEffective"]
     assert (effective.status, effective.reason) == ("Unknown", "Measuring")
     assert effective.message == (
         "acceptance rests on fewer than 20 independent drafts and fewer than 8 steps were timed;"
         " the depth stays until then"
     )
     advisory = loop_over(speculation={"mode": "Advisory"})
-    assert condition(statuses(advisory, 1)[-1], "SpeculationEffective").reason == "NotMeasured", "nothing waits there"
+    effective = conditions(polled(advisory, 1)[-1])["SpeculationEffective"]
+    assert effective.reason == "NotMeasured", "nothing waits there"

@@ -212,7 +212,6 @@ def test_a_baseline_with_too_few_batches_is_learnt_longer_and_then_restarted() -
     served.days(10)
     assert served.task().baseline is None
     served.days(7)
-    assert served.task().baseline is not None
     assert served.task().baseline.batches_per_month == pytest.approx(60, abs=4)
     rare = drifting(requests_per_day=20)
     rare.days(10)
@@ -228,7 +227,6 @@ def test_a_baseline_of_minutes_finds_a_drift_of_minutes() -> None:
     served.serve(580)
     assert served.task().baseline is None
     served.serve(60)
-    assert served.task().baseline is not None
     assert served.task().baseline.batches_per_month == pytest.approx(30 * 86_400 / 20, rel=0.1)
     served.rates = {"other": SLOWER}
     assert served.until_drift(1200) <= 800

@@ -5,61 +5,39 @@ from __future__ import annotations
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
-from specdecode_operator.decision.plan import FOLLOWED, HISTORY, ROWS, realised, recorded, steered
-from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, Session, StepTimeCell
+from specdecode_operator.decision.plan import FOLLOWED, HISTORY, ROWS, realised, recorded, records, steered
+from specdecode_operator.planning.estimates import buckets_for
+from specdecode_operator.planning.search import Change
+from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, RowState, Session, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Delta, Moments
 from specdecode_worker.contract import Method, Plan, PlanRow, TreeShape
 from support.operators.estimates import moments
-from support.operators.fleet import Loop, Truth, linear_time, loop_over
-
-
-def per_token(truth: Truth, depth: int) -> float:
-    tokens = survival = 1.0
-    for chance in truth.chances[:depth]:
-        survival *= chance
-        tokens += survival
-    return linear_time(truth.sequences, depth, truth.context) / tokens
-
-
-def after_a_change(truth: Truth, polls: int) -> tuple[Loop, Decision]:
-    loop = loop_over(truth, explore=0.1)
-    loop.polls(polls)
-    first = loop.memory.learned.history[-1]
-    return loop, first
+from support.operators.fleet import Truth, loop_over, per_token
 
 
 @pytest.mark.parametrize("chances", [[0.02] * 5, [0.98] * 5], ids=["stopped", "deepened"])
 def test_the_realised_gain_equals_that_of_the_simulated_step_times(chances: list[float]) -> None:
     truth = Truth(chances=chances)
-    _, decision = after_a_change(truth, 60)
+    loop = loop_over(truth, explore=0.1)
+    loop.polls(60)
+    decision = loop.memory.learned.history[-1]
     before, after = (TreeShape.parse(text).depth for text in (decision.before, decision.after))
     assert before == 3
-    assert decision.realised_gain_percent is not None
     expected = 100 * (per_token(truth, before) / per_token(truth, after) - 1)
     assert decision.realised_gain_percent == pytest.approx(expected, abs=max(4.0, 0.12 * expected))
 
 
-def test_a_realised_gain_needs_enough_drafts() -> None:
+def test_a_realised_gain_needs_enough_drafts_and_its_measurement_survives_a_restart() -> None:
     loop = loop_over(Truth(chances=[0.02] * 5))
     while not (loop.decision and loop.decision.changes):
         loop.poll()
     loop.poll(2.5)
     assert loop.memory.learned.history[0].realised_gain_percent is None
+    loop.restart_operator()
     assert loop.memory.learned.following[0].drafts < 500
     loop.polls(10)
     assert loop.memory.learned.history[0].realised_gain_percent is not None
     assert not loop.memory.learned.following
-
-
-def test_a_gain_measurement_survives_a_restart() -> None:
-    loop = loop_over(Truth(chances=[0.02] * 5))
-    while not (loop.decision and loop.decision.changes):
-        loop.poll()
-    loop.poll(2.5)
-    loop.restart_operator()
-    assert loop.memory.learned.following
-    loop.polls(10)
-    assert loop.memory.learned.history[0].realised_gain_percent is not None
 
 
 def plan_of(depth: int) -> Plan:
@@ -176,7 +154,6 @@ def test_a_change_of_replicas_is_recorded_in_the_history() -> None:
     assert (change.before, change.after) == ("1", "3")
     assert "demand" in change.reason
     spec = loop.deployment.spec.scaling
-    assert spec is not None
     object.__setattr__(spec, "max_replicas", 2)
     bounded = loop.poll(0.0).shown.history[0]
     assert (bounded.before, bounded.after) == ("3", "2")
@@ -191,3 +168,34 @@ def test_advisory_changes_no_child() -> None:
     assert last.children == first.children
     assert not last.pushes
     assert last.shown.recommended == "none"
+
+
+# --- records of changes of a plan -----------------------------------------------------------------------------------
+
+
+PRESENT = LearnedState(load=LoadState(sequences=1.9, context_bucket=0, task="other", at=1))
+BUCKETS = buckets_for(8)
+
+
+def moved(concurrency: int, depth: int, reason: str, *, follows: bool = False) -> Change:
+    row = RowState(concurrency=concurrency, context=0, task="other", depth=depth, since=1)
+    before = TreeShape.chain(3)
+    return Change(row=row, before=before, gain=0.1, cause="gain", reason=reason, follows=follows)
+
+
+def test_a_load_that_was_decided_leads_those_that_follow_it() -> None:
+    changes = [moved(0, 2, "at one"), moved(1, 2, "at one", follows=True), moved(2, 2, "at one", follows=True)]
+    (record,) = records(changes, PRESENT, BUCKETS, 5.0)
+    assert record.load == "concurrency 1 or 2 or 3-4, context <=1024, task other"
+    assert record.reason == "at one; concurrency 2 or 3-4, context <=1024 follows"
+
+
+def test_the_present_load_leads_those_that_were_decided_like_it() -> None:
+    (record,) = records([moved(0, 2, "at one"), moved(1, 2, "at two")], PRESENT, BUCKETS, 5.0)
+    assert record.load == "concurrency 2 or 1, context <=1024, task other"
+    assert record.reason == "at two"
+
+
+def test_the_record_of_the_present_load_is_the_latest() -> None:
+    made = records([moved(1, 2, "at two"), moved(0, 1, "at one"), moved(3, 0, "above")], PRESENT, BUCKETS, 5.0)
+    assert [record.reason for record in made] == ["at one", "above", "at two"]

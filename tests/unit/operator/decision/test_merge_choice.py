@@ -45,7 +45,6 @@ def decision(cells: Sequence[CreditCell], shape: TreeShape = SHAPES[1]) -> tuple
     load_state = LoadState(sequences=4, at=NOW)
     learned = LearnedState(acceptance=chances(0.6), costs=FULL, credit=tuple(cells), load=load_state)
     times, load = StepTimeModel.fit(FULL), Load(4, 500)
-    assert times is not None
     row = RowState(concurrency=2, context=0, task=TASK, depth=0).running(shape)
     tasks = tasks_at(AcceptanceModel(learned, SPEC), [row], load, None)
     search = ShapeSearch(times, load, tasks, Objective())

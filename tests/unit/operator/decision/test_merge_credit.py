@@ -64,7 +64,6 @@ def test_credit_is_the_difference_of_reports_by_draft() -> None:
         loop.worker.run(3)
         reports.append(loop.worker.report())
     delta = difference(*reports, at=1, buckets=buckets_for(16))
-    assert delta is not None
     assert {key[:2] for key in delta.credit} == {(TASK, OWN), (TASK, HEAD)}
     before, after = ({(c.draft, c.depth): c for c in report.credit} for report in reports)
     for key, hits in delta.credit.items():
@@ -105,7 +104,6 @@ def test_credit_and_choices_survive_a_restart_of_the_operator() -> None:
     choice = MergeChoice(task=TASK, drafts=(), declared=("head",), hashes=(OWN, HEAD), since=5, before=("head",))
     learned = learnt(polled()).model_copy(update={"uid": "u", "merges": (choice,)})
     again = parse_state(render_state(learned), "u", learned.plan)
-    assert again is not None
     assert (again.credit, again.merges) == (learned.credit, learned.merges)
 
 

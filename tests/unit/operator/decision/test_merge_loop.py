@@ -9,10 +9,10 @@ import pytest
 from specdecode_operator.api.v1alpha1 import SpeculationStatus, Status
 from specdecode_operator.controller.status import task_sections
 from specdecode_operator.planning.acceptance import bounds_of
-from specdecode_operator.plugin.explain import explain
 from specdecode_worker.contract import TreeShape
 from support.operators.fleet import Loop, with_pin
 from support.operators.merging import OWN, QUICK, TASK, MergedTruth, MergingWorker, merging_loop
+from support.operators.statuses import explained, resource_of
 
 
 def worker_of(loop: Loop) -> MergingWorker:
@@ -45,16 +45,6 @@ def test_a_draft_that_never_hits_is_dropped_and_taken_back_when_the_traffic_turn
         ("merge head on trial", "merge head", "trial"),
     ]
     assert worker_of(loop).running == ["head"]
-
-
-def test_a_trial_in_vain_ends() -> None:
-    loop = merging_loop({"head": MergedTruth(rescue=0.0)}, limits={**QUICK, "explore_percent": 5})
-    changes(loop, 20)
-    loop.now = loop.memory.learned.merges[0].since + 595
-    assert changes(loop, 14) == [
-        ("merge nothing", "merge head on trial", "trial"),
-        ("merge head on trial", "merge nothing", "trial"),
-    ]
 
 
 def test_drafts_that_help_stay() -> None:
@@ -124,13 +114,8 @@ def test_the_step_times_and_the_status_are_of_the_drafts_that_run() -> None:
     decision = next(one for one in reversed([loop.poll() for _ in range(7)]) if one.shown.merges)
     (task,) = (one for one in task_sections(loop.deployment, decision) if one.name == TASK)
     assert task.merge == f"merges nothing; {loop.memory.learned.merges[0].reason}"
-    status = Status(tasks=(task,), speculation=SpeculationStatus(depth=2)).model_dump(by_alias=True, mode="json")
-    resource = {
-        "metadata": {"namespace": "ns", "name": "demo"},
-        "spec": loop.deployment.spec.model_dump(by_alias=True, mode="json", exclude_none=True),
-        "status": status,
-    }
-    text = " ".join(" ".join(explain(resource, None, loop.now)).split())
+    status = Status(tasks=(task,), speculation=SpeculationStatus(depth=2))
+    text = explained(resource_of(replace(loop.deployment, status=status)), None, loop.now)
     assert f"Task {TASK} {task.merge}." in text
 
 

@@ -99,7 +99,6 @@ def test_a_resolved_commit_is_shown_persisted_and_mounted_without_a_rollout() ->
     assert second.urgent, "a restart of the operator must not lose it"
     assert not ticks.tick(deployment(), pod("a", model=FIRST)).urgent
     stored = parse_state(render_state(ticks.session.learned), "u1", ticks.session.learned.plan)
-    assert stored is not None
     assert stored.revisions == {URI: FIRST}
     later = ticks.tick(deployment(), pod("late", model=SECOND))
     assert (ticks.revision, mounted(later)) == (FIRST, {URI: FIRST})

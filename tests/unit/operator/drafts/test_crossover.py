@@ -104,7 +104,6 @@ def test_exchanged_blocks_have_the_opposite_difference(
     """Without this, the difference of two equal drafts would not be symmetric, and the evidence not valid."""
     first, second = ({CellKey("t", i, 0): Cost(*cost) for i, cost in enumerate(block)} for block in (one, other))
     forward, backward = pair_difference(first, second), pair_difference(second, first)
-    assert forward is not None
     assert backward == pytest.approx(-forward, abs=1e-9)
 
 

@@ -11,17 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_operator.decision.decide import decide
 from specdecode_operator.decision.learn import learn_delta
 from specdecode_operator.health import learn_pods, plain_plan, suspected
 from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.telemetry.counters import Delta, Hits, Moments, RequestSums
 from specdecode_operator.telemetry.counters import fleet as together
-from specdecode_operator.types import Decision, Deployment, Observation, Worker
+from specdecode_operator.types import Decision, Deployment, Worker
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict
 from specdecode_worker.server.service import PlanStore
-from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, linear_time, workload_with
+from support.operators.fleet import SimulatedWorker, Truth, decided, deployment_with, linear_time, workload_with
 
 GOOD, BAD = [0.8, 0.7, 0.6, 0.5, 0.4], [0.1] * 5
 
@@ -41,8 +40,8 @@ class Fleet:
         for name, worker in self.workers.items():
             worker.run(5)
             pods.append(Worker(name=name, uid=name, address=f"at-{name}", ready=True, report=worker.report()))
-        observed = Observation(workload=workload_with(len(pods)), workers=tuple(pods), session=self.memory)
-        decision, self.memory = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        seen = {"workload": workload_with(len(pods)), "workers": tuple(pods)}
+        decision, self.memory = decided(self.deployment, self.memory, now=self.now, **seen)
         for name, worker in self.workers.items():
             if f"at-{name}" in decision.pushes:
                 worker.plan = decision.plan

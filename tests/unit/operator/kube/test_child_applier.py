@@ -50,9 +50,9 @@ class World:
         self.objects[metadata["name"]] = stored
         return stored
 
-    def put(self, manifest: dict[str, Any], uid: str = "theirs") -> None:
+    def put(self, manifest: dict[str, Any]) -> None:
         """Create an object as another client would."""
-        self.objects[manifest["metadata"]["name"]] = {**manifest, "metadata": {**manifest["metadata"], "uid": uid}}
+        self.objects[manifest["metadata"]["name"]] = {**manifest, "metadata": {**manifest["metadata"], "uid": "theirs"}}
 
     def catch_up(self) -> None:
         """Let the informer see all objects that have our label."""
@@ -62,20 +62,25 @@ class World:
     def retry_seconds(self) -> float | None:
         return self.applier.retry_seconds([config_map("ns", "x-plan")])
 
-    async def send(self, uid: str = "me", **data: str) -> ChildProblem | None:
-        return await self.applier.apply(owned(config_map("ns", "x-plan", **data), uid), uid)
+    def drift(self) -> None:
+        """Take a field over, as another client would, and let the informer see it."""
+        ours = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {}}
+        self.objects["x-plan"]["metadata"]["managedFields"] = [ours]
+        self.catch_up()
+
+    async def send(self, **data: str) -> ChildProblem | None:
+        return await self.applier.apply(owned(config_map("ns", "x-plan", **data), "me"), "me")
+
+    async def settle(self, **data: str) -> None:
+        """Apply until the informer shows what was applied, and the applier has seen that."""
+        await self.send(**data)
+        self.catch_up()
+        await self.send(**data)
 
 
 @pytest.fixture
 def world() -> World:
     return World()
-
-
-def drift(world: World) -> None:
-    """Take a field over, as another client would."""
-    world.objects["x-plan"]["metadata"]["managedFields"] = [
-        {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {}}
-    ]
 
 
 async def test_an_absent_child_is_made_without_force_and_then_rests(world: World) -> None:
@@ -101,9 +106,7 @@ async def test_an_informer_that_lags_behind_causes_no_second_apply(world: World)
 
 
 async def test_a_child_that_is_deleted_again_is_made_again(world: World) -> None:
-    await world.send()
-    world.catch_up()
-    await world.send()
+    await world.settle()
     assert world.retry_seconds() is None
     world.objects.clear()
     world.catch_up()
@@ -112,11 +115,8 @@ async def test_a_child_that_is_deleted_again_is_made_again(world: World) -> None
 
 
 async def test_drift_and_changes_are_applied_to_that_object_alone(world: World) -> None:
-    await world.send(a="1")
-    world.catch_up()
-    await world.send(a="1")
-    drift(world)
-    world.catch_up()
+    await world.settle(a="1")
+    world.drift()
     await world.send(a="1")
     assert world.requests[2:] == ["apply"]
     world.catch_up()
@@ -131,8 +131,7 @@ async def test_another_controller_that_changes_the_same_field_causes_few_applies
     for _ in range(10):
         world.catch_up()
         await world.send()
-        drift(world)
-        world.catch_up()
+        world.drift()
         sent = len(world.requests)
         while True:
             await world.send()
@@ -148,17 +147,14 @@ async def test_another_controller_that_changes_the_same_field_causes_few_applies
         sent = len(world.requests)
         world.catch_up()
         await world.send()
-        drift(world)
-        world.catch_up()
+        world.drift()
         await world.send()
         assert len(world.requests) == sent + 1, "after a quiet time repairs are immediate again"
 
 
 async def test_a_change_that_is_undone_before_its_repair_needs_none(world: World) -> None:
     for _ in range(3):
-        await world.send()
-        world.catch_up()
-        await world.send()
+        await world.settle()
         rested = dict(world.objects)
         world.objects.clear()
         world.catch_up()
@@ -238,7 +234,6 @@ async def test_a_failure_backs_off_and_a_new_manifest_ends_that(world: World, er
         assert (problem.reason, problem.message) == (reason, error.sentence)
         sent = len(world.requests)
         seconds = world.retry_seconds()
-        assert seconds is not None
         world.now += seconds - 0.01
         assert await world.send() == problem, "the problem is reported meanwhile"
         assert len(world.requests) == sent
@@ -282,8 +277,7 @@ async def test_children_are_settled_while_the_informer_shows_what_was_applied(wo
     world.catch_up()
     assert world.applier.is_settled(KEY, names)
     assert world.applier.is_confirmed([config_map("ns", "x-plan")])
-    drift(world)
-    world.catch_up()
+    world.drift()
     assert not world.applier.is_settled(KEY, names)
 
 

@@ -15,6 +15,7 @@ from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.informer import Informer, ObjectStore
 from specdecode_operator.kube.kinds import PODS
 from specdecode_operator.types import Key
+from support.background import background
 
 A, B = ("ns", "a"), ("ns", "b")
 
@@ -201,14 +202,12 @@ async def test_several_namespaces_are_one_store() -> None:
         on_change=changes.append,
     )
     assert informers.last_contact == float("-inf")
-    task = asyncio.create_task(informers.run())
-    await asyncio.wait_for(informers.synced.wait(), 5)
-    assert informers.last_contact > 0
-    assert set(changes) == set(informers.keys()) == {("one", "a"), ("two", "a")}
-    assert (informers.get("one", "p"), informers.of(("two", "a")), len(informers)) == ("one", ("two",), 2)
-    assert (informers.get("three", "p"), informers.of(("three", "a"))) == (None, ())
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with background(informers.run()):
+        await asyncio.wait_for(informers.synced.wait(), 5)
+        assert informers.last_contact > 0
+        assert set(changes) == set(informers.keys()) == {("one", "a"), ("two", "a")}
+        assert (informers.get("one", "p"), informers.of(("two", "a")), len(informers)) == ("one", ("two",), 2)
+        assert (informers.get("three", "p"), informers.of(("three", "a"))) == (None, ())
 
 
 def test_ten_thousand_pods_fit_in_few_megabytes() -> None:

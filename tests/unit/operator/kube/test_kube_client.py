@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +21,10 @@ from specdecode_operator.errors import (
     Refused,
     Unavailable,
 )
-from specdecode_operator.kube.client import KubeClient, translate, watch_error
+from specdecode_operator.kube.client import KubeClient, environment_proxy, keepalive_socket, translate, watch_error
 from specdecode_operator.kube.kinds import CONFIG_MAPS, LEASES
 from support.operators.kube_objects import config_map
+from support.tiers import skip_reason
 
 
 def answer(status: int, message: str = "no", **details: Any) -> ApiException:
@@ -158,3 +160,30 @@ async def test_reads_and_leases_pass_without_the_guard(recorded: tuple[KubeClien
     await client.create(LEASES, MANIFEST, guarded=False)
     await client.update(LEASES, MANIFEST, guarded=False)
     assert [method for method, _ in recorder.requests] == ["get", "get", "post", "put"]
+
+
+# --- connections ----------------------------------------------------------------------------------------------------
+
+
+def test_environment_proxy_is_used_except_for_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTPS_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "10.0.0.1,.svc")
+    assert environment_proxy("https://10.0.0.1:6443") is None
+    assert environment_proxy("https://kubernetes.default.svc") is None
+    assert environment_proxy("https://api.example.org") == "http://proxy:3128"
+    monkeypatch.delenv("https_proxy")
+    assert environment_proxy("https://api.example.org") is None
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason=skip_reason("linux", "the system has no option for it"))
+def test_sockets_notice_a_dead_peer_within_twenty_seconds() -> None:
+    with keepalive_socket((socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", 1))) as made:
+        idle, interval, probes = (
+            made.getsockopt(socket.IPPROTO_TCP, getattr(socket, name))
+            for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+        )
+        assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert idle + interval * probes <= 20
+        assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000

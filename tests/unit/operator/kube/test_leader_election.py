@@ -11,6 +11,8 @@ import pytest
 from specdecode_operator.errors import Conflict, NotLeader, Unavailable
 from specdecode_operator.kube.kinds import LEASES
 from specdecode_operator.kube.leader_election import LeaderElector, micro_time
+from support.background import background
+from support.clock import Clock
 
 
 class LeaseServer:
@@ -62,16 +64,6 @@ class LeaseServer:
         return copy.deepcopy(self.lease)
 
 
-class Clock:
-    """Clock that is set by the test."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def server() -> LeaseServer:
     return LeaseServer()
@@ -79,11 +71,18 @@ def server() -> LeaseServer:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 def elector(server: Any, clock: Clock, identity: str, **options: Any) -> LeaderElector:
     return LeaderElector(server, namespace="ns", name="lease", identity=identity, clock=clock, **options)
+
+
+@pytest.fixture
+async def leader(server: LeaseServer, clock: Clock) -> LeaderElector:
+    first = elector(server, clock, "one")
+    await first.attempt()
+    return first
 
 
 async def test_the_first_one_leads_and_renews_with_one_request(server: LeaseServer, clock: Clock) -> None:
@@ -105,14 +104,13 @@ async def test_the_first_one_leads_and_renews_with_one_request(server: LeaseServ
 
 
 async def test_another_takes_over_when_the_lease_did_not_change_for_its_duration(
-    server: LeaseServer, clock: Clock
+    server: LeaseServer, clock: Clock, leader: LeaderElector
 ) -> None:
-    first, second = elector(server, clock, "one"), elector(server, clock, "two")
-    await first.attempt()
+    second = elector(server, clock, "two")
     clock.now += 8
     await second.attempt()
     clock.now += 1
-    await first.attempt()
+    await leader.attempt()
     clock.now += 1
     await second.attempt()
     clock.now += 14.9
@@ -122,51 +120,50 @@ async def test_another_takes_over_when_the_lease_did_not_change_for_its_duration
     await second.attempt()
     assert second.is_leader
     assert (server.spec["holderIdentity"], server.spec["leaseTransitions"]) == ("two", 1)
-    await first.attempt()
-    assert not first.is_leader
-    assert first.lost.is_set()
+    await leader.attempt()
+    assert not leader.is_leader
+    assert leader.lost.is_set()
 
 
-async def test_remote_times_are_never_compared(server: LeaseServer, clock: Clock) -> None:
-    first, second = elector(server, clock, "one"), elector(server, clock, "two")
-    await first.attempt()
+async def test_remote_times_are_never_compared(server: LeaseServer, clock: Clock, leader: LeaderElector) -> None:
+    second = elector(server, clock, "two")
     server.spec["renewTime"] = "1999-01-01T00:00:00.000000Z"
     await second.attempt()
     assert not second.is_leader
 
 
-async def test_leadership_ends_by_the_own_clock_before_others_take_over(server: LeaseServer, clock: Clock) -> None:
-    first = elector(server, clock, "one")
-    await first.attempt()
+async def test_leadership_ends_by_the_own_clock_before_others_take_over(
+    server: LeaseServer, clock: Clock, leader: LeaderElector
+) -> None:
     clock.now += 9.9
-    assert first.check() == pytest.approx(5.1)
+    assert leader.check() == pytest.approx(5.1)
     clock.now += 0.1
     with pytest.raises(NotLeader):
-        first.check()
-    assert not first.lost.is_set()
+        leader.check()
+    assert not leader.lost.is_set()
     server.away = True
-    await first.attempt()
-    assert first.lost.is_set()
+    await leader.attempt()
+    assert leader.lost.is_set()
     server.away = False
-    await first.attempt()
-    assert first.is_leader
-    assert not first.lost.is_set()
+    await leader.attempt()
+    assert leader.is_leader
+    assert not leader.lost.is_set()
     assert server.spec["leaseTransitions"] == 0, "the Lease was never another's"
 
 
-async def test_a_failed_renewal_ends_nothing_before_the_deadline(server: LeaseServer, clock: Clock) -> None:
-    first = elector(server, clock, "one")
-    await first.attempt()
+async def test_a_failed_renewal_ends_nothing_before_the_deadline(
+    server: LeaseServer, clock: Clock, leader: LeaderElector
+) -> None:
     server.away = True
     clock.now += 4
-    await first.attempt()
-    assert first.check() == 11
-    assert not first.lost.is_set()
+    await leader.attempt()
+    assert leader.check() == 11
+    assert not leader.lost.is_set()
 
 
-async def test_the_time_of_a_renewal_is_the_start_of_its_request(server: LeaseServer, clock: Clock) -> None:
-    first = elector(server, clock, "one")
-    await first.attempt()
+async def test_the_time_of_a_renewal_is_the_start_of_its_request(
+    server: LeaseServer, clock: Clock, leader: LeaderElector
+) -> None:
     update = server.update
 
     async def slow(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -174,21 +171,19 @@ async def test_the_time_of_a_renewal_is_the_start_of_its_request(server: LeaseSe
         return await update(*arguments, **options)
 
     server.update = slow  # type: ignore[method-assign]
-    await first.attempt()
-    assert first.check() == 12
+    await leader.attempt()
+    assert leader.check() == 12
 
 
 async def test_a_hanging_renewal_is_given_up_at_the_deadline(server: LeaseServer) -> None:
     options = {"lease_seconds": 3, "renew_deadline": 1, "retry_seconds": 0.1}
     first = LeaderElector(server, namespace="ns", name="l", identity="one", **options)  # type: ignore[arg-type]
-    task = asyncio.create_task(first.run())
-    await asyncio.wait_for(first.wait_until_leader(), 1)
-    server.hangs = True
-    await asyncio.wait_for(first.lost.wait(), 1.5)
-    assert not first.is_leader
-    assert 0 < server.doubts[0] < 1, "open watches may be as dead as this request"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with background(first.run()):
+        await asyncio.wait_for(first.wait_until_leader(), 1)
+        server.hangs = True
+        await asyncio.wait_for(first.lost.wait(), 1.5)
+        assert not first.is_leader
+        assert 0 < server.doubts[0] < 1, "open watches may be as dead as this request"
 
 
 async def test_the_loser_of_a_race_does_not_lead(server: LeaseServer, clock: Clock) -> None:
@@ -206,23 +201,22 @@ async def test_the_loser_of_a_race_does_not_lead(server: LeaseServer, clock: Clo
     assert (first.is_leader, second.is_leader) == (False, True)
 
 
-async def test_an_own_request_that_arrived_late_is_no_loss(server: LeaseServer, clock: Clock) -> None:
-    first = elector(server, clock, "one")
-    await first.attempt()
+async def test_an_own_request_that_arrived_late_is_no_loss(
+    server: LeaseServer, clock: Clock, leader: LeaderElector
+) -> None:
     server._store({**(server.lease or {}), "spec": {**server.spec, "renewTime": micro_time()}}, 7)
     clock.now += 2
-    await first.attempt()
-    assert first.check() == 15
-    assert not first.lost.is_set()
+    await leader.attempt()
+    assert leader.check() == 15
+    assert not leader.lost.is_set()
 
 
-async def test_a_released_lease_is_taken_at_once(server: LeaseServer, clock: Clock) -> None:
-    first, second = elector(server, clock, "one"), elector(server, clock, "two")
-    await first.attempt()
+async def test_a_released_lease_is_taken_at_once(server: LeaseServer, clock: Clock, leader: LeaderElector) -> None:
+    second = elector(server, clock, "two")
     await second.attempt()
-    await first.release()
+    await leader.release()
     with pytest.raises(NotLeader):
-        first.check()
+        leader.check()
     assert "holderIdentity" not in server.spec
     await second.attempt()
     assert second.is_leader
@@ -240,18 +234,16 @@ async def test_only_the_own_lease_is_released(server: LeaseServer, clock: Clock)
     assert not first.is_leader, "a release that fails still ends leadership"
 
 
-async def test_a_deleted_lease_is_made_again(server: LeaseServer, clock: Clock) -> None:
-    first = elector(server, clock, "one")
-    await first.attempt()
+async def test_a_deleted_lease_is_made_again(server: LeaseServer, clock: Clock, leader: LeaderElector) -> None:
     update = server.update
 
     async def conflict(*_: Any, **__: Any) -> dict[str, Any]:
         raise Conflict("gone")
 
     server.update, server.lease = conflict, None  # type: ignore[method-assign]
-    await first.attempt()
+    await leader.attempt()
     server.update = update  # type: ignore[method-assign]
-    assert first.is_leader
+    assert leader.is_leader
 
 
 @pytest.mark.parametrize("times", [(10, 10, 2), (15, 2, 2), (15, 10, 0)])

@@ -18,6 +18,7 @@ from specdecode_operator.kube import informer as informer_module
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import CONFIG_MAPS, LEASES
+from support.background import background
 from support.operators.kube_objects import seconds_until
 
 Watch = Callable[["Server", web.StreamResponse], Awaitable[None]]
@@ -99,12 +100,10 @@ async def watching(server: Server) -> AsyncIterator[tuple[Informer[str], KubeCli
         metadata_only=False,
         on_change=lambda key: None,
     )
-    task = asyncio.create_task(informer.run())
     try:
-        yield informer, client
+        async with background(informer.run()):
+            yield informer, client
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         await client.close()
         await runner.cleanup()
 

@@ -35,6 +35,10 @@ def environment(rendered: dict[str, Any]) -> dict[str, Any]:
     return {item["name"]: item.get("value", item.get("valueFrom")) for item in container(rendered, "worker")["env"]}
 
 
+def config_of(rendered: dict[str, Any]) -> WorkerConfig:
+    return WorkerConfig.model_validate_json(environment(rendered)[Env.config])
+
+
 def test_the_worker_config_in_the_environment_is_complete() -> None:
     spec = {
         "model": {"uri": "hf://org/Llama@v1", "servedName": "llama"},
@@ -42,7 +46,7 @@ def test_the_worker_config_in_the_environment_is_complete() -> None:
         "workers": {"resources": {"limits": {"cpu": "2500m"}}},
         "drain": {"endpointDelay": "7s", "gracePeriod": "90s"},
     }
-    config = WorkerConfig.model_validate_json(environment(template(**spec))[Env.config])
+    config = config_of(template(**spec))
     assert config == manifests.worker_config(deployment_with(**spec).spec, "u1")
     assert (config.deployment_uid, config.model.served_name, config.model.max_model_len) == ("u1", "llama", 2048)
     assert (config.draft.method, config.draft.uri) == ("eagle3", "embedded://d")
@@ -54,7 +58,7 @@ def test_every_draft_is_pulled_and_configured_and_rolls_the_pods() -> None:
     drafts = [{"name": "sql", "method": "medusa", "uri": "pvc://heads/sql"}, {"name": "edits", "method": "ngram"}]
     speculation = {"drafts": drafts, "tasks": [{"name": "code", "draft": "sql"}]}
     rendered = template(speculation=speculation)
-    config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
+    config = config_of(rendered)
     assert [(one.name, one.method, one.uri) for one in config.drafts] == [
         ("sql", "medusa", "pvc://heads/sql"),
         ("edits", "ngram", None),
@@ -68,7 +72,7 @@ def test_every_draft_is_pulled_and_configured_and_rolls_the_pods() -> None:
 def test_an_adapter_is_pulled_and_merged_and_rolls_the_pods() -> None:
     adapted: dict[str, Any] = {"model": {"uri": "embedded://t", "adapter": "pvc://adapters/support"}}
     rendered, spec = template(**adapted), deployment_with(**adapted).spec
-    config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
+    config = config_of(rendered)
     assert config.model.target == spec.model.target == "embedded://t+pvc://adapters/support"
     assert config.model.served_name == "t"
     assert container(rendered, "pull")["command"][-3:-1] == ["embedded://t", "pvc://adapters/support"]
@@ -96,7 +100,7 @@ def test_quantised_weights_are_configured_for_each_network() -> None:
             "drafts": [{"name": "other", "uri": "embedded://o", "quantization": "int8"}],
         },
     )
-    config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
+    config = config_of(rendered)
     assert [one.quantization for one in (config.model, config.draft, *config.drafts)] == ["fp8", "int4", "int8"]
 
 
@@ -111,10 +115,7 @@ def test_quantised_weights_are_configured_for_each_network() -> None:
     ],
 )
 def test_served_name_is_the_last_part_without_a_revision(uri: str, name: str) -> None:
-    assert (
-        WorkerConfig.model_validate_json(environment(template(model={"uri": uri}))[Env.config]).model.served_name
-        == name
-    )
+    assert config_of(template(model={"uri": uri})).model.served_name == name
 
 
 def test_an_invalid_cpu_quantity_is_refused() -> None:
@@ -181,7 +182,7 @@ def test_the_claim_of_new_drafts_is_mounted_read_only_and_captures_have_a_bounde
         {"name": "claim-drafts", "mountPath": "/mnt/pvc/drafts", "readOnly": True}
     ]
     assert {"name": "captures", "emptyDir": {"sizeLimit": "3Gi"}} in rendered["spec"]["volumes"]
-    config = WorkerConfig.model_validate_json(environment(rendered)[Env.config])
+    config = config_of(rendered)
     mounts = {one["mountPath"]: one["name"] for one in container(rendered, "worker")["volumeMounts"]}
     assert mounts[str(config.capture_dir)] == "captures"
     assert "captures" not in [one["name"] for one in container(rendered, "pull")["volumeMounts"]]
@@ -348,7 +349,9 @@ def decided(
 
 
 def pod(decision: Decision) -> Any:
-    return decision.children[-1]["spec"]["template"]
+    workers = ("Deployment", "demo-worker")
+    (workload,) = (one for one in decision.children if (one["kind"], one["metadata"]["name"]) == workers)
+    return workload["spec"]["template"]
 
 
 LIVE: list[dict[str, Any]] = [
@@ -362,6 +365,8 @@ LIVE: list[dict[str, Any]] = [
     {"distillation": {"steps": 9, "promptsConfigMapRef": {"name": "g"}, "jobTemplate": {"spec": {}}}},
     {"draftRollout": {"mode": "Manual"}},
     {"paused": False},
+    {"router": {"replicas": 2}},
+    {"prefill": {"replicas": 1}},
     {"workers": {"strategy": {"maxSurge": "25%"}}},
 ]
 ROLLING: list[dict[str, Any]] = [

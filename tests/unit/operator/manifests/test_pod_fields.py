@@ -9,10 +9,9 @@ import pytest
 from specdecode_operator import manifests
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.pods import merged, quantity_value
-from specdecode_operator.state.learned import RunRecord
 from specdecode_worker.contract import EngineConfig, Env, Port, ServerConfig, WorkerConfig
 from specdecode_worker.contract.distillation import JOB_CONTAINER
-from support.operators.fleet import DEFAULTS, deployment_with
+from support.operators.fleet import DEFAULTS, RUN, deployment_with
 
 Json = dict[str, Any]
 
@@ -43,14 +42,13 @@ def test_every_pod_meets_the_restricted_security_profile(name: str) -> None:
     deployment = deployment_with(
         modelCache={"hostPath": {"path": "/models"}}, prefetchNodeSelector={"models": "llama"}, router={"replicas": 2}
     )
-    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
     template = manifests.pod_template(deployment, DEFAULTS)
     pod = {
         "worker": lambda: template,
         "router": lambda: manifests.router_workload(deployment, DEFAULTS)["spec"]["template"],
         "prefetch": lambda: manifests.prefetch_daemon_set(deployment, template)["spec"]["template"],
-        "training": lambda: manifests.distillation_job(deployment, run, DEFAULTS)["spec"]["template"],
-        "deletion": lambda: manifests.deletion_job(deployment, run, DEFAULTS)["spec"]["template"],
+        "training": lambda: manifests.distillation_job(deployment, RUN, DEFAULTS)["spec"]["template"],
+        "deletion": lambda: manifests.deletion_job(deployment, RUN, DEFAULTS)["spec"]["template"],
     }[name]()["spec"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -171,8 +169,7 @@ def test_variables_that_the_operator_needs_are_refused(name: str) -> None:
 
 def test_all_pods_have_the_credentials_of_the_registry() -> None:
     spec: Json = {"imagePullSecrets": [{"name": "registry"}], "distillation": {"storage": {"uri": "pvc://drafts"}}}
-    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
-    job = manifests.distillation_job(deployment_with(**spec), run, DEFAULTS)
+    job = manifests.distillation_job(deployment_with(**spec), RUN, DEFAULTS)
     routers = manifests.router_workload(deployment_with(**spec), DEFAULTS)
     for pod in (pod_of(**spec), *(one["spec"]["template"]["spec"] for one in (job, routers))):
         assert pod["imagePullSecrets"] == [{"name": "registry"}]
@@ -216,8 +213,7 @@ PROXY: Json = {
 def pods_that_download() -> dict[str, Json]:
     """Return the pod of a worker and that of a training Job."""
     storage = {"distillation": {"storage": {"uri": "pvc://drafts"}}}
-    run = RunRecord(id="6740f2a1", started=1.0, draft_uri="hf://org/head", claim="drafts")
-    job = manifests.distillation_job(deployment_with(**storage, **PROXY), run, DEFAULTS)
+    job = manifests.distillation_job(deployment_with(**storage, **PROXY), RUN, DEFAULTS)
     return {"worker": pod_of(**storage, **PROXY), "job": job["spec"]["template"]["spec"]}
 
 
@@ -245,7 +241,6 @@ def test_proxies_authorities_and_mirrors_reach_every_container_that_downloads(po
 def test_admin_tokens_are_a_folder_and_not_in_the_environment() -> None:
     pod = pod_of()
     folder = config_of(pod).server.admin_tokens_path
-    assert folder is not None
     mount, volume = mount_of(pod, folder)
     assert volume["secret"]["secretName"] == "demo-tokens"
     assert mount["readOnly"]
@@ -263,7 +258,6 @@ def test_tokens_secret_has_one_token_a_line_the_current_one_first() -> None:
 def test_api_keys_are_a_folder_or_one_file_of_it() -> None:
     folder = pod_of(apiKeysSecretRef={"name": "keys"})
     path = config_of(folder).server.api_keys_path
-    assert path is not None
     assert mount_of(folder, path)[1]["secret"] == {"secretName": "keys", "defaultMode": 0o440}
     one = pod_of(apiKeysSecretRef={"name": "keys", "key": "all.txt"})
     assert config_of(one).server.api_keys_path == f"{path}/all.txt"

@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 
 from specdecode_operator import manifests
-from specdecode_operator.decision.decide import decide
 from specdecode_operator.kube.kinds import APPLIED
-from specdecode_operator.state.learned import Session
-from specdecode_operator.types import Manifest, Observation, Worker, Workload
+from specdecode_operator.types import Manifest, Worker, Workload
 from specdecode_router.__main__ import _parser as router_parser
 from specdecode_router.settings import LiveSettings, RouterSettings
 from specdecode_worker.contract import Report
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import DEFAULTS, decided, deployment_with, workload_with
 
 TWO = {"router": {"replicas": 2}}
 
 
 def children(routers: Workload | None = None, **spec: Any) -> dict[tuple[str, str], Manifest]:
     """Return the children of a decision by kind and name."""
-    observed = Observation(workload=workload_with(), workers=(), session=Session(), routers=routers)
-    decision, _ = decide(deployment_with(**spec), observed, DEFAULTS, now=1000)
+    decision, _ = decided(deployment_with(**spec), routers=routers)
     return {(child["kind"], child["metadata"]["name"]): child for child in decision.children}
 
 
@@ -109,8 +106,7 @@ def test_the_service_selects_workers_while_one_of_them_is_too_old_for_routers(ke
                report=Report(boot_id="b", worker="w", clock_seconds=1, compatibility_key=key))
         for number, key in enumerate(keys)
     )  # fmt: skip
-    observed = Observation(workload=workload_with(2), workers=workers, session=Session(), routers=workload_with(2))
-    decision, _ = decide(deployment_with(**TWO), observed, DEFAULTS, now=1000)
+    decision, _ = decided(deployment_with(**TWO), workload=workload_with(2), workers=workers, routers=workload_with(2))
     (service,) = [child for child in decision.children if child["metadata"]["name"] == "demo"]
     assert service["spec"]["selector"]["specdecode.io/role"] == role
 
@@ -183,20 +179,13 @@ def test_the_template_is_merged_and_the_labels_stay() -> None:
     labels = {"specdecode.io/role": "worker", "team": "search"}
     template = {"metadata": {"labels": labels}, "spec": {**users, "containers": [container]}}
     made = children(router={"replicas": 2, "template": template})["Deployment", "demo-router"]["spec"]["template"]
-    assert (made["metadata"]["labels"]["specdecode.io/role"], made["metadata"]["labels"]["team"]) == (
-        "router",
-        "search",
-    )
+    merged = made["metadata"]["labels"]
+    assert (merged["specdecode.io/role"], merged["team"]) == ("router", "search")
     assert (made["spec"]["affinity"], made["spec"]["nodeSelector"]) == ({"nodeAffinity": {}}, {"pool": "cpu"})
     (router,) = made["spec"]["containers"]
     assert (router["image"], router["resources"]["limits"]) == ("mine:1", {"memory": "2Gi"})
     assert router["resources"]["requests"] == {"cpu": "250m", "memory": "256Mi"}, "what it does not say stays"
     assert pod()["containers"][0]["image"] == DEFAULTS.router_image
-
-
-def test_routers_replace_no_worker() -> None:
-    plain, routed = (manifests.rolling_hash(deployment_with(**spec).spec) for spec in ({}, TWO))
-    assert plain == routed
 
 
 def test_shares_of_other_deployments_become_flags_and_mounted_tokens() -> None:

@@ -9,10 +9,9 @@ import pytest
 from specdecode_operator.decision.learn import learn_delta
 from specdecode_operator.planning.acceptance import AcceptanceModel
 from specdecode_operator.planning.estimates import buckets_for, context_rates
-from specdecode_operator.planning.search import choose
 from specdecode_operator.state.learned import ContextCell, LearnedState, LoadState, with_draft
 from specdecode_operator.telemetry.counters import Delta, Hits
-from support.operators.estimates import FULL, chances, spec
+from support.operators.estimates import FULL, chances, planned, spec
 
 BUCKETS = buckets_for(16)
 LONG_STEPS = tuple(cost.model_copy(update={"context_bucket": 2}) for cost in FULL)
@@ -29,7 +28,7 @@ def learned(*cells: ContextCell, mean: float = 0.6) -> LearnedState:
 
 
 def depths(state: LearnedState) -> dict[tuple[int, int], int]:
-    rows = choose(spec(tree={"topK": 1}), state, BUCKETS, max_num_seqs=16, now=2000).rows
+    rows = planned(spec(tree={"topK": 1}), state).rows
     return {(row.concurrency, row.context): row.depth for row in rows}
 
 

@@ -123,7 +123,6 @@ def search_of(learned: LearnedState, kv_tokens: float | None = None) -> ShapeSea
     model = AcceptanceModel(learned, spec(tree={"topK": 2, "maxNodes": 12}))
     rows, load = [RowState(concurrency=2, context=0, task="other", depth=3)], Load(4, 500)
     fitted = StepTimeModel.fit(learned.costs)
-    assert fitted is not None
     return ShapeSearch(fitted, load, tasks_at(model, rows, load, kv_tokens), Objective())
 
 
@@ -158,7 +157,6 @@ def test_what_the_spec_asks_for_counts_against_the_nodes() -> None:
     speculation = spec(depth={"min": 3, "max": 5}, tree={"topK": 2, "maxNodes": 5})
     model = AcceptanceModel(LearnedState(acceptance=seen, costs=FULL), speculation)
     rows, load = [RowState(concurrency=2, context=0, task="other", depth=3)], Load(4, 500)
-    assert times is not None
     search = ShapeSearch(times, load, tasks_at(model, rows, load, None), Objective())
     found = [step[1].path for step in search._by_survival(3)]
     assert len(found) == 2, found
@@ -206,7 +204,6 @@ def test_times_that_bend_over_tokens_are_extrapolated_from_what_was_timed_before
 ) -> None:
     """Wide trees were not timed. On a straight line, 16 nodes on experts are twice too cheap at one sequence."""
     fitted = StepTimeModel.fit(timed_before_serving(seconds))
-    assert fitted is not None
     for sequences, batch in product((1, 3, 6, 12), (Batch(0, 1), Batch(2, 3), Batch(3, 9), Batch(5, 17))):
         found = fitted.predict(Load(sequences, 20), [batch])[batch]
         assert found.mean == pytest.approx(seconds(sequences, *batch), rel=0.1), (sequences, batch)
@@ -215,7 +212,6 @@ def test_times_that_bend_over_tokens_are_extrapolated_from_what_was_timed_before
 def test_step_times_that_wander_do_not_bend_the_line() -> None:
     """Bends that follow noise let a tree seem as fast as a smaller one, until it runs."""
     fitted = StepTimeModel.fit(timed_before_serving(of_a_noisy_machine), wander=0.09)
-    assert fitted is not None
     four, twelve, twenty = (fitted.linear(features(Load(1, 20), 2, verified)) for verified in (4, 12, 20))
     assert twenty - twelve == pytest.approx(twelve - four, rel=0.05)
 
@@ -225,7 +221,6 @@ def test_on_experts_a_short_chain_is_best_alone_and_a_wide_tree_in_a_large_batch
     rates = (Estimate(0.7, 0.001), Estimate(0.15, 0.001), Estimate(0.05, 0.001), Estimate(0.03, 0.001))
     known, fitted = TaskAcceptance((rates,) * 7, (rates,) * 7), StepTimeModel.fit(timed_before_serving(of_experts))
     tasks = (TaskLoad("other", Bounds(0, 7, 3, 16, 4), known, share=1, demand=1),)
-    assert fitted is not None
     for sequences in (1, 12):
         search = ShapeSearch(fitted, Load(sequences, 20), tasks, Objective())
         shape = min(search.evaluate(search.best_by_depth()).values(), key=lambda choice: choice.rank).shapes[0][1]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from specdecode_operator.api.v1alpha1 import ObjectiveSpec, SpeculationSpec
 from specdecode_operator.planning.acceptance import Objective, Prompt, bounds_of, follows, names, plans
-from specdecode_operator.planning.estimates import Load, buckets_for, features
-from specdecode_operator.planning.search import Chosen, choose
+from specdecode_operator.planning.estimates import Load, features
+from specdecode_operator.planning.search import Chosen
 from specdecode_operator.state.learned import (
     AcceptanceCell,
     LearnedState,
@@ -21,7 +21,7 @@ from specdecode_operator.state.learned import (
     TrafficCell,
 )
 from specdecode_worker.contract import TreeShape
-from support.operators.estimates import FULL, chances, cost, spec
+from support.operators.estimates import FULL, chances, cost, planned, spec
 
 CODE = {"name": "code"}
 BUSY = (4, 0)
@@ -30,18 +30,10 @@ VERIFYING = tuple(cost(n, d, 0.02 + 0.0005 * d + 0.0002 * n * (d + 1)) for n in 
 """A busy machine: passes are cheap, every verified token counts."""
 
 
-def of(task: str, p: float) -> tuple[AcceptanceCell, ...]:
-    return tuple(cell.model_copy(update={"task": task}) for cell in chances(p))
-
-
 def traffic(**output_tokens: float) -> tuple[TrafficCell, ...]:
     """Of so many requests that nobody doubts the mix: a token each."""
     counts = {task: 1000 * tokens for task, tokens in output_tokens.items()}
     return tuple(TrafficCell(task=task, sums=(n, n, n, 0, n)) for task, n in counts.items())
-
-
-def chosen(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0, **more: Any) -> Chosen:
-    return choose(speculation, learned, buckets_for(16), max_num_seqs=16, now=now, **more)
 
 
 def shapes(found: Chosen, load: tuple[int, int] = (0, 0)) -> dict[str, TreeShape]:
@@ -54,7 +46,7 @@ def depths(found: Chosen, load: tuple[int, int] = (0, 0)) -> dict[str, int]:
 
 def settled(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0) -> Chosen:
     for _ in range(6):
-        found = chosen(speculation, learned, now)
+        found = planned(speculation, learned, now)
         learned, now = learned.model_copy(update={"rows": found.rows}), now + 100
     return found
 
@@ -74,7 +66,7 @@ def test_a_task_that_is_off_never_drafts_and_a_static_one_stays() -> None:
 
 def test_a_task_has_bounds_of_its_own() -> None:
     speculation = spec(depth={"max": 3}, tasks=[{"name": "code", "depth": {"max": 5}}, {"name": "chat"}])
-    known = (*chances(0.95), *of("code", 0.95), *of("chat", 0.95))
+    known = (*chances(0.95), *chances(0.95, task="code"), *chances(0.95, task="chat"))
     learned = LearnedState(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=1, code=900, chat=1))
     assert depths(settled(speculation, learned), BUSY) == {"other": 3, "code": 5, "chat": 3}
 
@@ -104,7 +96,7 @@ def test_rows_are_planned_where_any_mode_asks_for_them() -> None:
 
 def test_the_rest_is_static_where_one_task_is_auto() -> None:
     speculation = spec(mode="Static", tasks=[{"name": "code", "mode": "Auto"}])
-    learned = LearnedState(acceptance=(*chances(0.02), *of("code", 0.02)), costs=VERIFYING, wander=0.0)
+    learned = LearnedState(acceptance=(*chances(0.02), *chances(0.02, task="code")), costs=VERIFYING, wander=0.0)
     assert depths(settled(speculation, learned), BUSY) == {"other": 3, "code": 0}
 
 
@@ -114,7 +106,7 @@ def test_the_rest_is_static_where_one_task_is_auto() -> None:
 def test_a_tasks_row_moves_and_leaves_the_others() -> None:
     speculation = spec(tasks=[CODE, {"name": "prose"}])
     learned = LearnedState(
-        acceptance=(*chances(0.8), *of("code", 0.9), *of("prose", 0.8)),
+        acceptance=(*chances(0.8), *chances(0.9, task="code"), *chances(0.8, task="prose")),
         costs=VERIFYING,
         wander=0.0,
         traffic=traffic(other=1, code=300, prose=300),
@@ -123,7 +115,9 @@ def test_a_tasks_row_moves_and_leaves_the_others() -> None:
     assert depths(before, BUSY)["prose"] >= 3
     after = settled(
         speculation,
-        learned.model_copy(update={"rows": before.rows, "acceptance": (*of("code", 0.9), *of("prose", 0.1))}),
+        learned.model_copy(
+            update={"rows": before.rows, "acceptance": (*chances(0.9, task="code"), *chances(0.1, task="prose"))}
+        ),
     )
     assert depths(after, BUSY)["code"] == depths(before, BUSY)["code"]
     assert depths(after, BUSY)["prose"] <= 1
@@ -132,12 +126,12 @@ def test_a_tasks_row_moves_and_leaves_the_others() -> None:
 @pytest.mark.parametrize(("code", "depth"), [(300, 3), (0, 0)])
 def test_a_row_that_is_chosen_to_stay_does_not_follow_the_one_that_moves(code: int, depth: int) -> None:
     """Code stands where it began, which is the deepest that it may; only without traffic nobody chose that for it."""
-    known = (*chances(0.02), *of("code", 0.95))
+    known = (*chances(0.02), *chances(0.95, task="code"))
     learned = LearnedState(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=300, code=code))
     speculation = spec(depth={"max": 3}, tasks=[CODE])
-    found = chosen(speculation, learned)
+    found = planned(speculation, learned)
     assert depths(found, BUSY) == {"other": 0, "code": depth}
-    again = chosen(speculation, learned.model_copy(update={"rows": found.rows}), 2000.0 + 100)
+    again = planned(speculation, learned.model_copy(update={"rows": found.rows}), 2000.0 + 100)
     assert depths(again, BUSY) == {"other": 0, "code": depth}
 
 
@@ -156,7 +150,7 @@ def test_few_requests_take_nobody_deeper() -> None:
             wander=0.0,
             rows=(row,),
         )
-        return depths(chosen(spec(depth={"max": 3}), learned), BUSY)["other"]
+        return depths(planned(spec(depth={"max": 3}), learned), BUSY)["other"]
 
     assert depth_after(50, drafts=2000) > 1
     assert depth_after(1, drafts=2000) == 1, "one came, be its drafts as many as they are"
@@ -167,7 +161,7 @@ def test_what_is_known_of_a_task_without_rows_here_is_nobodys() -> None:
     """``other`` fell silent: the rows of the rest are chosen without it, and what it once sent must not matter."""
     requests = tuple(RequestCell(task=task, sums=(10.0, 300.0, 400.0, 9e3, 1.2e4, 1.6e4)) for task in ("other", "code"))
     known = LearnedState(
-        acceptance=(*chances(0.8), *of("code", 0.9)),
+        acceptance=(*chances(0.8), *chances(0.9, task="code")),
         requests=requests,
         costs=VERIFYING,
         wander=0.0,
@@ -183,13 +177,13 @@ def test_a_rare_task_moves_for_its_own_gain() -> None:
         for task, depth in (("other", 3), ("code", 1))
     )
     learned = LearnedState(
-        acceptance=(*chances(0.9), *of("code", 0.95)),
+        acceptance=(*chances(0.9), *chances(0.95, task="code")),
         costs=VERIFYING,
         traffic=traffic(other=900, code=20),
         wander=0.0,
         rows=stand,
     )
-    found = chosen(spec(tasks=[CODE], depth={"max": 3}), learned)
+    found = planned(spec(tasks=[CODE], depth={"max": 3}), learned)
     assert depths(found, BUSY) == {"other": 3, "code": 3}
     assert 0 < next(change.gain or 0 for change in found.changes if change.row.concurrency == 4) < 0.03
 
@@ -215,7 +209,10 @@ def test_the_time_to_the_next_token_of_the_worst_task_is_a_bound() -> None:
     """Deep chains bring most tokens in all, but the task whose drafts fail pays for every pass."""
     costs = tuple(cost(16, d, slow_verify(16, d)) for d in range(6))
     learned = LearnedState(
-        acceptance=(*chances(0.95), *of("hard", 0.02)), costs=costs, wander=0.0, traffic=traffic(other=990, hard=10)
+        acceptance=(*chances(0.95), *chances(0.02, task="hard")),
+        costs=costs,
+        wander=0.0,
+        traffic=traffic(other=990, hard=10),
     )
     tasks = [{"name": "hard"}]
     assert depths(settled(spec(tasks=tasks), learned), BUSY)["other"] == 5
@@ -226,7 +223,10 @@ def test_the_time_to_the_next_token_of_the_worst_task_is_a_bound() -> None:
 def test_who_runs_alone_does_not_pay_for_anothers_depth() -> None:
     costs = tuple(cost(1, d, slow_verify(1, d)) for d in range(6))
     learned = LearnedState(
-        acceptance=(*chances(0.95), *of("hard", 0.02)), costs=costs, wander=0.0, traffic=traffic(other=500, hard=500)
+        acceptance=(*chances(0.95), *chances(0.02, task="hard")),
+        costs=costs,
+        wander=0.0,
+        traffic=traffic(other=500, hard=500),
     )
     promised = spec(tasks=[{"name": "hard"}], objective={"itl": "40ms"})
     assert depths(settled(promised, learned)) == {"other": 5, "hard": 0}
@@ -248,9 +248,9 @@ def test_changes_run_out_but_not_stops() -> None:
     speculation = spec(limits={"max_changes_per_hour": 2, "min_dwell_seconds": 0})
     row = RowState(concurrency=0, context=0, task="other", depth=2, since=1, moves=(1500.0, 1600.0))
     good, bad = (LearnedState(acceptance=chances(p), costs=FULL, rows=(row,)) for p in (0.95, 0.02))
-    assert depths(chosen(speculation, good))["other"] == 2
-    assert depths(chosen(speculation, good, now=1500 + 3601))["other"] == 5
-    assert depths(chosen(speculation, bad))["other"] == 0
+    assert depths(planned(speculation, good))["other"] == 2
+    assert depths(planned(speculation, good, now=1500 + 3601))["other"] == 5
+    assert depths(planned(speculation, bad))["other"] == 0
 
 
 # --- properties ---------------------------------------------------------------------------------------------------
@@ -332,8 +332,8 @@ def test_any_memory_gives_rows_within_bounds_and_none_that_is_worse(
         acceptance=tuple(acceptance), costs=tuple(cells.values()), rows=(stands,), load=LoadState(at=1999)
     )
     more = {"held_back": {(0, 0)} if held else set(), "kv_tokens": 5000.0}
-    found = chosen(speculation, learned, **more)
-    assert found == chosen(speculation, learned, **more)
+    found = planned(speculation, learned, **more)
+    assert found == planned(speculation, learned, **more)
     assert {row.task for row in found.rows} <= set(names(speculation))
     for row in found.rows:
         assert bounds_of(speculation, row.task).nearest(row.shape) == row.shape
@@ -352,22 +352,22 @@ def test_of_a_task_that_is_not_there_the_guards_hold_nothing_back(code_at: float
     costs = tuple(cost(2, depth, seconds) for depth, seconds in enumerate((0.3, 0.32, 0.34, 0.45)))
     learned = LearnedState(acceptance=tuple(cells), costs=costs, rows=rows, traffic=traffic(code=20, other=20))
     slow = spec(tasks=[{"name": "code"}], depth={"max": 3}, limits={"min_dwell_seconds": 600})
-    assert depths(chosen(slow, learned, held_back={(1, 0)}), (1, 0)) == {"other": depth, "code": depth}
+    assert depths(planned(slow, learned, held_back={(1, 0)}), (1, 0)) == {"other": depth, "code": depth}
 
 
 def test_rows_of_a_task_without_traffic_stand_still() -> None:
     """They would follow whoever drafts, and nobody runs them; but they stop where all others do."""
     tasks = spec(tasks=[{"name": "code"}])
-    code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.95))
+    code = chances(0.95, task="code")
     learned = LearnedState(acceptance=code, costs=FULL, traffic=traffic(code=1000))
-    assert depths(chosen(tasks, learned)) == {"other": 3, "code": 5}
+    assert depths(planned(tasks, learned)) == {"other": 3, "code": 5}
     busy = learned.model_copy(update={"traffic": traffic(code=990, other=10)})
-    assert depths(chosen(tasks, busy))["other"] > 3
+    assert depths(planned(tasks, busy))["other"] > 3
     fair = tuple(cell.model_copy(update={"hits": 600.0}) for cell in code)
     dear = tuple(cost(1, depth, 0.02 + 0.01 * depth) for depth in range(6))
-    found = depths(chosen(tasks, learned.model_copy(update={"acceptance": fair, "costs": dear})))
+    found = depths(planned(tasks, learned.model_copy(update={"acceptance": fair, "costs": dear})))
     assert found["other"] == 3
     assert found["code"] == 1, "nobody pays for the passes of rows that nobody runs"
     bad = tuple(cell.model_copy(update={"hits": 20.0}) for cell in code)
     stopped = learned.model_copy(update={"acceptance": bad})
-    assert depths(chosen(tasks, stopped)) == {"other": 0, "code": 0}
+    assert depths(planned(tasks, stopped)) == {"other": 0, "code": 0}

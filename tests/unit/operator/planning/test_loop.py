@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
+from specdecode_operator.planning.acceptance import bounds_of
 from specdecode_operator.state.learned import LearnedState, Session
-from specdecode_worker.contract import SyntheticKnobs
-from support.operators.fleet import Truth, best_depth, linear_time, loop_over, with_pause
+from specdecode_worker.contract import Method, SyntheticKnobs, draft_passes
+from support.operators.fleet import Truth, linear_time, loop_over, per_token, with_pause
 
 
 def dear_when_deep(sequences: float, depth: int, context: float) -> float:
@@ -20,7 +21,7 @@ def test_depth_falls_when_acceptance_is_low() -> None:
     truth = Truth(chances=[0.3, 0.2, 0.1, 0.1, 0.1])
     loop = loop_over(truth)
     loop.polls(24)
-    assert best_depth(truth) == 1
+    assert min(range(6), key=lambda depth: per_token(truth, depth)) == 1
     assert loop.depths[-1] in (1, 2)
     assert "acceptance by depth" in loop.memory.learned.history[0].reason
 
@@ -75,18 +76,6 @@ def test_versions_only_rise_and_survive_a_restart_of_the_operator() -> None:
     assert loop.memory.learned.plan == before.plan
     assert [row.since for row in loop.memory.learned.rows] == [row.since for row in before.rows]
     assert loop.versions == sorted(loop.versions)
-
-
-def test_dwell_holds_over_a_restart() -> None:
-    truth = Truth(chances=[0.3, 0.2, 0.1, 0.1, 0.1])
-    loop = loop_over(truth, explore=0.2, speculation={"limits": {"min_dwell_seconds": 3600}})
-    loop.polls(12)
-    moved = loop.depths[-1]
-    assert moved < 3
-    truth.chances = [0.95] * 5
-    loop.restart_operator()
-    loop.polls(30)
-    assert loop.depths[-1] == moved, "the row changed within its dwell"
 
 
 def test_lost_memory_never_lowers_the_version() -> None:
@@ -171,3 +160,40 @@ def test_figures_come_every_half_minute_and_as_soon_as_knobs_are_turned() -> Non
         now = loop.poll().shown.figures
         assert now.synthetic == (knobs is not None)
         figures = now
+
+
+# --- drafts that propose all depths in one pass ---------------------------------------------------------------------
+
+
+DEPTH = {"min": 0, "max": 7, "initial": 3}
+METHODS: tuple[Method, ...] = ("eagle3", "peagle", "dflash")
+
+
+def truth_of(method: Method) -> Truth:
+    """Return a worker whose draft passes take 8 ms each, and a verified token 0.5 ms."""
+
+    def seconds(sequences: float, depth: int, context: float) -> float:
+        return 0.020 + 0.008 * draft_passes(method, depth) + 0.0005 * sequences * (depth + 1)
+
+    return Truth(chances=[0.75] * 7, step_time=seconds, method=method)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_parallel_draft_runs_deeper_than_one_with_a_pass_for_each_depth(method: Method) -> None:
+    truth = truth_of(method)
+    loop = loop_over(truth, explore=0.1, speculation={"method": method, "depth": DEPTH})
+    loop.polls(40)
+    best = min(range(8), key=lambda depth: per_token(truth, depth))
+    assert best == (2 if method == "eagle3" else 7)
+    assert per_token(truth, loop.depths[-1]) <= 1.03 * per_token(truth, best), loop.depths
+
+
+def test_merged_drafts_are_in_the_plan_and_their_passes_count() -> None:
+    """The lookup has none."""
+    drafts = [{"name": "lookup", "method": "ngram"}, {"name": "sql", "method": "peagle", "uri": "hf://org/head"}]
+    merge = [{"draft": "lookup", "depth": 8}, {"draft": "sql"}]
+    loop = loop_over(speculation={"drafts": drafts, "tasks": [{"name": "edits", "merge": merge}]})
+    (task,) = loop.poll().plan.tasks
+    assert [(one.draft, one.depth) for one in task.merge] == [("lookup", 8), ("sql", 0)]
+    bounds = bounds_of(loop.deployment.spec.speculation, "edits")
+    assert (bounds.methods, bounds.passes(3)) == (("eagle3", "peagle"), 4)

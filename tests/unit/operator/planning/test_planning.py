@@ -162,7 +162,6 @@ def rising(found: list[Estimate], lines: list[float] | None = None) -> list[Esti
 def test_the_model_finds_what_it_was_not_shown() -> None:
     shown = [(1, 0), (1, 1), (1, 3), (1, 5), (4, 0), (4, 3), (8, 1)]
     times = StepTimeModel.fit(tuple(cost(n, d, truth(n, d)) for n, d in shown))
-    assert times is not None
     found = step(5, Load(4, 500), times)
     assert found.weight == 0
     assert found.mean == pytest.approx(truth(4, 5), rel=0.1)
@@ -170,7 +169,6 @@ def test_the_model_finds_what_it_was_not_shown() -> None:
 
 def test_one_depth_alone_says_little_about_others() -> None:
     times = StepTimeModel.fit((cost(1, 3, 0.04),))
-    assert times is not None
     own, other = step(3, Load(1, 500), times), step(0, Load(1, 500), times)
     assert math.sqrt(own.variance) < 0.05 * own.mean
     assert math.sqrt(other.variance) > 0.2 * other.mean
@@ -180,7 +178,6 @@ def test_a_visited_cell_overrules_the_line() -> None:
     """Time that jumps at a depth is no line; the cell's own mean says so."""
     costs = [cost(1, d, 0.02 + 0.001 * d + (0.1 if d >= 3 else 0)) for d in range(6)]
     times = StepTimeModel.fit(tuple(costs))
-    assert times is not None
     assert step(2, Load(1, 500), times).mean == pytest.approx(0.022, rel=0.12)
     assert step(3, Load(1, 500), times).mean == pytest.approx(0.123, rel=0.12)
 
@@ -188,7 +185,6 @@ def test_a_visited_cell_overrules_the_line() -> None:
 def test_steps_with_a_shadow_are_not_mistaken_for_deeper_chains() -> None:
     shadowed = cost(1, 3, 0.03).model_copy(update={"draft_passes": 5})
     times = StepTimeModel.fit((shadowed,))
-    assert times is not None
     assert step(5, Load(1, 500), times).weight == 0
 
 
@@ -277,7 +273,6 @@ def test_scaling_expects_of_a_mean_of_sequences_the_row_of_the_nearest_number() 
     rows = (deep, deep.model_copy(update={"concurrency": 2, "depth": 0}))
     learned = LearnedState(acceptance=chances(0.8), costs=FULL, rows=rows)
     step_of = step_pace(spec(mode="Advisory"), learned, found, request, Objective(), kv_tokens=None)
-    assert step_of is not None
     tokens = [step_of(sequences, 0).tokens for sequences in (2.0, 2.04, 2.6)]
     assert tokens[0] == tokens[1] > 2
     assert tokens[2] == 1
@@ -305,7 +300,6 @@ def test_the_first_pass_may_cost_what_further_ones_do_not() -> None:
 
     timed = [cost(n, depth, seconds(n, depth), count=400) for n in (1, 4, 16) for depth in (0, 3, 5)]
     times = StepTimeModel.fit(tuple(timed))
-    assert times is not None
     for sequences in (1, 4, 16):
         assert step(1, Load(sequences, 500), times).mean == pytest.approx(seconds(sequences, 1), rel=0.06)
 
@@ -313,7 +307,6 @@ def test_the_first_pass_may_cost_what_further_ones_do_not() -> None:
 def test_many_polls_say_more_than_one() -> None:
     def error(polls: float) -> float:
         found = StepTimeModel.fit((cost(1, 3, 0.03, count=400).model_copy(update={"polls": polls}),), wander=0.01)
-        assert found is not None
         return step(3, Load(1, 500), found).variance
 
     assert error(16) < error(1)
@@ -334,7 +327,6 @@ def test_moments_that_no_steps_can_have_do_not_break_the_model() -> None:
     values = [*cell.values]
     values[4 + 2 * K :] = [-1e9 if value else 0.0 for value in values[4 + 2 * K :]]
     times = StepTimeModel.fit((cell.model_copy(update={"values": tuple(values)}),))
-    assert times is not None
     assert step(3, Load(1, 500), times).mean > 0
 
 
@@ -343,7 +335,6 @@ def test_steps_that_verified_nothing_do_not_break_the_model() -> None:
     values = [*cell.values]
     values[4 + FEATURES.index("verify_tokens")] = 0.0
     times = StepTimeModel.fit((cell.model_copy(update={"values": tuple(values)}),))
-    assert times is not None
     assert step(3, Load(1, 500), times).mean > 0
 
 

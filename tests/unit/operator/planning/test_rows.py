@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdecode_operator.planning.acceptance import AcceptanceModel, Objective, tasks_at
-from specdecode_operator.planning.estimates import Load, StepTimeModel, buckets_for, confidence
-from specdecode_operator.planning.search import OUTDATED, Choice, ShapeSearch, choose
+from specdecode_operator.planning.estimates import Load, StepTimeModel, confidence
+from specdecode_operator.planning.search import OUTDATED, Choice, ShapeSearch, next_row, recent_changes
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, LoadState, RowState, TrafficCell
 from specdecode_worker.contract import TreeShape
-from support.operators.estimates import FULL, chances, cost, depths_of, spec, truth
+from support.operators.estimates import FULL, chances, cost, depths_of, planned, spec, truth
 
 
 def test_nothing_known_keeps_the_initial_depth() -> None:
@@ -37,7 +37,7 @@ def test_the_first_change_waits_for_reliable_estimates() -> None:
     assert set(depths_of(spec(), few)) == {3}
     enough = few.model_copy(update={"acceptance": chances(0.02, total=80)})
     assert depths_of(spec(), enough)[0] == 0
-    held = choose(spec(), few, buckets_for(16), max_num_seqs=16, now=2000, held_back={(0, 0)})
+    held = planned(spec(), few, held_back={(0, 0)})
     assert {row.depth for row in held.rows} == {3}, "nor does it change where the guards decode plainly"
     changed = RowState(concurrency=0, context=0, task="other", depth=3, since=100)
     assert depths_of(spec(), few.model_copy(update={"rows": (changed,)}))[0] == 0, "later changes need no such start"
@@ -60,9 +60,7 @@ def test_low_confidence_stays() -> None:
 
 
 def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
-    found = choose(
-        spec(), LearnedState(acceptance=chances(0.02), costs=FULL), buckets_for(16), max_num_seqs=16, now=2000
-    ).rows
+    found = planned(spec(), LearnedState(acceptance=chances(0.02), costs=FULL)).rows
     moved = {row.concurrency for row in found if row.context == 0 and row.since}
     assert moved == {0, 2, 4}, "FULL has steps of 1, 4 and 16 sequences"
     assert all(row.depth == 3 for row in found if row.context)
@@ -71,7 +69,7 @@ def test_a_load_that_nobody_has_seen_keeps_its_row() -> None:
 def test_a_load_that_nobody_has_seen_is_no_deeper_than_the_one_below() -> None:
     def rows(depth: int) -> list[int]:
         measured = RowState(concurrency=1, context=0, task="other", depth=depth, since=1900)
-        found = choose(spec(), LearnedState(rows=(measured,)), buckets_for(16), max_num_seqs=16, now=2000).rows
+        found = planned(spec(), LearnedState(rows=(measured,))).rows
         return [row.depth for row in found if row.context == 0]
 
     assert rows(1) == [3, 1, 1, 1, 1], "lower loads keep depth.initial"
@@ -80,21 +78,21 @@ def test_a_load_that_nobody_has_seen_is_no_deeper_than_the_one_below() -> None:
 
 def test_who_follows_a_move_follows_in_the_same_plan() -> None:
     learned = LearnedState(acceptance=chances(0.02), costs=tuple(cost(1, depth, truth(1, depth)) for depth in range(6)))
-    first = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=2000)
+    first = planned(spec(), learned)
     assert [row.depth for row in first.rows if row.context == 0] == [0, 0, 0, 0, 0]
     assert [(change.row.concurrency, change.before.depth) for change in first.changes] == [(at, 3) for at in range(5)]
     assert len({change.reason for change in first.changes}) == 1, "what follows has the reason of what it follows"
     after = learned.model_copy(update={"rows": first.rows})
-    again = choose(spec(), after, buckets_for(16), max_num_seqs=16, now=2005)
+    again = planned(spec(), after, 2005)
     assert again.rows == first.rows, "one change, one plan"
 
 
 def test_who_follows_a_task_that_is_off_stays_within_its_own_bounds() -> None:
-    code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.5))
+    code = chances(0.5, task="code")
     speculated = RowState(concurrency=0, context=0, task="other", depth=3, since=5)
     learned = LearnedState(acceptance=(*chances(0.5), *code), rows=(speculated,))
     bounded = spec(tasks=[{"name": "code"}, {"name": "other", "mode": "Off"}], depth={"min": 1})
-    chosen = choose(bounded, learned, buckets_for(16), max_num_seqs=16, now=2000)
+    chosen = planned(bounded, learned)
     at_one = {row.task: row.depth for row in chosen.rows if (row.concurrency, row.context) == (0, 0)}
     assert at_one == {"other": 0, "code": 1}
 
@@ -112,7 +110,7 @@ def test_without_bursts_a_deeper_chain_is_tried_before_it_is_believed() -> None:
     learned = LearnedState(
         acceptance=chances(0.93), costs=(cost(1, 0, truth(1, 0)), cost(1, 3, truth(1, 3))), load=LoadState(at=2000)
     )
-    chosen = choose(spec(limits={"explore_percent": 0}), learned, buckets_for(16), max_num_seqs=16, now=2000)
+    chosen = planned(spec(limits={"explore_percent": 0}), learned)
     assert chosen.rows[0].depth > 3
     assert chosen.rows[0].trial
 
@@ -120,7 +118,6 @@ def test_without_bursts_a_deeper_chain_is_tried_before_it_is_believed() -> None:
 def _search(learned: LearnedState) -> tuple[ShapeSearch, Choice, Choice]:
     """Return the search at one sequence, and the chains of 1 and 3."""
     times, load = StepTimeModel.fit(learned.costs), Load(1, 500)
-    assert times is not None
     rows = [RowState(concurrency=0, context=0, task="other", depth=1)]
     search = ShapeSearch(times, load, tasks_at(AcceptanceModel(learned, spec()), rows, load, None), Objective())
     one, three = search.evaluate((("other", TreeShape.chain(depth)),) for depth in (1, 3)).values()
@@ -171,7 +168,7 @@ def test_what_loses_stops_when_it_is_sure_or_where_it_loses_a_lot_and_guards_run
     costs = (cost(1, 0, 0.02), cost(1, 1, 0.02 * 1.5 * slower))
     learned = LearnedState(acceptance=chances(0.5), costs=costs)
     guards = {(0, 0)} if held else set()
-    assert choose(one, learned, buckets_for(16), max_num_seqs=16, now=2000, held_back=guards).rows[0].depth == depth
+    assert planned(one, learned, held_back=guards).rows[0].depth == depth
 
 
 @pytest.mark.parametrize(("held", "moves", "depth"), [(False, 0, 3), (True, 0, 1), (True, 12, 3)])
@@ -184,7 +181,7 @@ def test_what_the_guards_hold_back_makes_room_for_less_before_its_dwell_is_over(
     row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990, moves=(1990.0,) * moves)
     learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
     guards = {(0, 0)} if held else set()
-    chosen = choose(one, learned, buckets_for(16), max_num_seqs=16, now=2000, held_back=guards)
+    chosen = planned(one, learned, held_back=guards)
     assert chosen.rows[0].depth == depth
     assert {change.cause for change in chosen.changes} == ({"loses"} if depth == 1 else set())
 
@@ -202,14 +199,14 @@ def test_there_is_less_only_where_it_is_believed_to_be_better(seconds: tuple[flo
     costs = tuple(cost(1, depth, each) for depth, each in zip((0, 1, 3), seconds, strict=True))
     row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990)
     learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
-    assert choose(one, learned, buckets_for(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == depth
+    assert planned(one, learned, held_back={(0, 0)}).rows[0].depth == depth
 
 
 def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None:
     one = spec(limits={"min_dwell_seconds": 600})
     row = RowState(concurrency=0, context=0, task="other", depth=1, since=1990)
     learned = LearnedState(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.025)), rows=(row,))
-    assert choose(one, learned, buckets_for(16), max_num_seqs=16, now=2000, held_back={(0, 0)}).rows[0].depth == 1
+    assert planned(one, learned, held_back={(0, 0)}).rows[0].depth == 1
 
 
 @pytest.mark.parametrize(
@@ -251,7 +248,7 @@ def test_a_shape_that_a_change_has_outdated_gives_way_to_less_evidence(
     row = RowState(concurrency=0, context=0, task="other", depth=2, since=since, moves=(since,))
     learned = LearnedState(acceptance=chances(0.75, total=40), costs=FULL, rows=(row,))
     changed = tuple(cell.model_copy(update={"changed_at": changed_at}) for cell in getattr(learned, what))
-    chosen = choose(spec(), learned.model_copy(update={what: changed}), buckets_for(16), max_num_seqs=16, now=5000)
+    chosen = planned(spec(), learned.model_copy(update={what: changed}), 5000)
     assert chosen.rows[0].depth == depth
     assert [OUTDATED in change.reason for change in chosen.changes if change.row.concurrency == 0] == [True] * (
         depth == 4
@@ -268,7 +265,7 @@ def test_of_a_batch_of_two_tasks_all_rows_have_to_be_outdated() -> None:
         rows = [RowState(concurrency=0, context=0, task=task, depth=2, since=1000) for task in ("code", "other")]
         mix = tuple(TrafficCell(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
         learned = LearnedState(acceptance=cells, costs=FULL, rows=tuple(rows), traffic=mix)
-        chosen = choose(spec(tasks=[{"name": "code"}]), learned, buckets_for(16), max_num_seqs=16, now=5000)
+        chosen = planned(spec(tasks=[{"name": "code"}]), learned, 5000)
         return [row.depth for row in chosen.rows if (row.concurrency, row.context) == (0, 0)]
 
     assert depths() == [2, 2]
@@ -280,7 +277,7 @@ def test_loads_without_traffic_are_looked_at_seldom() -> None:
     learned = LearnedState(acceptance=chances(0.95), costs=FULL, load=LoadState(sequences=1, at=2000), swept_at=1990)
 
     def moved(now: float) -> set[int]:
-        found = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=now)
+        found = planned(spec(), learned, now)
         return {change.row.concurrency for change in found.changes}
 
     assert moved(2000) == {0}, "the present one at any time"
@@ -304,17 +301,15 @@ def test_an_idle_deployment_keeps_its_rows_within_the_bounds() -> None:
 
 def test_a_task_gets_rows_once_it_was_seen() -> None:
     tasks = spec(tasks=[{"name": "code"}])
-    code = tuple(cell.model_copy(update={"task": "code"}) for cell in chances(0.95))
+    code = chances(0.95, task="code")
     mix = tuple(TrafficCell(task=task, sums=(500, 500, 500, 0, 50_000)) for task in ("other", "code"))
     learned = LearnedState(acceptance=(*chances(0.02), *code), costs=FULL, traffic=mix, wander=0)
     for now in (2000, 2100):
-        seen = choose(tasks, learned, buckets_for(16), max_num_seqs=16, now=now)
+        seen = planned(tasks, learned, now)
         learned = learned.model_copy(update={"rows": seen.rows})
     first = {row.task: row.depth for row in seen.rows if (row.concurrency, row.context) == (0, 0)}
     assert first == {"other": 0, "code": 5}
-    unseen = choose(
-        tasks, LearnedState(acceptance=chances(0.5), costs=FULL), buckets_for(16), max_num_seqs=16, now=2000
-    )
+    unseen = planned(tasks, LearnedState(acceptance=chances(0.5), costs=FULL))
     assert {row.task for row in unseen.rows} == {"other"}
 
 
@@ -346,8 +341,36 @@ def test_within_bounds_for_any_memory_and_then_at_rest(
     now = 2e4
     seen = []
     for _ in range(6):
-        chosen = choose(speculation, learned, buckets_for(16), max_num_seqs=16, now=now)
+        chosen = planned(speculation, learned, now)
         assert all(low <= row.depth <= high for row in chosen.rows)
         learned, now = learned.model_copy(update={"rows": chosen.rows}), now + 1
         seen.append([row.depth for row in chosen.rows])
     assert seen[-1] == seen[-2], "constant input must reach a fixed point"
+
+
+# --- states of a row ------------------------------------------------------------------------------------------------
+
+
+DRAFTS, PLAIN = TreeShape.chain(2), TreeShape.chain(0)
+DRAFTING = RowState(concurrency=0, context=0, task="other", depth=3, since=100, moves=(100.0,))
+ON_TRIAL, STOPPED = DRAFTING.model_copy(update={"before": (0,)}), DRAFTING.model_copy(update={"depth": 0})
+
+
+@pytest.mark.parametrize("row", [DRAFTING, ON_TRIAL, STOPPED], ids=["drafting", "trial", "off"])
+def test_every_transition(row: RowState) -> None:
+    for shape in (DRAFTS, PLAIN, row.shape):
+        moved = next_row(row, shape, 200.0)
+        assert (moved.shape, moved.moves, moved.trial) == (shape, (100.0, 200.0), False)
+        assert moved.since == (100 if shape == row.shape else 200)
+    trial = next_row(row, DRAFTS, 200.0, is_trial=True)
+    assert (trial.trial, trial.settled_shape) == (True, row.shape)
+
+
+def test_the_end_of_a_trial_is_no_change() -> None:
+    stays = next_row(ON_TRIAL, ON_TRIAL.shape, 200.0, counts=False)
+    assert (stays.since, stays.moves, stays.trial) == (100, (100.0,), False)
+
+
+def test_changes_are_forgotten_after_an_hour() -> None:
+    assert recent_changes(DRAFTING.moves, 3699.0) == (100.0,)
+    assert recent_changes(DRAFTING.moves, 3700.0) == ()

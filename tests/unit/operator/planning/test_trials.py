@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from specdecode_operator.planning.estimates import buckets_for
-from specdecode_operator.planning.search import choose
 from specdecode_operator.state.learned import LearnedState, LoadState, RowState
-from support.operators.estimates import FULL, OFF, chances, cost, depths_of, spec, truth
+from support.operators.estimates import FULL, OFF, chances, cost, depths_of, planned, spec, truth
 
 
 def test_speculation_that_comes_back_untimed_is_a_probe() -> None:
@@ -13,10 +11,10 @@ def test_speculation_that_comes_back_untimed_is_a_probe() -> None:
     learned = LearnedState(
         acceptance=chances(0.9), costs=(cost(1, 0, truth(1, 0)), *elsewhere), rows=(OFF,), load=LoadState(at=2000)
     )
-    back = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=2000).rows[0]
+    back = planned(spec(), learned).rows[0]
     assert (back.depth > 0, back.trial) == (True, True)
     timed = learned.model_copy(update={"costs": FULL})
-    back = choose(spec(), timed, buckets_for(16), max_num_seqs=16, now=2000).rows[0]
+    back = planned(spec(), timed).rows[0]
     assert (back.depth, back.trial) == (5, False)
 
 
@@ -31,7 +29,7 @@ def test_a_trial_in_vain_is_not_repeated() -> None:
             (cost(1, trying.depth, (4 if trying.depth > 3 else 1) * truth(1, trying.depth), at=now),) if trying else ()
         )
         learned = learned.model_copy(update={"load": LoadState(at=now), "costs": (*learned.costs, *slow)})
-        rows = choose(quiet, learned, buckets_for(16), max_num_seqs=16, now=now).rows
+        rows = planned(quiet, learned, now).rows
         begun += [rows[0].depth] if rows[0].trial and not trying else []
         learned, now = learned.model_copy(update={"rows": rows}), now + 30
     assert begun
@@ -44,7 +42,7 @@ def test_a_trial_compares_the_shape_with_the_one_before() -> None:
     trial = RowState(concurrency=0, context=0, task="other", depth=5, since=1970, before=(0, 1, 2), moves=(1970,))
     costs = (cost(1, 0, 0.0145, count=20), cost(1, 3, truth(1, 3)), cost(1, 5, 1.5 * truth(1, 5), at=1999))
     learned = LearnedState(acceptance=chances(0.5), costs=costs, rows=(trial,), load=LoadState(at=2000), wander=0.04)
-    after = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=2000).rows[0]
+    after = planned(spec(), learned).rows[0]
     assert (after.depth, after.trial) == (3, False)
 
 
@@ -65,20 +63,18 @@ DEAR = [cost(1, depth, 0.02 + (0.02 + 0.002 * depth if depth else 0)) for depth 
 
 def test_a_probe_runs_until_it_was_measured() -> None:
     learned = off(2500)
-    probing = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=2500).rows
+    probing = planned(spec(), learned, 2500).rows
     assert (probing[0].trial, probing[0].moves) == (True, (2500.0,))
     learned = learned.model_copy(update={"rows": probing})
     assert depths_of(spec(), learned, now=2510)[0] == probing[0].depth > 0
     fresh = cost(1, probing[0].depth, truth(1, probing[0].depth), at=2521)
     learned = learned.model_copy(update={"costs": (cost(1, 0, 0.0204), fresh)})
-    after = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=2522).rows[0]
+    after = planned(spec(), learned, 2522).rows[0]
     assert (after.depth, after.trial, after.moves) == (0, False, (2500.0,)), "the end is no change of its own"
 
 
 def test_a_probe_that_nothing_measures_ends_after_a_minute() -> None:
     learned = off(2500)
-    probing = choose(spec(), learned, buckets_for(16), max_num_seqs=16, now=2500).rows
-    after = choose(
-        spec(), learned.model_copy(update={"rows": probing}), buckets_for(16), max_num_seqs=16, now=2561
-    ).rows[0]
+    probing = planned(spec(), learned, 2500).rows
+    after = planned(spec(), learned.model_copy(update={"rows": probing}), 2561).rows[0]
     assert (after.depth, after.trial) == (0, False)

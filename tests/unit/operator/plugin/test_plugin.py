@@ -12,7 +12,7 @@ from specdecode_operator.plugin.overview import age, figure, mode_of, percent, t
 from specdecode_operator.state.learned import AcceptanceCell
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from support.operators.fleet import Loop, Truth, loop_over, with_pause
-from support.operators.resources import polled, remembered, resource_of
+from support.operators.statuses import explained, polled, resource_of
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +38,18 @@ def columns(line: str) -> list[str]:
 def test_what_decides(spec: dict[str, Any], mode: str) -> None:
     loop = loop_over(**spec)
     polled(loop, 2)
-    assert mode_of(resource_of(loop)) == mode
+    assert mode_of(resource_of(loop.deployment)) == mode
 
 
 def test_a_pause_decides_before_pin_and_mode() -> None:
     loop = loop_over(speculation={"pin": "chain:2"})
     polled(loop, 2)
     loop.deployment = with_pause(loop.deployment)
-    assert mode_of(resource_of(loop)) == "Paused"
+    assert mode_of(resource_of(loop.deployment)) == "Paused"
 
 
 def test_history_shows_what_was_promised_and_what_came_true(deepened: Loop) -> None:
-    lines = past(resource_of(deepened), deepened.now)
+    lines = past(resource_of(deepened.deployment), deepened.now)
     rows = [columns(line) for line in lines if not line.startswith("      ")]
     measured = [row for row in rows[1:] if row[5] != "-"]
     assert measured, lines
@@ -62,14 +62,13 @@ def test_history_shows_what_was_promised_and_what_came_true(deepened: Loop) -> N
 def test_an_empty_history_is_said() -> None:
     loop = loop_over(speculation={"mode": "Static"})
     polled(loop, 2)
-    assert past(resource_of(loop), loop.now) == ["no decisions for demo yet"]
+    assert past(resource_of(loop.deployment), loop.now) == ["no decisions for demo yet"]
 
 
 def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
-    text = "\n".join(explain(resource_of(deepened), remembered(deepened), deepened.now))
+    text = "\n".join(explain(resource_of(deepened.deployment), deepened.memory.learned, deepened.now))
     assert "Depth at the current load: 5" in text
     assert "Mode Auto: the depth between 0 and 5 with the least time per token" in text
-    assert deepened.deployment.status.speculation is not None
     last = next(each for each in deepened.deployment.status.speculation.history if each.kind == "Plan")
     assert f" at {last.load}: {last.before} -> {last.after}. " in " ".join(text.split())
     assert "Workers needed for this demand: 1." in text
@@ -91,9 +90,9 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
 def test_explain_says_what_the_figures_wait_for(
     deepened: Loop, figures: dict[str, float | None], sentence: str
 ) -> None:
-    resource = resource_of(deepened)
+    resource = resource_of(deepened.deployment)
     resource["status"]["speculation"] |= figures
-    text = " ".join(" ".join(explain(resource, None, deepened.now)).split())
+    text = explained(resource, None, deepened.now)
     assert sentence in text
     assert "rate -" not in text
 
@@ -104,7 +103,7 @@ def test_a_new_deployment_is_measuring_until_its_first_decision() -> None:
     said = []
     for _ in range(24):
         polled(loop, 1)
-        resource, learned = resource_of(loop), remembered(loop)
+        resource, learned = resource_of(loop.deployment), loop.memory.learned
         text = "\n".join(explain(resource, learned, loop.now))
         is_measuring = "Measuring: " in text
         assert ("no decisions for demo yet, measuring: " in past(resource, loop.now)[0]) == is_measuring
@@ -123,20 +122,17 @@ def test_a_new_deployment_is_measuring_until_its_first_decision() -> None:
 
 
 def test_the_steps_of_explain_compare_with_plain_steps_at_the_same_load(deepened: Loop) -> None:
-    lines = explain(resource_of(deepened), remembered(deepened), deepened.now)
+    lines = explain(resource_of(deepened.deployment), deepened.memory.learned, deepened.now)
     (deep,) = [line for line in lines if line.startswith("  depth 5")]
     plain, drafted = 21.2, (20 + 2 * 5 + 0.4 * 3 * 6) / 5.7
     assert int(deep.split("+")[1].split()[0]) == pytest.approx(100 * (plain / drafted - 1), abs=15)
-    (later,) = [
-        line
-        for line in explain(resource_of(deepened), remembered(deepened), deepened.now + 3600)
-        if line.startswith("  depth 5")
-    ]
+    an_hour_later = explain(resource_of(deepened.deployment), deepened.memory.learned, deepened.now + 3600)
+    (later,) = [line for line in an_hour_later if line.startswith("  depth 5")]
     assert (deep.split()[-1], later.split()[-1]) == ("0s", "60m")
 
 
 def test_steps_that_workers_timed_before_they_served_count_for_no_tokens(deepened: Loop) -> None:
-    learned = remembered(deepened)
+    learned = deepened.memory.learned
     kind = max((cell for cell in learned.costs if cell.draft_passes), key=lambda cell: cell.values[0])
 
     def shown(answering: float, timed: float) -> list[str]:
@@ -146,7 +142,7 @@ def test_steps_that_workers_timed_before_they_served_count_for_no_tokens(deepene
         cell = kind.model_copy(update={"values": steps.values, "made_up": timed})
         others = (one for one in learned.costs if CellKey.of(one) != CellKey.of(kind))
         state = learned.model_copy(update={"costs": (*others, cell)})
-        lines = explain(resource_of(deepened), state, deepened.now)
+        lines = explain(resource_of(deepened.deployment), state, deepened.now)
         (line,) = [line for line in lines if line.startswith(f"  depth {kind.draft_passes}  ")]
         return [column for column in line.split("  ") if column]
 
@@ -158,32 +154,32 @@ def test_steps_that_workers_timed_before_they_served_count_for_no_tokens(deepene
 
 
 def test_explain_says_how_many_of_the_drafted_tokens_were_verified(deepened: Loop) -> None:
-    learned = remembered(deepened)
+    learned = deepened.memory.learned
     kind = next(cell for cell in learned.costs if cell.draft_passes == 3 and cell.values[0] >= 8)
     deeper = learned.model_copy(update={"costs": (kind.model_copy(update={"draft_passes": 5}),)})
-    lines = explain(resource_of(deepened), deeper, deepened.now)
+    lines = explain(resource_of(deepened.deployment), deeper, deepened.now)
     assert any(line.startswith("  depth 5, 3 verified ") for line in lines), lines
 
 
 def test_explain_names_the_steps_of_a_parallel_draft_by_their_nodes() -> None:
     loop = loop_over(Truth(method="peagle"), explore=0.1, speculation={"method": "peagle"})
     polled(loop, 20)
-    lines = explain(resource_of(loop), remembered(loop), loop.now)
+    lines = explain(resource_of(loop.deployment), loop.memory.learned, loop.now)
     assert any(line.startswith("  one pass, 3 nodes ") for line in lines), lines
     assert not any(line.startswith("  depth") for line in lines)
 
 
 def test_acceptance_is_that_of_the_main_path(deepened: Loop) -> None:
     """Acceptance below a sibling is another measure: the draft was wrong there before."""
-    learned = remembered(deepened)
+    learned = deepened.memory.learned
     under = AcceptanceCell(task="other", depth=2, hits=0, total=1e6, at=0, parent="sibling")
     mixed = learned.model_copy(update={"acceptance": (*learned.acceptance, under)})
-    resource = resource_of(deepened)
+    resource = resource_of(deepened.deployment)
     assert explain(resource, mixed, deepened.now) == explain(resource, learned, deepened.now)
 
 
 def test_explain_shows_the_plan_by_concurrency(deepened: Loop) -> None:
-    lines = explain(resource_of(deepened), remembered(deepened), deepened.now)
+    lines = explain(resource_of(deepened.deployment), deepened.memory.learned, deepened.now)
     (head,) = [line for line in lines if line.startswith("  PLAN: TASK")]
     assert head.split() == ["PLAN:", "TASK", "1", "2", "3-4", "5-8", ">8"]
     (row,) = [line for line in lines if line.startswith("  other") and "chain" in line]
@@ -191,16 +187,11 @@ def test_explain_shows_the_plan_by_concurrency(deepened: Loop) -> None:
 
 
 def test_explain_says_that_the_depth_is_of_an_earlier_plan(deepened: Loop) -> None:
-    resource, learned = resource_of(deepened), remembered(deepened)
-    assert learned.plan is not None
-
-    def text() -> str:
-        return " ".join(" ".join(explain(resource, learned, deepened.now)).split())
-
+    resource, learned = resource_of(deepened.deployment), deepened.memory.learned
     sentence = f"Plan version {learned.plan.version} has chain:5 at this load. No worker has reported"
-    assert sentence not in text()
+    assert sentence not in explained(resource, learned, deepened.now)
     resource["status"]["speculation"]["depth"] = 4
-    assert sentence in text()
+    assert sentence in explained(resource, learned, deepened.now)
 
 
 @pytest.mark.parametrize(
@@ -211,23 +202,18 @@ def test_explain_says_that_the_depth_is_of_an_earlier_plan(deepened: Loop) -> No
     ],
 )
 def test_explain_says_why_workers_do_not_run_the_plan(deepened: Loop, reason: str, message: str) -> None:
-    resource, sentence = resource_of(deepened), f"{message[0].upper()}{message[1:]}."
+    resource, sentence = resource_of(deepened.deployment), f"{message[0].upper()}{message[1:]}."
     resource["status"]["speculation"]["depth"] = 0
-
-    def text() -> str:
-        return " ".join(" ".join(explain(resource, remembered(deepened), deepened.now)).split())
-
-    assert sentence not in text()
+    assert sentence not in explained(resource, deepened.memory.learned, deepened.now)
     for condition in resource["status"]["conditions"]:
         if condition["type"] == "SpeculationEffective":
             condition.update(status="False", reason=reason, message=message)
-    assert sentence in text()
+    assert sentence in explained(resource, deepened.memory.learned, deepened.now)
 
 
 def test_explain_without_the_memory_says_why(deepened: Loop) -> None:
-    text = "\n".join(
-        explain(resource_of(deepened), None, deepened.now, "you do not have the rights for this: configmaps")
-    )
+    resource, why = resource_of(deepened.deployment), "you do not have the rights for this: configmaps"
+    text = "\n".join(explain(resource, None, deepened.now, why))
     assert "cannot be shown: you do not have the rights" in text
     assert "MEASUREMENTS" not in text
     assert "WORKERS" in text
@@ -246,17 +232,17 @@ def test_explain_without_the_memory_says_why(deepened: Loop) -> None:
 def test_explain_says_who_decides(spec: dict[str, object], words: str) -> None:
     loop = loop_over(**spec)
     polled(loop, 2)
-    assert words in "\n".join(explain(resource_of(loop), None, loop.now))
+    assert words in "\n".join(explain(resource_of(loop.deployment), None, loop.now))
 
 
 def test_a_status_of_a_newer_operator_is_read_all_the_same(deepened: Loop) -> None:
-    resource = resource_of(deepened)
+    resource = resource_of(deepened.deployment)
     resource["status"]["novelty"] = {"a": 1}
     resource["status"]["speculation"]["novelty"] = 1
     resource["status"]["speculation"]["history"][0]["novelty"] = 1
     resource["status"]["conditions"][0]["novelty"] = 1
     resource["spec"]["speculation"]["novelty"] = 1
-    assert explain(resource, None, deepened.now) == explain(resource_of(deepened), None, deepened.now)
+    assert explain(resource, None, deepened.now) == explain(resource_of(deepened.deployment), None, deepened.now)
 
 
 @pytest.mark.parametrize(
@@ -267,13 +253,8 @@ def test_ages(seconds: float, text: str) -> None:
 
 
 def test_small_words() -> None:
-    assert (figure(None), figure(1.50), figure(100.0, 0), percent(3.4), percent(None)) == (
-        "-",
-        "1.5",
-        "100",
-        "+3 %",
-        "-",
-    )
+    assert (figure(None), figure(1.50), figure(100.0, 0)) == ("-", "1.5", "100")
+    assert (percent(3.4), percent(None)) == ("+3 %", "-")
     assert table(("A", "LONG"), [("x", "y")]) == ["A   LONG", "x   y"]
     assert age("yesterday", 0) == "-"
 
@@ -283,7 +264,7 @@ def test_small_words() -> None:
     [("Stalled", "True", True), ("Reconciling", "True", False), ("Ready", "False", True), ("Ready", "True", False)],
 )
 def test_explain_shows_conditions_that_are_a_problem(deepened: Loop, kind: str, status: str, is_shown: bool) -> None:
-    resource = resource_of(deepened)
+    resource = resource_of(deepened.deployment)
     times = {"lastTransitionTime": "1970-01-01T00:00:00Z"}
     resource["status"]["conditions"] = [{"type": kind, "status": status, "reason": "R", "message": "m", **times}]
     assert ("PROBLEMS" in explain(resource, None, deepened.now)) == is_shown

@@ -16,7 +16,7 @@ import yaml
 from specdecode_operator.plugin.cli import main
 from specdecode_operator.state.learned import render_state
 from support.operators.fleet import loop_over
-from support.operators.resources import polled, resource_of
+from support.operators.statuses import polled, resource_of
 
 ROOT = "/apis/specdecode.io/v1alpha1"
 STATE = "/api/v1/namespaces/ns/configmaps/demo-state"
@@ -25,7 +25,8 @@ STATE = "/api/v1/namespaces/ns/configmaps/demo-state"
 class Server:
     """API server with an answer (status, body) by path, which records all writes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
         self.answers: dict[str, tuple[int, Any]] = {}
         self.written: list[tuple[str, str, Any]] = []
         server = self
@@ -64,9 +65,15 @@ class Server:
         self.thread.join()
         self.http.server_close()
 
-    def run(self, *words: str) -> int:
-        command, *rest = words
-        return main([command, "--kubeconfig", str(self.kubeconfig), *rest])
+    def says(self, command: str, *words: str) -> str:
+        """Return what a command writes to its output."""
+        assert main([command, "--kubeconfig", str(self.kubeconfig), *words]) == 0
+        return self.capsys.readouterr().out
+
+    def refuses(self, command: str, *words: str) -> str:
+        """Return the error of a command: one sentence, no traceback."""
+        assert main([command, "--kubeconfig", str(self.kubeconfig), *words]) == 1
+        return said(self.capsys)
 
 
 def config(url: str) -> dict[str, Any]:
@@ -81,13 +88,21 @@ def config(url: str) -> dict[str, Any]:
     }
 
 
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    output = capsys.readouterr()
+    assert not output.out
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1, "one sentence, no traceback"
+    return output.err
+
+
 def refusal(code: int, message: str) -> tuple[int, dict[str, Any]]:
     return code, {"kind": "Status", "status": "Failure", "message": message, "code": code}
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    running = Server(tmp_path)
+def server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Server]:
+    running = Server(tmp_path, capsys)
     yield running
     running.stop()
 
@@ -97,23 +112,15 @@ def demo(server: Server) -> str:
     """A deployment called demo in namespace ns, and its memory; the path of the resource."""
     loop = loop_over(speculation={"tasks": [{"name": "code"}]})
     polled(loop, 6)
-    resource = resource_of(loop)
+    resource = resource_of(loop.deployment)
     path = f"{ROOT}/namespaces/ns/specdecodedeployments/demo"
     server.answers[path] = 200, resource
-    assert loop.memory.learned.plan is not None
     server.answers[STATE] = 200, {"data": render_state(loop.memory.learned)}
     server.answers[STATE.replace("-state", "-plan")] = (
         200,
         {"data": {"plan.json": loop.memory.learned.plan.model_dump_json()}},
     )
     return path
-
-
-def test_a_command_goes_by_the_namespace_of_the_context(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert server.run("history", "demo") == 0
-    assert "demo" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -149,35 +156,23 @@ def test_every_option_has_a_help_text(command: tuple[str, ...], capsys: pytest.C
 
 
 @pytest.mark.parametrize("answer", [{}, {"data": None}, {"data": {"state": "{"}}, []])
-def test_explain_without_readable_state_says_so(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str], answer: object
-) -> None:
+def test_explain_without_readable_state_says_so(server: Server, demo: str, answer: object) -> None:
     server.answers[STATE] = 200, answer
-    assert server.run("explain", "demo") == 0
-    assert "has not stored any yet" in capsys.readouterr().out
+    assert "has not stored any yet" in server.says("explain", "demo")
 
 
-def test_explain_and_history_read_what_the_operator_wrote(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert server.run("explain", "demo") == 0
-    assert "MEASUREMENTS" in capsys.readouterr().out
-    assert server.run("history", "demo") == 0
-    assert "no decisions for demo" in capsys.readouterr().out
+def test_explain_and_history_read_what_the_operator_wrote(server: Server, demo: str) -> None:
+    assert "MEASUREMENTS" in server.says("explain", "demo")
+    assert "no decisions for demo" in server.says("history", "demo")
 
 
-def test_explain_without_the_right_to_read_config_maps(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_without_the_right_to_read_config_maps(server: Server, demo: str) -> None:
     server.answers[STATE] = refusal(403, "configmaps is forbidden")
-    assert server.run("explain", "demo") == 0
-    assert "configmaps is forbidden" in capsys.readouterr().out
+    assert "configmaps is forbidden" in server.says("explain", "demo")
 
 
-def test_pin_writes_the_shape_of_a_task_and_nothing_else(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert server.run("pin", "demo", "code=chain:6") == 0
+def test_pin_writes_the_shape_of_a_task_and_nothing_else(server: Server, demo: str) -> None:
+    assert "unpin demo" in server.says("pin", "demo", "code=chain:6")
     ((path, kind, body),) = server.written
     assert path == demo
     assert kind == "application/json-patch+json"
@@ -185,63 +180,46 @@ def test_pin_writes_the_shape_of_a_task_and_nothing_else(
         {"op": "test", "path": "/spec/speculation/tasks/0/name", "value": "code"},
         {"op": "add", "path": "/spec/speculation/tasks/0/pin", "value": "chain:6"},
     ]
-    assert "unpin demo" in capsys.readouterr().out
 
 
-def test_a_slip_is_refused_before_it_is_written(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert server.run("pin", "demo", "sql=chain:6") == 1
-    assert server.run("pin", "demo", "") == 1
+def test_a_slip_is_refused_before_it_is_written(server: Server, demo: str) -> None:
+    assert "no task 'sql'; there are code, other" in server.refuses("pin", "demo", "sql=chain:6")
+    server.refuses("pin", "demo", "")
     assert not server.written
-    assert "no task 'sql'; there are code, other" in capsys.readouterr().err
 
 
-def test_unpin_removes_all_pins(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert server.run("unpin", "demo") == 0
+def test_unpin_removes_all_pins(server: Server, demo: str) -> None:
+    server.says("unpin", "demo")
     assert server.written == [], "there is none"
     server.answers[demo][1]["spec"]["speculation"]["pin"] = "chain:2"
-    assert server.run("unpin", "demo") == 0
+    assert "not pinned any more. Its mode is Auto." in server.says("unpin", "demo")
     assert server.written[0][2] == [{"op": "remove", "path": "/spec/speculation/pin"}]
-    assert "not pinned any more. Its mode is Auto." in capsys.readouterr().out
 
 
-def test_pin_of_a_paused_deployment_says_that_it_waits(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pin_of_a_paused_deployment_says_that_it_waits(server: Server, demo: str) -> None:
     server.answers[demo][1]["spec"]["paused"] = True
-    assert server.run("pin", "demo", "chain:2") == 0
-    assert "takes effect when" in capsys.readouterr().out
+    assert "takes effect when" in server.says("pin", "demo", "chain:2")
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> str:
-    output = capsys.readouterr()
-    assert not output.out
-    assert output.err.startswith("error: ")
-    assert output.err.count("\n") == 1, "one sentence, no traceback"
-    return output.err
-
-
-def test_no_such_object(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_such_object(server: Server) -> None:
     path = f"{ROOT}/namespaces/ns/specdecodedeployments/absent"
     server.answers[path] = refusal(404, 'specdecodedeployments.specdecode.io "absent" not found')
-    assert server.run("explain", "absent") == 1
-    assert '"absent" not found' in said(capsys)
+    assert '"absent" not found' in server.refuses("explain", "absent")
 
 
-def test_no_crd(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert server.run("history", "demo") == 1
-    assert "does not know specdecodedeployments.specdecode.io: install the chart" in said(capsys)
+def test_no_crd(server: Server) -> None:
+    assert "does not know specdecodedeployments.specdecode.io: install the chart" in server.refuses("history", "demo")
 
 
 @pytest.mark.parametrize(
     ("code", "words"), [(403, "you do not have the rights"), (401, "the credentials are not valid")]
 )
-def test_not_allowed(server: Server, capsys: pytest.CaptureFixture[str], code: int, words: str) -> None:
+def test_not_allowed(server: Server, code: int, words: str) -> None:
     server.answers[f"{ROOT}/namespaces/ns/specdecodedeployments/demo"] = refusal(code, "cannot get")
-    assert server.run("history", "demo") == 1
-    assert words in said(capsys)
+    assert words in server.refuses("history", "demo")
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,15 +234,13 @@ def test_no_kubeconfig(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "set KUBECONFIG" in said(capsys)
 
 
-def test_no_such_context(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert server.run("history", "demo", "--context", "other") == 1
-    assert "other" in said(capsys)
+def test_no_such_context(server: Server) -> None:
+    assert "other" in server.refuses("history", "demo", "--context", "other")
 
 
-def test_a_resource_of_another_version(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resource_of_another_version(server: Server, demo: str) -> None:
     server.answers[demo][1]["spec"]["model"]["uri"] = 7
-    assert server.run("explain", "demo") == 1
-    assert "another API version than this plugin: model.uri" in said(capsys)
+    assert "another API version than this plugin: model.uri" in server.refuses("explain", "demo")
 
 
 DRAFTS = f"{ROOT}/namespaces/ns/specdecodedrafts"
@@ -275,32 +251,27 @@ def draft_resource(name: str = "demo-4f1c9a7be2d0", role: str = "Candidate", **s
     return {"metadata": {"name": name, "namespace": "ns", "uid": name}, "spec": spec, "status": status}
 
 
-def test_try_offers_a_candidate(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_try_offers_a_candidate(server: Server, demo: str) -> None:
     server.answers[DRAFTS] = (200, {"items": []})
-    assert server.run("try", "demo", "pvc://drafts/new", "4f1c9a7be2d05c6e") == 0
+    assert "kubectl specdecode drafts demo" in server.says("try", "demo", "pvc://drafts/new", "4f1c9a7be2d05c6e")
     ((path, _, body),) = server.written
     assert (path, body["kind"]) == (DRAFTS, "SpecDecodeDraft")
     assert body["metadata"] == {"name": "demo-4f1c9a7be2d0", "namespace": "ns"}
     assert body["spec"] == draft_resource()["spec"]
-    assert "kubectl specdecode drafts demo" in capsys.readouterr().out
 
 
-def test_try_repeats_a_trial_and_refuses_one_under_way(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_try_repeats_a_trial_and_refuses_one_under_way(server: Server, demo: str) -> None:
     retired, tried = draft_resource(role="Retired", phase="Retired"), draft_resource(phase="Canary")
     path = f"{DRAFTS}/{retired['metadata']['name']}"
     server.answers[path] = (200, retired)
     server.answers[DRAFTS] = (200, {"items": [retired, {**retired, "spec": {"deploymentRef": {"name": "other"}}}]})
-    assert server.run("try", "demo", "pvc://drafts/new") == 0
+    server.says("try", "demo", "pvc://drafts/new")
     assert server.written == [(path, "application/merge-patch+json", {"spec": {"role": "Candidate"}})]
-    capsys.readouterr()
     server.answers[DRAFTS] = (200, {"items": [tried]})
-    assert server.run("try", "demo", "pvc://drafts/new") == 1
-    assert "offers this draft already; its phase is Canary" in said(capsys)
+    assert "offers this draft already; its phase is Canary" in server.refuses("try", "demo", "pvc://drafts/new")
 
 
-def test_a_command_about_drafts_changes_the_role(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_about_drafts_changes_the_role(server: Server, demo: str) -> None:
     status, resource = server.answers[demo]
     draft = {"phase": "Canary", "hash": "a", "current": {"hash": "a"}, "candidate": {"hash": "b"}}
     server.answers[demo] = status, {**resource, "status": {**resource["status"], "draft": draft}}
@@ -308,32 +279,25 @@ def test_a_command_about_drafts_changes_the_role(server: Server, demo: str, caps
     server.answers[DRAFTS] = (200, {"items": [tried]})
     path = f"{DRAFTS}/{tried['metadata']['name']}"
     server.answers[path] = (200, tried)
-    assert server.run("reject", "demo") == 0
+    server.says("reject", "demo")
     assert server.written == [(path, "application/merge-patch+json", {"spec": {"role": "Retired"}})]
-    assert server.run("drafts", "demo") == 0
-    assert "Canary, mode Canary" in capsys.readouterr().out
+    assert "Canary, mode Canary" in server.says("drafts", "demo")
 
 
 @pytest.mark.parametrize("command", ["promote", "reject", "rollback"])
-def test_a_command_that_would_change_nothing_is_not_written(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str], command: str
-) -> None:
+def test_a_command_that_would_change_nothing_is_not_written(server: Server, demo: str, command: str) -> None:
     server.answers[DRAFTS] = (200, {"items": []})
-    assert server.run(command, "demo") == 1
+    assert "phase Serving" in server.refuses(command, "demo")
     assert server.written == []
-    assert "phase Serving" in capsys.readouterr().err
 
 
-def test_a_command_to_train_is_written_if_a_run_can_begin(
-    server: Server, demo: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_to_train_is_written_if_a_run_can_begin(server: Server, demo: str) -> None:
     server.answers[DRAFTS] = (200, {"items": []})
-    assert server.run("distill", "demo") == 1
-    assert "distillation.capture is absent" in capsys.readouterr().err
+    assert "distillation.capture is absent" in server.refuses("distill", "demo")
     status, resource = server.answers[demo]
     distillation = {"capture": {}, "storage": {"uri": "pvc://drafts"}}
     server.answers[demo] = status, {**resource, "spec": {**resource["spec"], "distillation": distillation}}
-    assert server.run("distill", "demo") == 0
+    server.says("distill", "demo")
     ((_, _, body),) = server.written
     request = body["spec"]["distillation"]["trigger"]["request"]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\S+", request), "another one each time"

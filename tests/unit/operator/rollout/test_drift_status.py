@@ -13,10 +13,11 @@ from specdecode_operator.controller.deployment_loop import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.metrics import DRIFT_EVIDENCE, DRIFT_LOSS
-from specdecode_operator.plugin.explain import explain, past
+from specdecode_operator.plugin.explain import past
 from specdecode_operator.types import Observation, Outcome
 from support.operators.drifting import DAY, USUAL, Drifting, after_a_drift, after_a_week, drifting
 from support.operators.fleet import DEFAULTS, workload_with
+from support.operators.statuses import conditions, explained, resource_of, states
 
 
 @pytest.fixture
@@ -40,26 +41,16 @@ def shown(served: Drifting) -> Status:
 
 
 def fresh(served: Drifting) -> Condition | None:
-    return {condition.type: condition for condition in shown(served).conditions}.get("DraftFresh")
-
-
-def state_of(served: Drifting) -> tuple[str, str]:
-    condition = fresh(served)
-    return condition.status, condition.reason
+    return conditions(shown(served)).get("DraftFresh")
 
 
 def series(gauge: Any) -> dict[tuple[str, ...], float]:
     return gauge._values.get(("ns", "demo"), {})
 
 
-def explained(served: Drifting) -> str:
+def explanation(served: Drifting) -> str:
     shown(served)
-    resource = {
-        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
-        "spec": served.deployment.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
-        "status": served.deployment.status.model_dump(mode="json", by_alias=True, exclude_none=True),
-    }
-    return " ".join(" ".join(explain(resource, served.session.learned, served.now)).split())
+    return explained(resource_of(served.deployment), served.session.learned, served.now)
 
 
 @pytest.mark.parametrize(
@@ -69,10 +60,8 @@ def test_the_condition_counts_in_the_largest_unit(waited: float, left: str) -> N
     served = drifting(requests_per_day=240)
     served.serve(20)
     began = served.session.learned.drift.own_tasks[0].learning.began
-    assert began is not None
     served.wait(began + waited * DAY - served.now)
-    condition = fresh(served)
-    assert condition.message == f"the baseline is learnt, {left} left"
+    assert fresh(served).message == f"the baseline is learnt, {left} left"
 
 
 def test_the_condition_counts_the_days_of_the_baseline() -> None:
@@ -82,18 +71,15 @@ def test_the_condition_counts_the_days_of_the_baseline() -> None:
     assert condition.message == "the baseline takes 168h from the first 20 requests on"
     served.serve(20)
     served.wait(2.5 * DAY)
-    condition = fresh(served)
-    assert condition.message == "the baseline is learnt, 5 days left"
+    assert fresh(served).message == "the baseline is learnt, 5 days left"
     served.wait(5 * DAY)
-    condition = fresh(served)
-    assert condition.message == "168h had too few requests for a baseline, so it is still learnt"
+    assert fresh(served).message == "168h had too few requests for a baseline, so it is still learnt"
 
 
 def test_the_condition_does_not_exist_without_a_draft_in_use(served: Drifting) -> None:
     served.change(speculation={"mode": "Off"})
     assert fresh(served) is None
-    unreported = drifting(pods=[])
-    assert fresh(unreported) is None
+    assert fresh(drifting(pods=[])) is None, "no worker has reported"
 
 
 def test_a_fresh_draft_has_numbers(served: Drifting) -> None:
@@ -110,8 +96,7 @@ def test_a_stale_draft_names_task_loss_and_worth(stale: Drifting) -> None:
     assert "task other: 2" in condition.message or "task other: 1" in condition.message
     assert "% slower than the baseline, found 1970-01-" in condition.message
     assert "Stale drafts cost" in condition.message
-    status = shown(stale)
-    assert status.reason.startswith("DraftStale: ")
+    assert stale.deployment.status.reason.startswith("DraftStale: ")
 
 
 def test_another_image_shows_as_a_new_baseline(served: Drifting) -> None:
@@ -129,8 +114,8 @@ def test_a_changed_mix_leaves_the_draft_fresh() -> None:
     served.serve(3000)
     served.shares.update(chat=0.1, code=0.9)
     served.serve(2400)
-    assert state_of(served) == ("True", "MixChanged")
-    assert "(all)" in explained(served)
+    assert states(shown(served))["DraftFresh"] == ("True", "MixChanged")
+    assert "(all)" in explanation(served)
     assert set(series(DRIFT_LOSS)) == {("chat",), ("code",)}
 
 
@@ -143,12 +128,8 @@ def test_begin_and_end_are_events_and_history(stale: Drifting) -> None:
     assert [(notice.type, notice.reason) for notice in notices] == [("Normal", "DraftDrift")] * 2
     assert notices[0].message.startswith("task other: 2.")
     assert "the drift is over" in notices[1].message
-    assert state_of(served) == ("True", "Fresh")
-    resource = {
-        "metadata": {"namespace": "ns", "name": "demo", "uid": "u1"},
-        "status": shown(served).model_dump(mode="json", by_alias=True, exclude_none=True),
-    }
-    assert "task other" in "\n".join(past(resource, served.now))
+    assert states(shown(served))["DraftFresh"] == ("True", "Fresh")
+    assert "task other" in "\n".join(past(resource_of(served.deployment), served.now))
 
 
 def test_metrics_exist_with_the_baseline_alone(stale: Drifting) -> None:
@@ -166,7 +147,7 @@ def test_metrics_exist_with_the_baseline_alone(stale: Drifting) -> None:
 
 
 def test_explain_shows_baseline_present_evidence_and_worth(stale: Drifting) -> None:
-    text = explained(stale)
+    text = explanation(stale)
     task = stale.task()
     usual, present = task.tokens(stale.now)
     assert f"other {usual:.2f}".rstrip("0") in text
@@ -177,6 +158,6 @@ def test_explain_shows_baseline_present_evidence_and_worth(stale: Drifting) -> N
 
 def test_explain_while_the_baseline_is_learnt() -> None:
     served = drifting(requests_per_day=240)
-    assert "learnt from the first 20 requests on" in explained(served)
+    assert "learnt from the first 20 requests on" in explanation(served)
     served.serve(60)
-    assert "other learning, 3 batches - - -" in explained(served)
+    assert "other learning, 3 batches - - -" in explanation(served)

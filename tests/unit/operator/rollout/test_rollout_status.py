@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from specdecode_operator import metrics
-from specdecode_operator import metrics as run_metrics
-from specdecode_operator.api.v1alpha1 import Condition, DraftStatus, Status
+from specdecode_operator.api.v1alpha1 import Condition, DraftStatus
 from specdecode_operator.controller.deployment_loop import event_notices
-from specdecode_operator.controller.status import status_of
-from specdecode_operator.plugin.drafts import change_for, drafts
-from specdecode_operator.plugin.explain import explain, past
+from specdecode_operator.plugin.drafts import change_for
+from specdecode_operator.plugin.explain import past
 from specdecode_operator.state.store import manifest_of
-from specdecode_operator.types import Outcome
-from support.operators.canary import NEW, OLD, Canary, canary_with, refusal_of, resource_of, trying
+from support.operators.canary import NEW, OLD, Canary, canary_with, listed, offer_another, refusal_of, shown, trying
 from support.operators.fleet import deployment_with
-
-Resource = dict[str, Any]
-
-
-def shown(canary: Canary) -> Status:
-    """Return the status after the last decision, and keep it in the deployment."""
-    assert canary.decision is not None
-    observed = replace(canary.observed(), session=canary.session)
-    status = status_of(canary.deployment, observed, canary.decision, Outcome(), now=canary.now)
-    metrics.record(canary.deployment, observed, canary.decision, status)
-    canary.deployment = replace(canary.deployment, status=status)
-    return status
-
-
-def draft_of(canary: Canary) -> DraftStatus:
-    draft = shown(canary).draft
-    assert draft is not None
-    return draft
+from support.operators.statuses import conditions, explained, resource_of
 
 
 def rollout_of(canary: Canary) -> Condition | None:
-    conditions = {condition.type: condition for condition in shown(canary).conditions}
-    return conditions.get("DraftRollout")
-
-
-def shown_resource(canary: Canary) -> Resource:
-    shown(canary)
-    return resource_of(canary)
+    return conditions(shown(canary)).get("DraftRollout")
 
 
 def samples(gauge: Any) -> dict[tuple[str, ...], float]:
@@ -56,7 +29,7 @@ def test_nothing_is_shown_before_a_candidate_was_offered() -> None:
     canary = Canary(deployment_with(replicas=2))
     canary.ticks(2)
     canary.tick()
-    assert draft_of(canary) == DraftStatus(hash=OLD, uri="embedded://d")
+    assert shown(canary).draft == DraftStatus(hash=OLD, uri="embedded://d")
     assert rollout_of(canary) is None
     assert samples(metrics.DRAFT_PHASE) == {}
 
@@ -64,7 +37,7 @@ def test_nothing_is_shown_before_a_candidate_was_offered() -> None:
 def test_a_trial_is_shown_with_its_gain() -> None:
     canary = trying()
     canary.finish_pairs(10, 0.04)
-    draft = draft_of(canary)
+    draft = shown(canary).draft
     (tried,) = canary.drafts
     assert (draft.phase, tried.status.phase, tried.status.pairs) == ("Canary", "Canary", 10)
     assert tried.status.trial.pod == "pod-a"
@@ -88,21 +61,21 @@ def test_a_promotion_is_an_event_and_history_with_its_gain() -> None:
     (message,) = [notice.message for notice in notices if notice.reason == "DraftRollout"]
     assert message.startswith(f"drafts: Canary {NEW} -> Promoting {NEW}: the candidate is faster: ")
     assert "gain +10.0 % (" in message
-    text = "\n".join(past(shown_resource(canary), canary.now))
+    text = "\n".join(past(resource_of(canary.deployment), canary.now))
     assert f"Promoting {NEW}" in text
     assert "+10 %" in text
     assert samples(metrics.CANARY_PAIRS) == {}
     assert samples(metrics.DRAFT_PHASE) == {("Promoting",): 1}
     canary.until("Cooldown")
-    draft = draft_of(canary)
+    draft = shown(canary).draft
     assert (draft.current.hash, draft.previous.hash) == (NEW, OLD)
     (promoted,) = canary.drafts
     assert (promoted.status.outcome, promoted.status.gain_percent) == ("Promoted", pytest.approx(10.0))
     assert (promoted.status.conditions[0].status, promoted.status.conditions[0].reason) == ("True", "Serving")
     assert "the candidate is faster" in promoted.status.reason
-    assert samples(run_metrics.CANDIDATES) == {("Promoted",): 1}
+    assert samples(metrics.CANDIDATES) == {("Promoted",): 1}
     metrics.forget("ns", "demo")
-    assert samples(run_metrics.CANDIDATES) == {}
+    assert samples(metrics.CANDIDATES) == {}
 
 
 def test_a_refused_candidate_is_the_reason_to_look_at() -> None:
@@ -143,21 +116,18 @@ def test_the_condition_says_which_draft_serves_in_place_of_that_of_the_spec() ->
 
 def test_the_plugin_shows_trial_and_lineage() -> None:
     canary = canary_with()
-    assert texts(canary) == "no candidate was tried for demo yet; draft-0 (file:///new) waits"
+    shown(canary)
+    assert listed(canary) == "no candidate was tried for demo yet; draft-0 (file:///new) waits"
     canary.ticks(2)
     canary.finish_pairs(10, 0.04)
-    text = texts(canary)
-    assert "Canary, mode Canary" in text
-    assert "Pod pod-a tries draft-0: 10 pairs, gain +4 %" in text
-    assert "Rollout of another draft: Canary." in "\n".join(explain(shown_resource(canary), None, canary.now))
+    shown(canary)
+    assert "Canary, mode Canary" in listed(canary)
+    assert "Pod pod-a tries draft-0: 10 pairs, gain +4 %" in listed(canary)
+    assert "Rollout of another draft: Canary." in explained(resource_of(canary.deployment), None, canary.now)
     canary.command("reject")
     canary.tick()
-    text = texts(canary)
-    assert "Rejected" in text
-
-
-def texts(canary: Canary) -> str:
-    return "\n".join(drafts(shown_resource(canary), map(manifest_of, canary.drafts), canary.now))
+    shown(canary)
+    assert "Rejected" in listed(canary)
 
 
 def test_commands_that_would_change_nothing_are_refused() -> None:
@@ -174,10 +144,10 @@ def test_commands_that_would_change_nothing_are_refused() -> None:
     shown(canary)
     assert "no draft is trained, tried" in refusal_of("reject", canary)
     assert refusal_of("rollback", canary) == ""
-    canary.offer({"uri": "file:///third", "hash": "third0third0"})
-    canary.ticks(2)
+    offer_another(canary)
     known = list(map(manifest_of, canary.drafts))
-    named = {verb: change_for(verb, resource_of(canary), known, "now").draft for verb in ("reject", "rollback")}
+    resource = resource_of(canary.deployment)
+    named = {verb: change_for(verb, resource, known, "now").draft for verb in ("reject", "rollback")}
     assert named == {"rollback": "draft-0", "reject": "draft-1"}
     canary.command("rollback")
     canary.ticks(3)

@@ -18,23 +18,21 @@ from specdecode_operator.state.learned import (
     render_training,
 )
 from specdecode_worker.contract import Artifact, TrialState
-from support.operators.canary import NEW, OLD, Canary, Pod, canary_with, pair, trying
+from support.operators.canary import (
+    NEW,
+    OLD,
+    Canary,
+    Pod,
+    canary_with,
+    offer_another,
+    pair,
+    promoted,
+    promoting,
+    trying,
+)
 from support.operators.fleet import deployment_with, with_pause
 
 TRIAL = TrialRecord(block_requests=32, min_gain=0.02)
-
-
-def promoted() -> Canary:
-    """Return a rollout whose candidate serves everywhere."""
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
-    return canary
-
-
-def offer_another(canary: Canary) -> None:
-    canary.offer({"uri": "file:///third", "hash": "third0third0"})
-    canary.ticks(2)
 
 
 def with_candidate_of_unknown_hash() -> Canary:
@@ -69,12 +67,9 @@ def test_a_candidate_is_tried_by_one_ready_worker_and_the_plan_rises() -> None:
     assert (change.before, change.after) == ("Serving with the draft of the spec", f"Canary {NEW}")
 
 
-def test_the_canary_pod_is_the_same_in_every_process() -> None:
-    assert trying().tries.name == trying().tries.name == "pod-a"
-
-
 def test_a_faster_candidate_is_promoted_and_the_others_follow() -> None:
     canary = trying()
+    template = canary.session.learned.template
     canary.finish_pairs(60, 0.10)
     assert canary.phase == "Promoting"
     assert canary.decision.plan.draft == NEW
@@ -84,6 +79,7 @@ def test_a_faster_candidate_is_promoted_and_the_others_follow() -> None:
     canary.until("Cooldown")
     assert [pod.draft for pod in canary.pods] == [NEW, NEW]
     assert outcomes(canary) == [("Promoted", NEW)]
+    assert canary.session.learned.template == template, "no pod is replaced"
     canary.tick(86_000)
     assert canary.phase == "Cooldown", "distillation.trigger.cooldown"
     canary.tick(500)
@@ -169,12 +165,16 @@ def test_a_lost_pod_is_replaced_and_the_third_loss_rolls_back() -> None:
     assert outcomes(canary) == [("Failed", NEW)]
 
 
-def test_a_restarted_worker_counts_as_lost() -> None:
+def test_a_restarted_worker_counts_as_lost_and_its_next_pairs_have_another_name() -> None:
     canary = trying()
+    first = canary.record.trial
+    canary.finish_pairs(2, 0.1)
     canary.tries.boot = "boot-2"
     canary.tick()
     assert canary.record.canary_losses == 1
     assert canary.tries.name == "pod-a"
+    second = canary.record.trial
+    assert (first.id != second.id, second.id.startswith(f"{NEW}-"), second.first_pair) == (True, True, 2)
     canary.ticks(3)
     assert canary.record.canary_losses == 1
 
@@ -191,8 +191,7 @@ def test_a_canary_waits_while_no_worker_is_ready() -> None:
 
 
 def test_convergence_needs_reports_on_the_new_plan() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
+    canary = promoting()
     canary.pods[1].obeys = False
     canary.pods[1].draft = OLD
     canary.ticks(5)
@@ -216,8 +215,7 @@ def test_a_reject_does_not_count_as_converged_before_the_canary_has_ended() -> N
 
 
 def test_a_worker_that_refuses_a_promotion_takes_it_back() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
+    canary = promoting()
     canary.pods[1].obeys = False
     canary.pods[1].draft, canary.pods[1].swap_problem = OLD, "the folder vanished"
     canary.tick()
@@ -232,8 +230,7 @@ def test_a_worker_that_refuses_a_promotion_takes_it_back() -> None:
 
 
 def test_a_rollback_does_not_count_as_converged_before_its_plan_is_pushed() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
+    canary = promoting()
     for pod in canary.pods:
         pod.obeys, pod.draft, pod.trial = False, OLD, None
     canary.tick()
@@ -246,8 +243,7 @@ def test_a_rollback_does_not_count_as_converged_before_its_plan_is_pushed() -> N
 
 
 def test_a_promotion_that_takes_too_long_is_taken_back() -> None:
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
+    canary = promoting()
     canary.pods[1].obeys, canary.pods[1].draft = False, OLD
     canary.tick(1900)
     assert canary.phase == "RollingBack"
@@ -446,10 +442,8 @@ def test_after_a_second_promotion_a_restore_serves_the_second_and_returns_to_the
     offer_another(canary)
     canary.finish_pairs(60, 0.10)
     canary.until("Cooldown")
-    assert [(one.spec.role, one.status.phase) for one in canary.drafts] == [
-        ("Retired", "Retired"),
-        ("Serving", "Serving"),
-    ]
+    assert [one.spec.role for one in canary.drafts] == ["Retired", "Serving"]
+    assert [one.status.phase for one in canary.drafts] == ["Retired", "Serving"]
     new = restored(canary)
     new.until("Cooldown")
     assert (new.record.current, new.record.previous) == ("third0third0", NEW)
@@ -494,16 +488,6 @@ def test_a_promotion_that_is_cut_off_between_two_writes_goes_on(written: int) ->
     canary.tick()
     canary.until("Cooldown")
     assert (canary.record.current, [one.spec.role for one in canary.drafts]) == (NEW, ["Serving", "Retired"])
-
-
-def test_another_pod_runs_its_pairs_under_another_name() -> None:
-    canary = trying()
-    first = canary.record.trial
-    canary.finish_pairs(2, 0.1)
-    canary.tries.boot = "boot-2"
-    canary.tick()
-    second = canary.record.trial
-    assert (first.id != second.id, second.id.startswith(f"{NEW}-"), second.first_pair) == (True, True, 2)
 
 
 def test_deleting_a_promoted_draft_takes_it_back() -> None:
@@ -662,14 +646,6 @@ def test_a_promotion_moves_rows_and_costs_to_the_new_hash_and_a_rollback_moves_t
     again = learnt(canary)
     assert (again[0][0].shape, again[0][0].since) == (rows[0].shape, rows[0].since)
     assert again[1:] == (costs, acceptance)
-
-
-def test_a_promotion_replaces_no_pod() -> None:
-    canary = trying()
-    before = canary.session.learned.template
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
-    assert canary.session.learned.template == before
 
 
 @pytest.mark.parametrize("is_promoted", [False, True])

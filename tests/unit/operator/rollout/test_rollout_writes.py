@@ -14,7 +14,6 @@ from support.operators.loop_bench import Bench
 
 async def carried_out(canary: Canary, *, down: bool = False) -> tuple[Outcome, Bench]:
     """Carry out the last decision. With ``down`` the state cannot be stored."""
-    assert canary.decision is not None
     bench = Bench()
     bench.cluster.down = {"demo-state", "draft-0"} if down else set()
     observed = replace(canary.observed(), session=canary.session, workload=workload_with(2))

@@ -9,13 +9,22 @@ import pytest
 
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
-from specdecode_operator.controller.status import status_of
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.rollout.runs import FIRST_DELETION_RETRY_SECONDS, POD_END_SECONDS, needed_drafts
 from specdecode_operator.state.learned import DraftRecord
-from specdecode_operator.types import Observation, Outcome
-from support.operators.canary import DISTILLATION, NEW, OLD, TRAINED, Canary, canary_with, distilling, training, verdict
-from support.operators.fleet import deployment_with, workload_with
+from support.operators.canary import (
+    DISTILLATION,
+    NEW,
+    OLD,
+    TRAINED,
+    Canary,
+    canary_with,
+    distilling,
+    shown,
+    training,
+    verdict,
+)
+from support.operators.fleet import deployment_with
 
 DELETED = JobStatus(state=JobState.FAILED, completed=True)
 REFUSED = JobStatus(state=JobState.FAILED, reason="Read-only file system")
@@ -24,8 +33,7 @@ REFUSED = JobStatus(state=JobState.FAILED, reason="Read-only file system")
 def failed() -> Canary:
     """Return a deployment whose run has just failed, with its Job deleted."""
     canary = training()
-    canary.job_ends(JobStatus(state=JobState.OUT_OF_MEMORY, reason="OOMKilled"))
-    canary.tick()
+    canary.end_job(JobStatus(state=JobState.OUT_OF_MEMORY, reason="OOMKilled"))
     assert (canary.phase, canary.jobs) == ("Cooldown", [])
     return canary
 
@@ -35,11 +43,7 @@ def deletions(canary: Canary) -> list[str]:
 
 
 def reason_of(canary: Canary, problem: str = "") -> str:
-    assert canary.decision is not None
-    workers = tuple(pod.worker() for pod in canary.pods)
-    observed = Observation(workload=workload_with(2), workers=workers, session=canary.session, jobs=tuple(canary.jobs))
-    status = status_of(canary.deployment, observed, canary.decision, Outcome(job_problem=problem), now=canary.now)
-    return status.draft.last_run.reason
+    return str(shown(canary, problem).draft.last_run.reason)
 
 
 def test_a_failed_run_is_deleted_once_when_its_pods_have_ended() -> None:
@@ -52,8 +56,7 @@ def test_a_failed_run_is_deleted_once_when_its_pods_have_ended() -> None:
     assert deletions(canary) == [f"demo-delete-{run.id}"]
     canary.ticks(3)
     assert len(deletions(canary)) == 1
-    canary.job_ends(DELETED)
-    canary.tick()
+    canary.end_job(DELETED)
     assert (canary.record.undeleted_run, canary.jobs) == (None, [])
     assert reason_of(canary) == "Job " + f"demo-distill-{run.id}: OutOfMemory: OOMKilled"
     canary.tick(10_000)
@@ -63,8 +66,7 @@ def test_a_failed_run_is_deleted_once_when_its_pods_have_ended() -> None:
 @pytest.mark.parametrize("end", ["better", "worse", "poisoned"])
 def test_a_run_that_deleted_its_text_needs_no_other_job(end: str) -> None:
     canary = training()
-    canary.job_ends(verdict("failed", failure="poisoned") if end == "poisoned" else verdict(end))
-    canary.tick()
+    canary.end_job(verdict("failed", failure="poisoned") if end == "poisoned" else verdict(end))
     assert canary.record.last_run is not None
     assert canary.record.undeleted_run is None
 
@@ -100,8 +102,7 @@ def test_a_deletion_that_fails_is_repeated_later_and_the_status_says_why() -> No
     canary = failed()
     canary.tick(POD_END_SECONDS)
     assert "which failed: quota" in reason_of(canary, "quota")
-    canary.job_ends(REFUSED)
-    canary.tick()
+    canary.end_job(REFUSED)
     assert canary.jobs == []
     assert "which failed: Read-only file system" in reason_of(canary)
     canary.tick(FIRST_DELETION_RETRY_SECONDS - 10)
@@ -111,8 +112,7 @@ def test_a_deletion_that_fails_is_repeated_later_and_the_status_says_why() -> No
     canary.restart_operator()
     canary.tick()
     assert len(deletions(canary)) == 2, "another operator knows of it"
-    canary.job_ends(DELETED)
-    canary.tick()
+    canary.end_job(DELETED)
     assert canary.record.undeleted_run is None
 
 

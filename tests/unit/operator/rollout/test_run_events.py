@@ -19,23 +19,23 @@ from support.operators.canary import (
     TRAINED,
     Canary,
     capturing,
+    collecting,
     distilling,
     training,
     verdict,
 )
 from support.operators.fleet import with_pause
 
+CLAIM = DISTILLATION["storage"]
+S3 = {"uri": "s3://models/team", "secretRef": {"name": "key"}}
+
 
 def rules(canary: Canary) -> CaptureRules:
-    assert canary.decision.plan.capture is not None
     return canary.decision.plan.capture
 
 
 def test_a_command_collects_and_enough_conversations_make_a_job() -> None:
-    canary = capturing()
-    canary.command("distill")
-    canary.tick()
-    assert canary.phase == "Collecting"
+    canary = collecting()
     assert canary.record.spec_hash == OLD
     canary.pods[0].captured = 99
     canary.tick()
@@ -54,8 +54,7 @@ def test_a_command_collects_and_enough_conversations_make_a_job() -> None:
 @pytest.mark.parametrize(("waited", "phase"), [(1800, "Cooldown"), (3600, "Serving")])
 def test_a_second_run_has_a_name_and_a_folder_of_its_own(waited: float, phase: str) -> None:
     canary = training()
-    canary.job_ends(verdict("worse"))
-    canary.tick()
+    canary.end_job(verdict("worse"))
     canary.tick(waited)
     assert canary.phase == phase
     canary.command("distill")
@@ -143,8 +142,7 @@ def test_a_run_begins_in_phase_serving_only() -> None:
 
 def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
     canary = training()
-    canary.job_ends(verdict(gain=0.2))
-    decision = canary.tick()
+    decision = canary.end_job(verdict(gain=0.2))
     record = canary.record
     assert (canary.phase, record.candidate) == ("Canary", TRAINED)
     assert record.uris[TRAINED] == f"pvc://drafts/drafts/demo/{TRAINED}"
@@ -165,8 +163,7 @@ def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
 
 def test_mode_direct_promotes_at_once_and_the_lineage_has_it() -> None:
     canary = training(draft_rollout={"mode": "Direct"})
-    canary.job_ends(verdict())
-    canary.tick()
+    canary.end_job(verdict())
     assert (canary.phase, canary.record.current) == ("Promoting", TRAINED)
     (entry,) = canary.record.lineage
     assert (entry.hash, entry.outcome, entry.gain_percent) == (TRAINED, "Promoted", 20.0)
@@ -177,8 +174,7 @@ def test_mode_direct_promotes_at_once_and_the_lineage_has_it() -> None:
 @pytest.mark.parametrize("kind", ["worse", "inconclusive"])
 def test_a_draft_that_is_not_better_ends_the_run(kind: str) -> None:
     canary = training()
-    canary.job_ends(verdict(kind, gain=0.01))
-    canary.tick()
+    canary.end_job(verdict(kind, gain=0.01))
     record = canary.record
     assert (canary.phase, record.candidate) == ("Cooldown", "")
     assert record.runs_not_better == 1
@@ -198,8 +194,7 @@ def test_a_draft_that_is_not_better_ends_the_run(kind: str) -> None:
 )
 def test_a_run_that_fails_says_why(status: JobStatus, outcome: str, words: str, deletes: bool) -> None:
     canary = training()
-    canary.job_ends(status)
-    canary.tick()
+    canary.end_job(status)
     assert canary.phase == "Cooldown"
     assert canary.record.last_run.outcome == outcome
     assert words in canary.record.last_run.reason
@@ -208,22 +203,27 @@ def test_a_run_that_fails_says_why(status: JobStatus, outcome: str, words: str, 
 
 
 @pytest.mark.parametrize(
-    "draft",
+    ("storage", "uri", "draft"),
     [
-        Artifact(uri=f"pvc://drafts/drafts/other/{TRAINED}", hash=TRAINED),
-        Artifact(uri="pvc://drafts/drafts/demo/abc", hash=TRAINED),
-        Artifact(uri=f"pvc://drafts/drafts/demo/../demo/{TRAINED}", hash=TRAINED),
-        Artifact(uri="pvc://drafts/drafts/demo/..", hash=".."),
-        Artifact(uri="pvc://drafts/drafts/demo/x/../../other", hash="x/../../other"),
-        Artifact(uri=f"file:///tmp/{TRAINED}", hash=TRAINED),
-        Artifact(uri=f"pvc://drafts/drafts/demo/{OLD}", hash=OLD),
+        (CLAIM, f"pvc://drafts/drafts/other/{TRAINED}", TRAINED),
+        (CLAIM, "pvc://drafts/drafts/demo/abc", TRAINED),
+        (CLAIM, f"pvc://drafts/drafts/demo/../demo/{TRAINED}", TRAINED),
+        (CLAIM, "pvc://drafts/drafts/demo/..", ".."),
+        (CLAIM, "pvc://drafts/drafts/demo/x/../../other", "x/../../other"),
+        (CLAIM, f"file:///tmp/{TRAINED}", TRAINED),
+        (CLAIM, f"pvc://drafts/drafts/demo/{OLD}", OLD),
+        (S3, f"pvc://drafts/drafts/demo/{TRAINED}", TRAINED),
+        (S3, f"s3://models/drafts/demo/{TRAINED}", TRAINED),
+        (S3, f"s3://models/team/drafts/other/{TRAINED}", TRAINED),
+        (S3, f"s3://others/team/drafts/demo/{TRAINED}", TRAINED),
+        (S3, "s3://models/team/drafts/demo/other", TRAINED),
+        (S3, f"s3://models/team/drafts/demo/../demo/{TRAINED}", TRAINED),
     ],
-    ids=["of another deployment", "wrong hash", "dots", "parent", "path", "elsewhere", "in use"],
 )
-def test_a_draft_from_another_place_is_not_taken(draft: Artifact) -> None:
-    canary = training()
-    canary.job_ends(verdict(draft=draft))
-    canary.tick()
+def test_a_draft_from_another_place_is_not_taken(storage: dict[str, Any], uri: str, draft: str) -> None:
+    """Nor is the draft in use, at its own place."""
+    canary = training(distillation={"storage": storage})
+    canary.end_job(verdict(draft=Artifact(uri=uri, hash=draft)))
     assert (canary.phase, canary.record.candidate) == ("Cooldown", "")
     assert canary.record.last_run.outcome == "Failed"
 
@@ -275,10 +275,7 @@ def test_jobs_of_others_are_neither_followed_nor_deleted() -> None:
 
 @pytest.mark.parametrize("phase", ["Collecting", "Distilling"])
 def test_a_user_ends_a_run(phase: str) -> None:
-    canary = training() if phase == "Distilling" else capturing()
-    if phase == "Collecting":
-        canary.command("distill")
-        canary.tick()
+    canary = training() if phase == "Distilling" else collecting()
     canary.command("reject")
     canary.tick()
     assert canary.phase == "Cooldown"
@@ -287,26 +284,35 @@ def test_a_user_ends_a_run(phase: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("before", "after"),
     [
-        {"distillation": {**DISTILLATION, "storage": {"uri": "pvc://new"}}},
-        {"distillation": {}},
+        (CLAIM, {"uri": "pvc://new"}),
+        (CLAIM, None),
+        (S3, None),
+        (S3, CLAIM),
+        (S3, {**S3, "uri": "s3://others/team"}),
+        (S3, {**S3, "uri": "s3://models/other"}),
+        (S3, {**S3, "endpoint": "https://s3.example.com"}),
     ],
-    ids=["claim", "all"],
+    ids=["claim", "no claim", "no bucket", "claim for a bucket", "bucket", "prefix", "endpoint"],
 )
-def test_a_run_ends_when_its_claim_changes(change: dict[str, Any]) -> None:
-    canary = training()
-    canary.change(**change)
+def test_another_storage_ends_the_run(before: dict[str, Any], after: dict[str, Any] | None) -> None:
+    canary = training(distillation={"storage": before})
+    canary.change(distillation={**DISTILLATION, "storage": after})
     canary.tick()
-    assert canary.phase == "Cooldown"
+    assert (canary.phase, canary.record.run_outcomes) == ("Cooldown", {"Rejected": 1})
     assert canary.jobs == []
 
 
+def test_another_key_of_the_bucket_does_not() -> None:
+    canary = training(distillation={"storage": S3})
+    canary.change(distillation={**DISTILLATION, "storage": {**S3, "secretRef": {"name": "rotated"}}})
+    canary.tick()
+    assert canary.phase == "Distilling"
+
+
 def test_collecting_ends_when_capture_is_switched_off_and_after_max_age() -> None:
-    off, slow = capturing(), capturing()
-    for canary in (off, slow):
-        canary.command("distill")
-        canary.tick()
+    off, slow = collecting(), collecting()
     off.change(distillation={**DISTILLATION, "capture": None})
     off.tick()
     assert (off.phase, off.record.run_outcomes) == ("Cooldown", {"Rejected": 1})
@@ -379,7 +385,6 @@ def test_a_pause_keeps_the_job() -> None:
 
 def test_recovery_is_the_saved_share_of_the_lost_time() -> None:
     document = verdict(gain=0.25).verdict
-    assert document is not None
     assert recovery_of(document, loss=0.4) == pytest.approx(0.5)
     assert recovery_of(document, loss=0.0) is None
     assert recovery_of(document, loss=0.1) == 1.0
@@ -396,3 +401,38 @@ def test_a_trained_draft_that_could_not_be_created_yet_was_not_deleted() -> None
     assert step_rollout(canary.deployment, observed, now=later).record.phase == "RollingBack", "as if it was deleted"
     unwritten = replace(observed, drafts=with_writes((), writes))
     assert step_rollout(canary.deployment, unwritten, now=later).record.phase == "Canary"
+
+
+# --- drafts in a bucket ---------------------------------------------------------------------------------------------
+
+
+def test_a_better_draft_in_the_bucket_is_tried_and_assigned_by_its_place() -> None:
+    place = f"s3://models/team/drafts/demo/{TRAINED}"
+    canary = training(distillation={"storage": S3})
+    canary.end_job(verdict(draft=Artifact(uri=place, hash=TRAINED)))
+    assert (canary.phase, canary.record.uris[TRAINED]) == ("Canary", place)
+    canary.tick()
+    canary.finish_pairs(40, 0.3)
+    canary.until("Cooldown")
+    assignment = canary.decision.plan.assignment
+    assert assignment.stable == Artifact(uri=place, hash=TRAINED)
+
+
+def test_a_failed_run_leaves_nothing_to_delete_in_a_bucket_and_no_draft_is_deleted() -> None:
+    canary = distilling(distillation={"storage": S3})
+    command = canary.decision.job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert not any(word.startswith("--keep-drafts") for word in command)
+    canary.ticks(2)
+    canary.end_job(JobStatus(state=JobState.FAILED, reason="x"))
+    canary.restart_operator()
+    assert canary.record.last_run is not None
+    assert canary.record.undeleted_run is None
+
+
+def test_another_operator_goes_on_with_a_run_into_a_bucket() -> None:
+    canary = training(distillation={"storage": S3})
+    before = canary.record.run
+    canary.restart_operator()
+    canary.tick()
+    assert canary.record.run == before
+    assert before.place == "s3://models/team"

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.decision.decide import decide
 from specdecode_operator.scaling import size
 from specdecode_operator.state.learned import LearnedState, ScalingState, Session
 from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Observation, ReplicaDecision, Worker
 from specdecode_worker.contract import DraftState, Report
 from specdecode_worker.contract.demand import HeldRequests
-from support.operators.fleet import DEFAULTS, deployment_with, with_spec, workload_with
+from support.operators.fleet import decided, deployment_with, with_spec, workload_with
 
 SPEC = ScalingSpec(min_replicas=0, max_replicas=3, idle_after="100s")
 IDLE = Delta(seconds=5)
@@ -146,13 +145,8 @@ def resting(held_at: float | None, *, stored: int | None = 0) -> int:
         scaling={"minReplicas": 0}, router={"replicas": 2}, speculation={"method": "none", "draft": None}
     )
     demand = {} if held_at is None else {"demo-router-a": HeldRequests(requests=20, at=held_at)}
-    observed = Observation(
-        workload=workload_with(0),
-        workers=(),
-        session=Session(learned=LearnedState(uid="u1", scaling=scaling)),
-        demand=demand,
-    )
-    return decide(deployment, observed, DEFAULTS, now=1000)[0].scale.replicas
+    session = Session(learned=LearnedState(uid="u1", scaling=scaling))
+    return decided(deployment, session, workload=workload_with(0), demand=demand)[0].scale.replicas
 
 
 @pytest.mark.parametrize("stored", [0, None], ids=["same operator", "state lost"])

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Status
-from specdecode_operator.decision.decide import decide
 from specdecode_operator.scaling import take_over
-from specdecode_operator.state.learned import LearnedState, ScalingState, Session, parse_state, render_state
-from specdecode_operator.types import Decision, Deployment, Observation, Worker
-from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
+from specdecode_operator.state.learned import LearnedState, ScalingState, Session
+from specdecode_operator.types import Decision, Deployment, Worker
+from support.operators.fleet import SimulatedWorker, Truth, decided, deployment_with, restarted, workload_with
 
 OPERATOR = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}
 EXTERNAL = {"owner": "External", "minReplicas": 1, "maxReplicas": 4}
@@ -35,9 +34,8 @@ class Running:
             worker.truth.waiting = self.waiting
             worker.run(5)
             pods.append(Worker(name=f"p{index}", uid=f"p{index}", address="a", ready=True, report=worker.report()))
-        workload = workload_with(len(pods)) if pods else None
-        observed = Observation(workload=workload, workers=tuple(pods), session=self.session)
-        decision, self.session = decide(self.deployment, observed, DEFAULTS, now=self.now)
+        seen = {"workload": workload_with(len(pods)) if pods else None, "workers": tuple(pods)}
+        decision, self.session = decided(self.deployment, self.session, now=self.now, **seen)
         self.workers = self.workers[: decision.scale.replicas]
         while len(self.workers) < decision.scale.replicas:
             self.workers.append(SimulatedWorker(Truth(), plan=decision.plan, seed=len(self.workers)))
@@ -55,9 +53,7 @@ class Running:
         self.deployment = replace(edited, generation=generation)
 
     def restart_operator(self) -> None:
-        learned = parse_state(render_state(self.session.learned), "u1", self.session.learned.plan)
-        assert learned is not None
-        self.session = Session(learned=learned)
+        self.session = restarted(self.session)
 
     def lose_state(self) -> None:
         self.session = Session(learned=LearnedState(uid="u1"), stored=False)

@@ -1,4 +1,4 @@
-"""Workers without a node: they do not block scale-down, and no worker is added for requests that wait for them."""
+"""Workers without a node: which they are, that they do not block scale-down, and how the condition names them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
+
 from specdecode_operator.api.v1alpha1 import ScalingSpec
-from specdecode_operator.scaling import (
-    Demand,
-    ServiceLoad,
-    scale,
-    size,
-)
+from specdecode_operator.scaling import Demand, is_complete, placement_problem, scale, scaling_limit, size
 from specdecode_operator.state.learned import LearnedState, ScalingState, Session
 from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Capacity, Observation, ReplicaDecision, Worker
@@ -32,6 +29,60 @@ def pending(name: str, created_at: float | None = 0.0, **fields: Any) -> Worker:
     trouble = "Unschedulable: 0/1 nodes are available"
     silent = {"address": None, "ready": False, "report": None, "placed": False, "trouble": trouble}
     return worker(name, **{**silent, "created_at": created_at, **fields})
+
+
+def test_pods_that_cannot_be_created_count_as_without_a_node() -> None:
+    workload = workload_with(2, wanted=4, replica_failure="exceeded quota: gpus")
+    workers = (worker("a"), worker("b"))
+    assert is_complete(workload, workers)
+    assert placement_problem(workload, workers) == "2 pods cannot be created: exceeded quota: gpus"
+
+
+def test_any_reason_of_the_scheduler_is_reported() -> None:
+    gated = pending("b", trouble="SchedulingGated: waits for its gates")
+    broken = worker("c", ready=False, trouble="worker: CrashLoopBackOff: x")
+    problem = placement_problem(workload_with(3), (worker("a"), gated, broken))
+    assert problem == "1 pods cannot be scheduled: SchedulingGated: waits for its gates"
+    assert placement_problem(workload_with(2), (worker("a"), broken)) is None
+
+
+def test_lag_of_the_replica_set_is_no_failure() -> None:
+    workload = workload_with(2, wanted=4)
+    assert placement_problem(workload, (worker("a"), worker("b"))) is None
+    assert not is_complete(workload, (worker("a"), worker("b")))
+
+
+@pytest.mark.parametrize(
+    ("workers", "fields", "complete"),
+    [
+        ((worker("a"), worker("b")), {}, True),
+        ((worker("a"), pending("b")), {"available": 1}, True),
+        ((worker("a"), worker("b", ready=False)), {"available": 1}, False),
+        ((worker("a"), worker("b", report=None)), {}, False),
+        ((worker("a"), pending("b")), {"available": 1, "updated": 1}, False),
+        ((worker("a"), worker("b")), {"generation": 2}, False),
+        ((worker("a"), worker("b"), worker("c", leaving=True, report=None)), {}, True),
+        ((worker("a"), worker("b")), {"wanted": 1}, False),
+    ],
+)
+def test_readings_are_complete_when_every_placed_worker_reports(
+    workers: tuple[Worker, ...], fields: dict[str, Any], complete: bool
+) -> None:
+    assert is_complete(workload_with(2, **fields), workers) is complete
+    assert not is_complete(None, workers)
+
+
+def test_unschedulable_pods_are_reported_before_the_maximum() -> None:
+    carries = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="slots")
+    problem = placement_problem(None, (pending("a"), worker("b", ready=False, trouble="worker: CrashLoopBackOff: x")))
+    assert scaling_limit(SPEC, 3, carries) is None
+    at_most = scaling_limit(SPEC, 9, carries)
+    unplaced = scaling_limit(SPEC, 9, carries, placement_problem=problem)
+    assert (at_most.reason, unplaced.reason) == ("AtMaximum", "Unschedulable")
+    assert "1 pods" in unplaced.message
+
+
+# --- a cluster of few nodes -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -107,23 +158,6 @@ def test_waiting_requests_may_be_for_the_workers_without_a_node() -> None:
     assert scale(SPEC, state, unplaced, now=1000)[0].replicas == 4
     assert scale(SPEC, state, replace(unplaced, waiting=0), now=1000)[0].replicas == 3
     assert scale(SPEC, state, load, now=1000)[0].replicas == 3
-
-
-def test_a_long_wait_adds_no_more_workers_while_some_have_no_node() -> None:
-    """With every worker serving, a long wait shows that the capacity is estimated too high, and adds one worker."""
-    one = Capacity(rate=2.0, sequences=10, step_seconds=0.03, limited_by="slots")
-    load = ServiceLoad(
-        capacity=one,
-        capacity_bound=one,
-        arrival_rate=1.0,
-        arrival_rate_bound=1.0,
-        window_arrival_rate=1.0,
-        ttft_seconds=2.0,
-    )
-    demand = Demand(requests=10, waiting=9, max_num_seqs=10, seconds=5, is_complete=True, load=load)
-    state = ScalingState(replicas=2)
-    assert scale(SPEC, state, replace(demand, are_all_placed=False), now=1000)[0].replicas == 2
-    assert scale(SPEC, state, demand, now=1000)[0].replicas == 3
 
 
 def test_demand_keeps_the_workers_without_a_node() -> None:

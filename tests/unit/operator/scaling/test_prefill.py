@@ -11,21 +11,16 @@ import pytest
 from specdecode_operator import manifests, scaling
 from specdecode_operator.api.v1alpha1 import PrefillSpec
 from specdecode_operator.controller.status import prefill_section
-from specdecode_operator.decision.decide import decide
 from specdecode_operator.scaling import prefill_replicas
 from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.telemetry.counters import Delta
 from specdecode_operator.types import Decision, Observation, PolicyPeers, Worker
 from specdecode_worker.contract import Env, PlanState, Port, Report, WorkerConfig
-from support.operators.fleet import DEFAULTS, deployment_with, with_spec, workload_with
+from support.operators.fleet import decided, deployment_with, with_spec, workload_with
 
 
 def prefill_pod(name: str, address: str | None, **fields: Any) -> Worker:
     return Worker(name=name, uid=name, address=address, role="prefill", **{"ready": True, **fields})
-
-
-def decided(observed: Observation, session: Session, **spec: Any) -> tuple[Decision, Session]:
-    return decide(deployment_with(**spec), observed, DEFAULTS, now=1000)
 
 
 def fresh() -> Session:
@@ -45,7 +40,7 @@ def config_of(workload: Any) -> WorkerConfig:
 
 def test_prefill_workers_have_the_pods_of_workers_in_a_role_of_their_own() -> None:
     deployment = deployment_with(prefill={"replicas": 2})
-    decision, _ = decided(Observation(workload=None, workers=(), session=fresh()), fresh(), prefill={"replicas": 2})
+    decision, _ = decided(deployment, fresh(), workload=None)
     workers, prefill = (child(decision, f"{deployment.name}-{role}") for role in ("worker", "prefill"))
     assert prefill["spec"]["replicas"] == 2
     assert config_of(prefill).engine == config_of(workers).engine.model_copy(update={"role": "prefill"})
@@ -71,18 +66,12 @@ def test_prefill_workers_of_an_older_template_listen_too() -> None:
     assert json.loads(container["env"][0]["value"]) == config, "the workers' template stays as it is"  # type: ignore[arg-type, index]
 
 
-def test_a_change_of_prefill_replaces_no_worker() -> None:
-    before, after = deployment_with(), deployment_with(prefill={"replicas": 1})
-    assert manifests.rolling_hash(before.spec) == manifests.rolling_hash(after.spec)
-
-
 def test_without_prefill_there_is_no_child_and_afterwards_it_has_no_pods() -> None:
     deployment = deployment_with()
     name = f"{deployment.name}-prefill"
-    decision, _ = decided(Observation(workload=None, workers=(), session=fresh()), fresh())
+    decision, _ = decided(deployment, fresh(), workload=None)
     assert child(decision, name) is None
-    left = Observation(workload=None, workers=(), session=fresh(), prefill_workload=workload_with(2))
-    decision, _ = decided(left, fresh())
+    decision, _ = decided(deployment, fresh(), workload=None, prefill_workload=workload_with(2))
     assert child(decision, name)["spec"]["replicas"] == 0
 
 
@@ -105,19 +94,18 @@ def test_addresses_of_ready_prefill_workers_are_published_and_pushed_to_both_rol
         prefill_pod("old", "10.0.0.4", leaving=True),
         prefill_pod("unplaced", None),
     )
-    session = fresh()
-    spec = {"prefill": {"replicas": 2}}
-    first, session = decided(Observation(workload=None, workers=(), session=session), session, **spec)
+    deployment = deployment_with(prefill={"replicas": 2})
+    first, session = decided(deployment, fresh(), workload=None)
     assert first.plan.prefill == ()
     report = Report(boot_id="b", worker="w", clock_seconds=1, plan=PlanState(uid="u1", version=first.plan.version))
     worker = Worker(name="w", uid="w", address="10.0.0.9", ready=True, report=report)
     reporting = replace(pods[0], report=report)
-    observed = Observation(workload=None, workers=(worker,), session=session, prefill=(reporting, *pods[1:]))
-    second, session = decided(observed, session, **spec)
+    seen: dict[str, Any] = {"workload": None, "workers": (worker,), "prefill": (reporting, *pods[1:])}
+    second, session = decided(deployment, session, **seen)
     assert second.plan.prefill == ("10.0.0.2:8002", "[fd00::1]:8002")
     assert second.plan.version == first.plan.version + 1, "workers are told without a restart"
     assert set(second.pushes) == {"10.0.0.9", "10.0.0.2"}
-    third, _ = decided(replace(observed, session=session), session, **spec)
+    third, _ = decided(deployment, session, **seen)
     assert third.plan == second.plan
 
 
@@ -165,6 +153,5 @@ def test_status_counts_prefill_workers() -> None:
     deployment = deployment_with(prefill={"replicas": 3})
     observed = Observation(workload=None, workers=(), session=fresh(), prefill_workload=workload_with(3, ready=2))
     section = prefill_section(deployment, observed)
-    assert section is not None
     assert (section.ready_replicas, section.ready) == (2, "2/3")
     assert prefill_section(deployment_with(), observed) is None

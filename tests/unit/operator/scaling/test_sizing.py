@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import Session
-from specdecode_operator.types import Decision, Observation, Worker
+from specdecode_operator.types import Decision, Worker
 from specdecode_worker.contract import Plan, Report, TrafficCell, TreeShape
-from support.operators.fleet import DEFAULTS, SimulatedWorker, Truth, deployment_with, workload_with
+from support.operators.fleet import SimulatedWorker, Truth, decided, deployment_with
 
 OPERATOR = {"scaling": {"owner": "Operator", "maxReplicas": 6}}
 POLL_SECONDS = 5.0
@@ -31,7 +30,7 @@ def with_traffic(report: Report, count: int, *, output: int = 50) -> Report:
     return report.model_copy(update={"traffic": (cell,)})
 
 
-def decided(rate: float, *, polls: int = 6, trouble: str | None = None, **spec: Any) -> Decision:
+def after_polls(rate: float, *, polls: int = 6, trouble: str | None = None, **spec: Any) -> Decision:
     """Return the decision after ``polls`` polls at ``rate`` requests per second."""
     counts = [int(rate * POLL_SECONDS * index) for index in range(1, polls + 1)]
     return decisions(counts, trouble=trouble, **spec)[-1]
@@ -50,18 +49,16 @@ def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = 
             Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=report),
             *([Worker(name="q", uid="q", address=None, ready=False, trouble=trouble)] if trouble else []),
         )
-        observed = Observation(workload=workload_with(), workers=pods, session=memory)
-        decision, memory = decide(deployment, observed, DEFAULTS, now=now)
+        decision, memory = decided(deployment, memory, now=now, workers=pods)
         result.append(decision)
     return result
 
 
 def test_arrivals_over_capacity_make_replicas() -> None:
     """A sequence alone brings some 60 tokens a second, 13 of them several times that: 5 requests of 50 fit one."""
-    few, many = decided(1, **OPERATOR), decided(40, **OPERATOR)
+    few, many = after_polls(1, **OPERATOR), after_polls(40, **OPERATOR)
     assert few.scale.capacity.limited_by == "slots"
     assert (few.scale.replicas, few.scale.wanted) == (1, 1)
-    assert many.scale.wanted is not None
     assert many.scale.wanted == pytest.approx(40 / many.scale.capacity.rate, abs=1)
     assert many.scale.replicas == min(6, many.scale.wanted)
     assert many.scale.arrivals == pytest.approx(40, rel=0.05)
@@ -79,26 +76,26 @@ def test_a_burst_is_no_lasting_rate() -> None:
 
 
 def test_an_external_owner_reads_the_desired_replicas() -> None:
-    external = decided(40, scaling={"owner": "External", "maxReplicas": 6}, replicas=2)
-    ours = decided(40, **OPERATOR)
+    external = after_polls(40, scaling={"owner": "External", "maxReplicas": 6}, replicas=2)
+    ours = after_polls(40, **OPERATOR)
     assert external.scale.replicas == 2
     assert external.scale.desired == ours.scale.replicas > 2
     assert external.scale.wanted == ours.scale.wanted
     assert external.scale.limited is None
-    unscaled = decided(40, replicas=2)
+    unscaled = after_polls(40, replicas=2)
     assert (unscaled.scale.wanted, unscaled.scale.arrivals) == (None, None), (
         "without spec.scaling demand is not reported"
     )
 
 
 def test_an_unschedulable_pod_is_reported() -> None:
-    result = decided(40, trouble="Unschedulable: 0/1 nodes are available", **OPERATOR)
+    result = after_polls(40, trouble="Unschedulable: 0/1 nodes are available", **OPERATOR)
     assert result.scale.limited.reason == "Unschedulable"
 
 
 def test_a_tighter_objective_means_less_capacity() -> None:
     loose, tight = (
-        decided(4, speculation={"objective": {"itl": f"{most}ms"}}, **OPERATOR).scale.capacity for most in (100, 10)
+        after_polls(4, speculation={"objective": {"itl": f"{most}ms"}}, **OPERATOR).scale.capacity for most in (100, 10)
     )
     assert tight.rate < 0.8 * loose.rate
     assert tight.limited_by == "itl"

@@ -9,7 +9,7 @@ import pytest
 from specdecode_operator.api.draft import CountedPair, SpecDecodeDraft, TrialRecord
 from specdecode_operator.state.learned import LINEAGE, TRAINING_KEY, UNUSED, parse_training, render_training
 from specdecode_operator.state.store import draft_writes, manifest_of, record_of, surplus
-from support.operators.canary import NEW, OLD, TRAINED, Canary, distilling, trying, verdict
+from support.operators.canary import NEW, OLD, TRAINED, Canary, distilling, offer_another, promoted, trying, verdict
 
 
 def full() -> Canary:
@@ -18,8 +18,7 @@ def full() -> Canary:
     canary.finish_pairs(3, 0.1)
     canary.command("reject")
     canary.until("Cooldown")
-    canary.offer({"uri": "file:///third", "hash": "third0third0"})
-    canary.ticks(2)
+    offer_another(canary)
     canary.finish_pairs(5, 0.05)
     return canary
 
@@ -51,9 +50,7 @@ def test_fields_of_a_newer_operator_are_ignored() -> None:
 def test_unreadable_training_runs_are_an_error_and_lose_no_draft(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         parse_training({TRAINING_KEY: text})
-    canary = trying()
-    canary.finish_pairs(60, 0.10)
-    canary.until("Cooldown")
+    canary = promoted()
     assert record_of(canary.drafts, UNUSED).current == NEW
 
 

@@ -20,8 +20,8 @@ from support.operators.fleet import Loop, Truth, loop_over
 NOW = 1e6
 
 
-def cost(passes: int, count: float = 50) -> StepTimeCell:
-    values = (count, count * 0.02, count * 0.00041, count, *[1.0] * 33)
+def cost(passes: int) -> StepTimeCell:
+    values = (50, 1.0, 0.0205, 50, *[1.0] * 33)
     return StepTimeCell(
         tokens_bucket=4,
         draft_passes=passes,
@@ -33,15 +33,14 @@ def cost(passes: int, count: float = 50) -> StepTimeCell:
     )
 
 
-def measured(draft: str = "d1", rate: float = 0.8) -> LearnedState:
-    cell = AcceptanceCell(task="other", depth=1, hits=100 * rate, total=100, at=NOW, new_hits=3, new_total=4)
+def measured(draft: str = "d1") -> LearnedState:
+    cell = AcceptanceCell(task="other", depth=1, hits=80, total=100, at=NOW, new_hits=3, new_total=4)
     row = RowState(concurrency=0, context=0, task="other", depth=3, since=NOW, moves=(NOW,))
     return LearnedState(uid="u", draft=draft, acceptance=(cell,), costs=(cost(0), cost(3)), rows=(row,))
 
 
-def seen(draft: str, rate: float = 0.5, total: float = 100, **fields: object) -> Delta:
-    hits = {("other", 1): Hits(rate * total, total)}
-    return Delta(draft=draft, acceptance=hits, seconds=5, **fields)  # type: ignore[arg-type]
+def seen(draft: str, rate: float = 0.5, **fields: object) -> Delta:
+    return Delta(draft=draft, acceptance={("other", 1): Hits(100 * rate, 100)}, seconds=5, **fields)  # type: ignore[arg-type]
 
 
 def acceptance(learned: LearnedState) -> float:
@@ -126,7 +125,6 @@ def test_parked_drafts_survive_a_restart_in_their_order() -> None:
     for draft in ("a", "b", "c"):
         learned = learn_delta(learned, seen(draft), now=NOW)
     stored = parse_state(render_state(learned), "u", learned.plan)
-    assert stored is not None
     assert [parked.draft for parked in stored.parked] == ["b", "a", "d0"]
     assert stored.parked == learned.parked
 

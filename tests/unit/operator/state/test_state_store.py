@@ -6,7 +6,6 @@ import base64
 import json
 import logging
 import zlib
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 
 from specdecode_operator import manifests
 from specdecode_operator.errors import Conflict
-from specdecode_operator.kube.kinds import Kind
 from specdecode_operator.state import learned as learned_module
 from specdecode_operator.state.learned import (
     STATE_KEY,
@@ -30,50 +28,18 @@ from specdecode_operator.state.learned import (
     render_training,
 )
 from specdecode_operator.state.store import StateStore, draft_writes
-from specdecode_operator.types import ChildProblem, Deployment
+from specdecode_operator.types import Deployment
 from specdecode_worker.contract import Plan, TreeShape
 from support.operators.canary import canary_with, trying
 from support.operators.crowd import Crowd
 from support.operators.fleet import SimulatedWorker, Truth, deployment_with, loop_over
+from support.operators.loop_bench import Cluster
+
+STATE = "demo-state"
 
 
-class Cluster:
-    """A cluster with one ConfigMap, which counts what is applied."""
-
-    def __init__(self) -> None:
-        self.writes: list[Mapping[str, Any]] = []
-        self.drafts: list[str] = []
-        self.noted: list[Any] = []
-        self.is_down = False
-
-    @property
-    def data(self) -> dict[str, str]:
-        data: dict[str, str] = self.writes[-1]["data"]
-        return data
-
-    async def apply(self, manifest: Mapping[str, Any], owner_uid: str) -> ChildProblem | None:
-        if self.is_down:
-            return ChildProblem("ConfigMap", "n-state", "Unavailable", "no answer")
-        self.writes.append(manifest)
-        return None
-
-    async def create(self, kind: Kind, manifest: Mapping[str, Any]) -> Any:
-        return self._written(kind, manifest, None)
-
-    async def update(self, kind: Kind, manifest: Mapping[str, Any], *, subresource: str | None = None) -> Any:
-        return self._written(kind, manifest, subresource)
-
-    def _written(self, kind: Kind, manifest: Mapping[str, Any], subresource: str | None) -> Any:
-        if self.is_down:
-            raise Conflict("the object has been modified")
-        self.drafts.append("/".join(filter(None, (kind.kind, manifest["metadata"]["name"], subresource))))
-        return manifest
-
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None) -> None:
-        self.drafts.append(f"deleted {name}")
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
-        return next((one for one in reversed(self.writes) if one["metadata"]["name"] == name), None)
+def store_of(cluster: Cluster) -> StateStore:
+    return StateStore(cluster, cluster, lambda manifest: None)
 
 
 def session_with(load: float = 1, uid: str = "u1", **fields: Any) -> Session:
@@ -83,8 +49,8 @@ def session_with(load: float = 1, uid: str = "u1", **fields: Any) -> Session:
 async def written(cluster: Cluster, deployment: Deployment, session: Session | None = None) -> StateStore:
     """Write a state and return the store of a new process."""
     session = session or session_with(uid=deployment.uid)
-    await StateStore(cluster, cluster, cluster.noted.append).save(deployment, session, urgent=True, now=0)
-    return StateStore(cluster, cluster, cluster.noted.append)
+    await store_of(cluster).save(deployment, session, urgent=True, now=0)
+    return store_of(cluster)
 
 
 # --- writes -----------------------------------------------------------------------------------------------------------
@@ -92,7 +58,7 @@ async def written(cluster: Cluster, deployment: Deployment, session: Session | N
 
 async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster, cluster, cluster.noted.append)
+    store = store_of(cluster)
 
     async def save(load: float, *, now: float, urgent: bool = False, learnt: bool = False) -> int:
         await store.save(deployment, session_with(load), urgent=urgent, learnt=learnt, now=now)
@@ -109,11 +75,11 @@ async def test_state_is_written_for_decisions_and_once_a_minute_for_measurements
 
 async def test_training_runs_are_written_with_each_change() -> None:
     cluster, canary = Cluster(), trying()
-    store = StateStore(cluster, cluster, cluster.noted.append)
+    store = store_of(cluster)
     for _ in range(3):
         await store.save(canary.deployment, canary.session, urgent=False, learnt=False, now=1)
     assert len(cluster.writes) == 1
-    again = StateStore(cluster, cluster, cluster.noted.append)
+    again = store_of(cluster)
     loaded = (await again.load(canary.deployment.key, canary.deployment.uid)).drafts
     assert render_training(loaded) == render_training(canary.record)
     assert loaded.candidate == "", "which is in its SpecDecodeDraft alone"
@@ -121,43 +87,41 @@ async def test_training_runs_are_written_with_each_change() -> None:
     assert len(cluster.writes) == 1, "a new process writes nothing that is stored"
     asked = replace(canary.session, drafts=canary.record.model_copy(update={"request": "again"}))
     await again.save(canary.deployment, asked, urgent=False, learnt=False, now=3)
-    assert '"request":"again"' in cluster.data[TRAINING_KEY]
+    assert '"request":"again"' in cluster.stored[STATE]["data"][TRAINING_KEY]
 
 
 async def test_drafts_are_written_as_they_differ_and_what_the_server_returns_is_noted() -> None:
-    cluster, canary = Cluster(), canary_with()
+    cluster, canary, noted = Cluster(), canary_with(), list[Any]()
     canary.tick(push=False)
-    store = StateStore(cluster, cluster, cluster.noted.append)
+    store = StateStore(cluster, cluster, noted.append)
     writes = draft_writes(canary.deployment, canary.record, canary.observed().drafts, now=canary.now)
     assert await store.save_drafts(canary.deployment, writes, ()) is None
-    assert cluster.drafts == ["SpecDecodeDraft/draft-0", "SpecDecodeDraft/draft-0/status"]
-    assert [("status" in one) for one in cluster.noted] == [False, True]
+    assert cluster.writes == ["SpecDecodeDraft/draft-0", "SpecDecodeDraft/draft-0/status"]
+    assert [("status" in one) for one in noted] == [False, True]
     assert await store.save_drafts(canary.deployment, (), canary.drafts) is None
-    assert cluster.drafts[2:] == ["deleted draft-0"]
-    cluster.is_down = True
+    assert cluster.writes[2:] == ["deleted SpecDecodeDraft/draft-0 draft-0"]
+    cluster.down, cluster.refusal = {"draft-0"}, Conflict("the object has been modified")
     problem = await store.save_drafts(canary.deployment, writes, ())
-    assert problem is not None
     assert (problem.reason, "modified" in problem.message) == ("Unavailable", True)
 
 
 async def test_nothing_is_written_of_drafts_without_a_candidate() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster, cluster, cluster.noted.append)
+    store = store_of(cluster)
     await store.save(deployment, session_with(), urgent=False, learnt=False, now=0)
     assert cluster.writes == []
     await store.save(deployment, session_with(), urgent=True, now=0)
-    assert cluster.data.keys() == {STATE_KEY}
+    assert cluster.stored[STATE]["data"].keys() == {STATE_KEY}
     assert (await store.load(deployment.key, deployment.uid)).drafts == UNUSED
 
 
 async def test_a_failed_write_is_due_again() -> None:
     cluster, deployment = Cluster(), deployment_with()
-    store = StateStore(cluster, cluster, cluster.noted.append)
-    cluster.is_down = True
+    store = store_of(cluster)
+    cluster.down = {STATE}
     problem = await store.save(deployment, session_with(2), urgent=False, now=100)
-    assert problem is not None
     assert problem.reason == "Unavailable"
-    cluster.is_down = False
+    cluster.down = set()
     await store.save(deployment, session_with(2), urgent=False, learnt=False, now=101)
     assert len(cluster.writes) == 1
     assert (await store.load(deployment.key, deployment.uid)).learned.load.sequences == 2
@@ -165,7 +129,7 @@ async def test_a_failed_write_is_due_again() -> None:
 
 async def test_the_config_map_is_written_through_the_applier() -> None:
     cluster, guard, deployment = Cluster(), Cluster(), deployment_with()
-    store = StateStore(cluster, guard, cluster.noted.append)
+    store = StateStore(cluster, guard, print)
     await store.save(deployment, session_with(), urgent=True, now=0)
     assert (len(cluster.writes), len(guard.writes)) == (0, 1)
 
@@ -212,7 +176,7 @@ def packed(document: Any) -> str:
 async def test_a_damaged_state_is_named_in_the_log_and_drafts_stay(text: str, caplog: pytest.LogCaptureFixture) -> None:
     cluster, canary = Cluster(), trying()
     store = await written(cluster, canary.deployment, canary.session)
-    cluster.data[STATE_KEY] = text
+    cluster.stored[STATE]["data"][STATE_KEY] = text
     with caplog.at_level(logging.WARNING):
         session = await store.load(canary.deployment.key, canary.deployment.uid)
     assert (session.stored, session.drafts.phase) == (False, "Canary")
@@ -233,7 +197,7 @@ async def test_the_plan_is_read_from_the_config_map_that_workers_mount() -> None
     assert (await store.load(deployment.key, deployment.uid)).learned.plan is None, "no worker could mount it yet"
     await cluster.apply(manifests.plan_config_map(deployment, plan), deployment.uid)
     assert (await store.load(deployment.key, deployment.uid)).learned.plan == plan
-    cluster.writes = [one for one in cluster.writes if one["metadata"]["name"] != f"{deployment.name}-state"]
+    del cluster.stored[STATE]
     lost = await store.load(deployment.key, deployment.uid)
     assert (lost.stored, lost.learned.plan) == (False, plan), "its version goes on after a loss of the state"
     foreign = manifests.plan_config_map(deployment, plan.model_copy(update={"uid": "u0"}))

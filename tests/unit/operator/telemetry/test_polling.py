@@ -30,7 +30,6 @@ from specdecode_worker.contract import Plan, Report
 from support.operators.socket_workers import (
     Behaviour,
     GoodWorker,
-    Request,
     SocketWorkers,
     dripping,
     garbage,
@@ -283,12 +282,8 @@ async def test_plans_are_pushed_by_address_and_a_failure_is_counted() -> None:
 
 
 async def test_a_push_ends_when_another_process_may_lead() -> None:
-    class Stuck(GoodWorker):
-        async def __call__(self, request: Request, writer: asyncio.StreamWriter) -> None:
-            await hanging(request, writer)
-
     async with bench_of(deadline=20) as bench:
-        (pod,) = await bench.add(Stuck())
+        (pod,) = await bench.add(hanging)
         before = counted("push_failed", "not_asked")
         async with asyncio.timeout(5):
             await bench.calls.push(KEY, {str(pod.address): Plan(uid="u", version=3)}, ACCESS, limit=0.2)

@@ -13,6 +13,7 @@ from specdecode_router.discovery import demand
 from specdecode_router.discovery.api_server import ApiServerError
 from specdecode_router.discovery.demand import DemandWriter
 from specdecode_worker.contract.demand import HeldRequests, held_requests, read_demand
+from support.background import background
 
 NOW = 10_000.0
 
@@ -58,12 +59,9 @@ async def running(api: FakeApi, refresh_seconds: float = 60) -> AsyncIterator[De
         wall_clock=lambda: NOW,
         refresh_seconds=refresh_seconds,
     )
-    task = asyncio.create_task(writer.run())
-    await asyncio.sleep(0.02)
-    yield writer
-    assert not task.done()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with background(writer.run()):
+        await asyncio.sleep(0.02)
+        yield writer
 
 
 async def test_one_write_when_demand_appears_and_one_when_it_ends() -> None:

@@ -12,7 +12,9 @@ import pytest
 from specdecode_router.discovery import endpoint_slices
 from specdecode_router.discovery.api_server import ApiServerError, VersionExpired, _status_error
 from specdecode_router.discovery.endpoint_slices import EndpointSliceDiscovery
+from specdecode_router.discovery.joined import JoinedDiscovery
 from specdecode_router.workers.worker import Endpoint
+from support.background import background
 
 Answer = Callable[[], Any]
 
@@ -70,12 +72,9 @@ async def running(lists: Sequence[Any], watches: Sequence[Any]) -> AsyncIterator
         updates.append([one.name for one in endpoints])
 
     discovery = EndpointSliceDiscovery(api, "ns", "demo-workers")  # type: ignore[arg-type]
-    task = asyncio.create_task(discovery.run(update))
-    await asyncio.sleep(0.05)
-    yield api, updates
-    assert not task.done(), "no error ends the discovery"
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with background(discovery.run(update)):
+        await asyncio.sleep(0.05)
+        yield api, updates
 
 
 async def test_changes_are_reported_with_all_workers() -> None:
@@ -136,3 +135,35 @@ def test_errors_of_the_api_server_are_distinguished(status: Any, kind: type[Exce
     error = _status_error(status, 502)
     assert type(error) is kind
     assert str(error).startswith(text)
+
+
+# --- several deployments --------------------------------------------------------------------------------------------
+
+
+class Source:
+    """Discovery that reports on request."""
+
+    def __init__(self) -> None:
+        self.report: Callable[[Sequence[Endpoint]], None] = lambda endpoints: None
+
+    async def run(self, update: Callable[[Sequence[Endpoint]], None]) -> None:
+        self.report = update
+        await asyncio.Event().wait()
+
+
+async def test_workers_have_their_deployment_and_none_come_before_the_own_ones() -> None:
+    own, other = Source(), Source()
+    updates: list[list[tuple[str, str]]] = []
+    joined = JoinedDiscovery("old", {"old": own, "new": other})
+    task = asyncio.create_task(
+        joined.run(lambda endpoints: updates.append([(one.name, one.deployment) for one in endpoints]))
+    )
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    other.report([Endpoint("n", "http://n")])
+    assert updates == []
+    own.report([Endpoint("a", "http://a")])
+    other.report([])
+    own.report([])
+    assert updates == [[("a", "old"), ("n", "new")], [("a", "old")], []]
+    task.cancel()

@@ -57,10 +57,8 @@ def test_a_larger_share_moves_conversations_in_one_direction() -> None:
 
 def test_without_other_deployments_all_workers_are_candidates() -> None:
     workers = (worker(""), worker("", 1))
-    assert (
-        TrafficSplit("old").workers_for(workers, Affinity("", "", b""), key="", exclude=frozenset(), current="")
-        == workers
-    )
+    split, anyone = TrafficSplit("old"), Affinity("", "", b"")
+    assert split.workers_for(workers, anyone, key="", exclude=frozenset(), current="") == workers
 
 
 def test_a_trial_without_a_usable_worker_costs_no_request() -> None:

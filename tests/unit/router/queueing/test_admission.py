@@ -12,7 +12,7 @@ from specdecode_router.queueing.admission import Admission, Place
 from specdecode_router.queueing.refusals import NO_WORKER_RETRY_SECONDS, RefusalReason, Refused
 from specdecode_router.queueing.tenants import Tenant
 from specdecode_router.settings import RouterSettings
-from support.virtual_loop import VirtualLoop, run_virtual
+from support.virtual_loop import run_virtual
 
 A, B = Tenant("a"), Tenant("b")
 BATCH = 1
@@ -31,12 +31,6 @@ def start(queue: Admission, tenant: Tenant = A, deadline: float | None = None) -
 async def settle() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
-
-
-def timers() -> int:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualLoop)
-    return loop.timers()
 
 
 async def refusal(awaitable: Awaitable[Place]) -> Refused:

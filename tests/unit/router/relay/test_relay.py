@@ -93,7 +93,6 @@ async def test_whole_body_is_tried_again() -> None:
     body = chat(stream=False)
     async with harness(Script(close_at=5), Script()) as over:
         client = await over.run(body)
-        assert client.body is not None
         assert json.loads(client.body)["texts"] == [text_of(body, 20)]
         assert client.events == []
 

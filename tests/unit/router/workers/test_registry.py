@@ -7,20 +7,13 @@ import asyncio
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import WorkerLoad
+from support.clock import Clock
 
 A, B = Endpoint("a", "http://a"), Endpoint("b", "http://b")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def registry_of(*endpoints: Endpoint) -> tuple[WorkerRegistry, Clock]:
-    clock = Clock()
+    clock = Clock(100.0)
     registry = WorkerRegistry(clock, cooldown_seconds=1.0)
     registry.update(endpoints)
     return registry, clock
@@ -31,14 +24,13 @@ def report(
     name: str,
     places: int = 8,
     *,
-    draining: bool = False,
     key: str = "",
     routers: tuple[str, ...] = (),
     settled: bool = True,
     clients: dict[str, int] | None = None,
 ) -> None:
     clients = {"": 3} if clients is None else clients
-    load = WorkerLoad(routers=routers, settled=settled, clients=clients, max_num_seqs=places, draining=draining,
+    load = WorkerLoad(routers=routers, settled=settled, clients=clients, max_num_seqs=places, draining=False,
                       compatibility_key=key, model="")  # fmt: skip
     registry.record_load(name, load)
 
@@ -132,7 +124,7 @@ async def test_waiting_ends_when_a_worker_appears() -> None:
 
 def shared(count: int, rank: int) -> WorkerRegistry:
     """Return the registry of one of ``count`` routers over two workers."""
-    registry = WorkerRegistry(Clock(), 1.0, f"r{rank}", wall_clock=lambda: 0.0)
+    registry = WorkerRegistry(Clock(100.0), 1.0, f"r{rank}", wall_clock=lambda: 0.0)
     registry.update([A, B])
     for name in "ab":
         report(registry, name, 4, routers=tuple(f"r{number}" for number in range(count)), clients={"t": 6})
@@ -148,7 +140,7 @@ def test_routers_share_the_places_and_the_limits_of_tenants() -> None:
 
 
 def test_a_router_that_workers_do_not_list_yet_counts_itself() -> None:
-    registry = WorkerRegistry(Clock(), 1.0, "new")
+    registry = WorkerRegistry(Clock(100.0), 1.0, "new")
     registry.update([A])
     report(registry, "a", 8, routers=("old",), clients={"": 10})
     assert registry.capacity == 5

@@ -15,6 +15,7 @@ from specdecode_router.workers.step_speeds import (
     StepSums,
     relative_speeds,
 )
+from support.clock import Clock
 
 PLAIN: StepKind = (8, 0, False, 1024)
 DRAFTED: StepKind = (32, 3, False, 1024)
@@ -24,13 +25,6 @@ PREFILL: StepKind = (512, 0, True, 1024)
 def sums(steps: int = 500, factor: float = 1.0, *kinds: StepKind) -> dict[StepKind, StepSums]:
     """Return step times of a worker that is slower by ``factor``. A kind with more tokens takes longer."""
     return {kind: StepSums(steps, steps * factor * 0.001 * kind[0]) for kind in kinds or (PLAIN, DRAFTED)}
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_worker_of_half_the_step_time_has_twice_the_speed() -> None:

@@ -1,0 +1,13 @@
+"""A clock that stands still until a test moves it."""
+
+from __future__ import annotations
+
+
+class Clock:
+    """Clock that returns ``now``, in seconds."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
