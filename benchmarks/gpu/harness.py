@@ -167,7 +167,7 @@ class Bench:
             taken = scheduler._pool.allocate(whole, room=whole)
             assert taken is not None, "the caches were made for fewer texts"
             request.blocks, request.cached = taken, whole * BLOCK_SIZE
-            scheduler.publish(request, request.cached)
+            scheduler.reuse.publish(request, request.cached)
             scheduler._pool.release(taken)
 
     def _submits(self, batch: int, context: int) -> Iterable[Submit]:

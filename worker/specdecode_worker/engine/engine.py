@@ -39,7 +39,7 @@ from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failu
 from specdecode_worker.engine.captured_step import Proposals, UncapturedStep
 from specdecode_worker.engine.cuda_graphs import ReadyStep, StepGraphs
 from specdecode_worker.engine.remote_prefill import BlockExchange
-from specdecode_worker.engine.scheduler import Deadlines, GrammarQueue, Scheduler
+from specdecode_worker.engine.scheduler import Counters, Deadlines, GrammarQueue, Scheduler
 from specdecode_worker.engine.stats import (
     PhaseTimer,
     RowResult,
@@ -329,7 +329,7 @@ class Engine:
         self._exchange = parts.exchange
         self._launched: deque[LaunchedStep] = deque()
         self._ahead = 1 if pipelined else 0
-        if self._scheduler.prefix_caching:
+        if self._scheduler.reuse.enabled:
             self._state.allocate_block_states(self._scheduler.blocks)
 
     @property
@@ -453,7 +453,7 @@ class Engine:
         self._drafts.replace(name, loaded, self._requests.values(), states)
         if self._graphs is not None:
             self._graphs.swap_draft(name, self._planned_shapes(), states_changed=states is not None)
-        self._scheduler.forget_draft(before, states=self._drafts.reads != reads)
+        self._scheduler.reuse.forget(before, states=self._drafts.reads != reads)
         self._shape_selector.set_draft_hash(self._drafts.state().hash)
         return collected
 
@@ -497,7 +497,7 @@ class Engine:
         """Reset the statistics of requests and keep the measured step costs. The engine must be idle."""
         assert self.idle, "requests are under way"
         self._recorder = StepRecorder(Statistics(costs=self._recorder.statistics.costs))
-        self._scheduler.reset_traffic()
+        self._scheduler.counters = Counters()
 
     def close(self) -> None:
         """End the other processes of a replica on several devices: the ranks above 0."""
@@ -535,9 +535,9 @@ class Engine:
         self._phases.start()
         self._add_request_seconds(began)
         draft_prefill = self._draft_prefill
-        self._scheduler.set_draft_prefill(draft_prefill)
+        self._scheduler.reuse.draft_prefill = draft_prefill
         for identity in self._drafts.take_restarted(self._requests.values()):
-            self._scheduler.forget_draft(identity, states=False)
+            self._scheduler.reuse.forget(identity, states=False)
         batch = self._scheduler.next_batch(self._select_trees)
         if not batch.rows:
             return None
@@ -555,7 +555,7 @@ class Engine:
             request = row.request
             request.record_launch(row.max_committed, drafts_follow=row.is_chunk and draft_prefill)
         for row in chunks:
-            self._scheduler.publish(row.request, row.start + row.count)
+            self._scheduler.reuse.publish(row.request, row.start + row.count)
         return launched
 
     def collect(self, step: LaunchedStep) -> list[Tokens]:
@@ -624,7 +624,7 @@ class Engine:
             request.draft_tokens += row.tree.verified - 1
             request.accepted += len(read.tokens) - 1
         taken = request.append_output(read.tokens)
-        self._scheduler.publish(request, min(request.cached, len(request.tokens)))
+        self._scheduler.reuse.publish(request, min(request.cached, len(request.tokens)))
         self._recorder.record_row(row, read, taken, now)
         if read.credits:
             self._drafts.proposals.record_credit(request, read.credits)
@@ -734,7 +734,7 @@ class Engine:
 
     def _measure(self, step: LaunchedStep, seconds: float, emitted: int) -> None:
         """Record the step time; steps without prefill also inform the guard and exploration."""
-        self._scheduler.record_step_time(step.size.prefill_tokens, seconds)
+        self._scheduler.prefill_limit.record_step(step.size.prefill_tokens, seconds)
         self._recorder.record_block_step(step.choice.concurrency, step.choice.context, seconds)
         if step.choice.counted or step.size.prefill_tokens:
             self._recorder.record_step(step.choice.context, step.size, emitted, seconds)

@@ -88,10 +88,10 @@ class PrefixReuse:
         self.enabled = enabled
         self._pool, self._index = pool, pool.prefixes
         self.draft_prefill = False
-        """True if drafts process prompts.
+        """True if drafts process the prompts of the next batches.
 
-        If they do, prefixes that were cached while no draft ran are computed once more; otherwise the draft could never
-        see these prefixes.
+        If they do, only cached prefixes that a draft has processed too are reused, and those that were cached while no
+        draft ran are computed once more; otherwise the draft could never see these prefixes.
         """
         self._root = root_digest(salt)
         self._filling: set[bytes] = set()
@@ -165,7 +165,10 @@ class PrefixReuse:
             self._filling.update(self.digests(request, whole)[start // BLOCK_SIZE : whole])
 
     def publish(self, request: Request, end: int) -> None:
-        """Register the full blocks of the first ``end`` tokens and mark those with valid keys of the draft."""
+        """Register the full blocks of the first ``end`` tokens and mark those with valid keys of the draft.
+
+        These tokens must be final, and the step that writes their keys must have been launched.
+        """
         if not self.enabled:
             return
         whole = end // BLOCK_SIZE
@@ -231,7 +234,12 @@ class PrefixReuse:
         return dict(zip(missing, blocks, strict=True))
 
     def forget(self, identity: str, *, states: bool) -> None:
-        """Invalidate the cached keys of a draft and, with ``states``, the stored hidden states of the target."""
+        """Invalidate the cached keys of a draft and, with ``states``, the stored hidden states of the target.
+
+        Args:
+            identity: Hash of the draft.
+            states: Also invalidate the cached hidden states of the target that drafts read.
+        """
         self._index.forget_marks(identity)
         if states:
             self._index.forget_marks(_STATES)
@@ -658,7 +666,7 @@ class Scheduler:
         self.counters = Counters()
         self._limits = limits
         self._prompt_share = max(limits.max_num_batched_tokens // PROMPT_SHARE, 1)
-        self._prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share, timed=timed)
+        self.prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share, timed=timed)
         self._pool = pool
         self.reuse = PrefixReuse(pool, enabled=prefix_caching, salt=salt)
         self._slots = list(range(limits.max_num_seqs))[::-1]
@@ -669,11 +677,6 @@ class Scheduler:
     def idle(self) -> bool:
         """True if no request waits or runs."""
         return not self.waiting and not self.running
-
-    @property
-    def prefix_caching(self) -> bool:
-        """True if cached blocks of equal prefixes are reused."""
-        return self.reuse.enabled
 
     @property
     def blocks(self) -> int:
@@ -694,11 +697,6 @@ class Scheduler:
     def kv_tokens_cached(self) -> int:
         """Tokens of the blocks without an owner that are kept for prefix reuse."""
         return self._pool.cached * BLOCK_SIZE
-
-    @property
-    def token_seconds(self) -> float:
-        """Time that one prompt token takes, as measured last; 0 without a measurement."""
-        return self._prefill_limit.token_seconds
 
     @property
     def queued_prompt_tokens(self) -> int:
@@ -742,37 +740,6 @@ class Scheduler:
         if len(rows) > decoding:
             rows.sort(key=lambda row: (not row.emits, row.is_chunk))
         return Batch(rows, selection.choice)
-
-    def set_draft_prefill(self, draft_prefill: bool) -> None:
-        """Set whether drafts process the prompts of the next batches.
-
-        If they do, only cached prefixes that a draft has processed too are reused.
-        """
-        self.reuse.draft_prefill = draft_prefill
-
-    def publish(self, request: Request, end: int) -> None:
-        """Make the full blocks of the first ``end`` tokens available to other requests.
-
-        These tokens must be final, and the step that writes their keys must have been launched.
-        """
-        self.reuse.publish(request, end)
-
-    def record_step_time(self, prompt_tokens: int, seconds: float) -> None:
-        """Record the duration of a step with ``prompt_tokens`` tokens of prompts, which bounds later chunks."""
-        self._prefill_limit.record_step(prompt_tokens, seconds)
-
-    def reset_traffic(self) -> None:
-        """Reset the counters."""
-        self.counters = Counters()
-
-    def forget_draft(self, identity: str, *, states: bool) -> None:
-        """Invalidate the cached keys of a draft.
-
-        Args:
-            identity: Hash of the draft.
-            states: Also invalidate the cached hidden states of the target that drafts read.
-        """
-        self.reuse.forget(identity, states=states)
 
     def release(self, request: Request) -> None:
         """Remove a finished or cancelled request, running or waiting, and free its slot and blocks."""
@@ -858,7 +825,7 @@ class Scheduler:
         remaining = [request.prefill_end - request.prefilled for request in prompts]
         shares = remaining
         if self._limits.chunked_prefill:
-            budget = min(budget, self._prefill_limit.tokens)
+            budget = min(budget, self.prefill_limit.tokens)
             shares = share_prompt_budget(remaining, self._waiting_short_tokens(), budget, self._short)
         for request, share in zip(prompts, shares, strict=True):
             if request.slot >= 0:
