@@ -141,7 +141,7 @@ def assemble(
         ModelError: A required draft does not fit the target.
     """
     config, weight = worker.engine, target.model.embed_tokens.weight
-    length, blocks = budget.bounds.max_model_len, kv_tokens(budget) // BLOCK_SIZE + 1
+    length, blocks = budget.max_model_len, kv_tokens(budget) // BLOCK_SIZE + 1
     backend = capture_backend(weight.device) if graph_rows(config) else None
     shape = config.max_num_seqs, length, weight.dtype, weight.device
     state = DeviceState(*shape) if group is None or backend is None else LeaderState(*shape, group)
