@@ -31,9 +31,9 @@ from specdecode_worker.engine.target import (
     RowLogprobs,
     Target,
     TargetPass,
-    TokenLogprobs,
     logprobs_of,
     nodes_of,
+    requested_logprobs,
 )
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import (
@@ -81,8 +81,7 @@ class LogprobOutputs:
 
     def queue_read(self, rows: Sequence[Row]) -> RowLogprobs | None:
         """Queue the copy of the rows that asked for log-probabilities to the host; None if none did."""
-        tops = {b: top for b, row in enumerate(rows) if (top := row.request.submit.sampling.logprobs) is not None}
-        if not tops:
+        if not (tops := requested_logprobs(rows)):
             return None
         asked_A = to_device(list(tops), self.ints_TK.device)
         ints, floats = (
@@ -90,8 +89,8 @@ class LogprobOutputs:
             for table_TK in (self.ints_TK, self.floats_TK)
         )
         (ints, floats), host_copy = to_host((ints, floats))
-        logprobs = TokenLogprobs(ints[:, 0], floats[:, 0], ints[:, 1], ints[:, 2:], floats[:, 1:], host_copy)
-        return RowLogprobs(tuple(tops), tuple(tops.values()), (self._columns,) * len(tops), logprobs)
+        columns = ints[:, 0], floats[:, 0], ints[:, 1], ints[:, 2:], floats[:, 1:]
+        return RowLogprobs(tops, [self._columns] * len(tops), *columns, host_copy)
 
 
 # One decode step that can be captured in a CUDA graph: draft, verify, accept and commit over fixed-size tables.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from random import Random
 
 import torch
@@ -392,12 +392,15 @@ LEAST_TOP = 20
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprobs of T tokens and of the K most likely tokens at each position; on the host after ``host_copy``.
+class RowLogprobs:
+    """Logprobs of several rows of a step, one row after the other; on the host after ``host_copy``.
 
-    Ranks count from 1.
+    ``tops`` is the number of top tokens that each row requested, by row, and ``counts`` its number of tokens, in the
+    same order. All rows together have T tokens, with their ranks from 1 and the K most likely tokens at each position.
     """
 
+    tops: Mapping[int, int]
+    counts: Sequence[int]
     tokens_T: Tensor
     logprob_T: Tensor
     rank_T: Tensor
@@ -405,34 +408,23 @@ class TokenLogprobs:
     top_logprobs_TK: Tensor
     host_copy: HostCopy
 
-    def read(self, tops: Sequence[int]) -> list[Logprobs]:
-        """Wait for the copies and return the logprobs, with ``tops[t]`` top tokens for token t."""
-        self.host_copy.wait()
-        columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
-        return [
-            Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
-            for top, token, logprob, rank, best, logprobs in zip(tops, *(c.tolist() for c in columns), strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Logprobs of several rows of a step, one row after the other.
-
-    Entry i has ``counts[i]`` tokens of row ``rows[i]``, which requested ``tops[i]`` top tokens.
-    """
-
-    rows: tuple[int, ...]
-    tops: tuple[int, ...]
-    counts: tuple[int, ...]
-    logprobs: TokenLogprobs
-
     def read(self) -> dict[int, list[Logprobs]]:
         """Wait for the copies and return the logprobs by row of the step."""
-        tops = [top for top, count in zip(self.tops, self.counts, strict=True) for _ in range(count)]
-        logprobs = self.logprobs.read(tops)
-        ends = list(accumulate(self.counts))
-        return {row: logprobs[end - count : end] for row, count, end in zip(self.rows, self.counts, ends, strict=True)}
+        self.host_copy.wait()
+        columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
+        tokens = zip(*(column.tolist() for column in columns), strict=True)
+        return {
+            row: [
+                Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
+                for token, logprob, rank, best, logprobs in islice(tokens, count)
+            ]
+            for (row, top), count in zip(self.tops.items(), self.counts, strict=True)
+        }
+
+
+def requested_logprobs(rows: Sequence[Row]) -> dict[int, int]:
+    """Return the number of top tokens that rows requested with their logprobs, by row; only of those that did."""
+    return {b: top for b, row in enumerate(rows) if (top := row.request.submit.sampling.logprobs) is not None}
 
 
 def gather_output_logprobs(
@@ -448,8 +440,7 @@ def gather_output_logprobs(
         logits_RV: Logits of their nodes, [rows, vocabulary].
         out: Result of verification, as `Committed.out`.
     """
-    tops = {b: top for b, row in enumerate(emitting) if (top := row.request.submit.sampling.logprobs) is not None}
-    if not tops:
+    if not (tops := requested_logprobs(emitting)):
         return None
     depth = forest.depth
     first = list(accumulate((tree.verified for tree in forest.trees), initial=0))
@@ -458,8 +449,8 @@ def gather_output_logprobs(
     asked_AC = out[asked_A]
     rows_T = (first_A1 + nodes_of(asked_AC, depth)).flatten()
     emitted_AD = asked_AC[:, : depth + 1].clamp(min=0)
-    logprobs = _queue_logprobs(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
-    return RowLogprobs(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), logprobs)
+    counts = [depth + 1] * len(tops)
+    return _queue_logprobs(tops, counts, lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten())
 
 
 def nodes_of(out_BC: Tensor, depth: int) -> Tensor:
@@ -496,19 +487,25 @@ def gather_prompt_logprobs(
         return None
     wanted_T = to_device([token for chunk in tokens for token in chunk], hidden_TE.device)
     places_T = to_device(places, hidden_TE.device)
-    logprobs = _queue_logprobs(lambda at: logits_of(hidden_TE[at]), places_T, wanted_T, max(tops.values()))
-    return RowLogprobs(tuple(tops), tuple(tops.values()), tuple(map(len, tokens)), logprobs)
+    counts = [len(chunk) for chunk in tokens]
+    return _queue_logprobs(tops, counts, lambda at: logits_of(hidden_TE[at]), places_T, wanted_T)
 
 
-def _queue_logprobs(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> TokenLogprobs:
+def _queue_logprobs(
+    tops: Mapping[int, int],
+    counts: Sequence[int],
+    logits_of: Callable[[Tensor], Tensor],
+    rows_T: Tensor,
+    tokens_T: Tensor,
+) -> RowLogprobs:
     """Queue the logprobs of ``tokens_T`` under the logits of ``rows_T``, in pieces of bounded size."""
-    pieces = []
+    pieces, top = [], max(*tops.values(), LEAST_TOP)
     for start in range(0, len(rows_T), ROWS_AT_ONCE):
         here = slice(start, start + ROWS_AT_ONCE)
-        pieces.append(logprobs_of(logits_of(rows_T[here]), tokens_T[here], max(top, LEAST_TOP)))
+        pieces.append(logprobs_of(logits_of(rows_T[here]), tokens_T[here], top))
     columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
     (tokens, logprob, rank, top_tokens, top_logprobs), host_copy = to_host([tokens_T, *columns])
-    return TokenLogprobs(tokens, logprob, rank, top_tokens, top_logprobs, host_copy)
+    return RowLogprobs(tops, counts, tokens, logprob, rank, top_tokens, top_logprobs, host_copy)
 
 
 def logprobs_of(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
