@@ -433,7 +433,7 @@ class UncapturedStep:
             ranked_BNK: The drafts' best tokens behind each node, -1 where there are none; None if nothing was ranked.
         """
         forest, parents_BN = self.forest, self.forest.parents_BN
-        sampled = self.sampler.at(Nodes(step.batch_R, step.node_R, step.depth_R))
+        sampled = self.sampler.at(step.nodes)
         tokens_R, chosen_R = self.sampler.verified(
             sampled, step.packed.tokens_T[step.logit_rows_R], logits_RV, self._query_start, parents_BN, forest.depth
         )

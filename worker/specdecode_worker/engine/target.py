@@ -31,7 +31,7 @@ from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.engine.stats import RowResult, Statistics, StepSize
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.trees import Forest
+from specdecode_worker.sampling.trees import Forest, Nodes
 
 # Forward pass of the target over a batch of rows: packing, forward, and logits where a token is chosen.
 
@@ -43,12 +43,8 @@ class TargetPass:
     packed: PackedBatch
     logit_rows_R: Tensor
     """Index of the packed token behind each row of logits."""
-    batch_R: Tensor
-    """Row of the batch that each row of logits belongs to."""
-    node_R: Tensor
-    """Tree node of each row of logits."""
-    depth_R: Tensor
-    """Depth of that node."""
+    nodes: Nodes
+    """Row of the batch, tree node and its depth of each row of logits."""
 
 
 class Target:
@@ -56,26 +52,16 @@ class Target:
 
     def __init__(self, model: CausalLM, cache: PagedCache, state: DeviceState) -> None:
         self.cache = cache
+        self.form: str = model.form
+        """Format of the target's matrices; empty for that of activations."""
+        self.layers = model.config.num_hidden_layers
+        self.vocab_size = model.config.vocab_size
+        self.last_position = model.config.max_position_embeddings - 1
+        """Last position that the rotary embedding supports."""
         self._model, self._state = model, state
-        self._last_position = model.config.max_position_embeddings - 1
 
     def close(self) -> None:
         """Release resources outside of the device; there are none unless a subclass adds other ranks."""
-
-    @property
-    def last_position(self) -> int:
-        """Last position that the rotary embedding supports."""
-        return self._last_position
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the target's vocabulary."""
-        return self._model.config.vocab_size
-
-    @property
-    def form(self) -> str:
-        """Format of the target's matrices; empty for that of activations."""
-        return self._model.form
 
     def within_chunk(self, depth_limit_B: Tensor, roots_B: Tensor) -> Tensor:
         """Return the accepted depths of trees [B], cut where a chunk of attention ends.
@@ -85,11 +71,6 @@ class Target:
         """
         chunk = self._model.config.attention_chunk_size
         return torch.minimum(depth_limit_B, chunk - 1 - roots_B % chunk) if chunk else depth_limit_B
-
-    @property
-    def layers(self) -> int:
-        """Number of layers of the target."""
-        return self._model.config.num_hidden_layers
 
     def forward(self, step: TargetPass, reads: TargetStates) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run the target over a packed batch.
@@ -158,7 +139,7 @@ class Target:
         table_BM = state.block_table_SM[slots_B]
         packed = PackedBatch(
             tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
-            positions_T=(length_B[sequence_T] + depth_T).clamp(max=self._last_position),
+            positions_T=(length_B[sequence_T] + depth_T).clamp(max=self.last_position),
             slots_T=slots_of(table_BM, sequence_T, index_T),
             prefix_len_B=length_B,
             ancestors_T=ancestors_T,
@@ -170,8 +151,7 @@ class Target:
             dense=all(row.count == 1 and not row.request.in_flight for row in rows),
             chunk_keys=tuple(row.start + row.count if row.is_chunk else 0 for row in rows),
         )
-        logit_rows, batch, node, depth = _logit_rows(rows, device)
-        return TargetPass(packed, logit_rows, batch, node, depth)
+        return TargetPass(packed, *_logit_rows(rows, device))
 
 
 def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -192,8 +172,8 @@ def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor
     return depth_T, ancestors_T
 
 
-def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``logit_rows_R``, ``batch_R``, ``node_R`` and ``depth_R`` of ``TargetPass``."""
+def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Nodes]:
+    """Return ``logit_rows_R`` and ``nodes`` of ``TargetPass``."""
     logit_rows: list[tuple[int, int, int, int]] = []
     begin = 0
     for b, row in enumerate(rows):
@@ -202,8 +182,8 @@ def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tens
         elif row.emits:
             logit_rows += [(begin + node, b, node, row.tree.depths[node]) for node in range(row.count)]
         begin += row.count
-    columns = to_device(logit_rows, device, dtype=torch.int64).reshape(-1, 4).unbind(1)
-    return columns[0], columns[1], columns[2], columns[3]
+    logit_rows_R, *nodes = to_device(logit_rows, device, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    return logit_rows_R, Nodes(*nodes)
 
 
 # Transfer of request state to the device before a step, and commit of prompt chunks after it.
