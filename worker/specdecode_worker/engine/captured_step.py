@@ -8,7 +8,7 @@ choose tokens by the sampler of sampling/sampler.py, and accept and commit by th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -24,7 +24,7 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.request import Row
 from specdecode_worker.drafts.base import CapturedDrafter
 from specdecode_worker.drafts.registry import OwnRanks, in_order
-from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
+from specdecode_worker.engine.step_tables import NODES, GraphKey, StepInputs
 from specdecode_worker.engine.target import (
     LEAST_TOP,
     ROWS_AT_ONCE,
@@ -38,6 +38,7 @@ from specdecode_worker.engine.target import (
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import (
     BatchTokens,
+    HostMasks,
     PassSampler,
     SampledRows,
     StepSampler,
@@ -434,6 +435,8 @@ class UncapturedStep:
         """
         forest, parents_BN = self.forest, self.forest.parents_BN
         sampled = self.sampler.at(step.nodes)
+        if self.masks is not None:
+            sampled = replace(sampled, mask_row_R=self.masks.prepare())
         tokens_R, chosen_R = self.sampler.verified(
             sampled, step.packed.tokens_T[step.logit_rows_R], logits_RV, self._query_start, parents_BN, forest.depth
         )

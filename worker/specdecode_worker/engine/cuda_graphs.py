@@ -31,7 +31,6 @@ from specdecode_worker.engine.step_tables import (
     DraftInputs,
     GraphDrafts,
     GraphKey,
-    HostMasks,
     MaskTable,
     at_least,
     key_of,
@@ -40,6 +39,7 @@ from specdecode_worker.engine.step_tables import (
 )
 from specdecode_worker.engine.target import LEAST_TOP, QueuedRows, Target
 from specdecode_worker.sampling.params import Features, SamplingParams, features_of, truncates
+from specdecode_worker.sampling.sampler import HostMasks
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
@@ -50,7 +48,6 @@ from specdecode_worker.engine.stats import (
     build_report,
     step_size_of,
 )
-from specdecode_worker.engine.step_tables import HostMasks
 from specdecode_worker.engine.target import (
     LaunchedStep,
     QueuedRows,
@@ -65,8 +62,7 @@ from specdecode_worker.engine.target import (
 from specdecode_worker.engine.transfer import Refused
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.sampling.sampler import TokenMasks
-from specdecode_worker.sampling.trees import Forest
+from specdecode_worker.sampling.sampler import HostMasks, TokenMasks
 from specdecode_worker.stages import start_seconds
 
 
@@ -163,7 +159,7 @@ class StepLauncher:
         self._write_given_tokens(rows)
         proposed = self._drafts.proposals.propose(rows, step.forest, step.sampler)
         own = proposed.own.on_host() if proposed.own is not None else None
-        masks = None if step.masks is None else _verified_masks(step.masks, step.forest)
+        masks = None if step.masks is None else _verified_masks(step.masks)
         return Proposals(proposed.ranked_BNK, own, masks)
 
     def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> Proposals:
@@ -172,14 +168,13 @@ class StepLauncher:
         The drafts propose under the masks of the roots alone.
         """
         assert self._graphs is not None, "a planned step has graphs"
-        step = self._step_of(rows)
-        masks, forest = step.masks, step.forest
+        masks = self._step_of(rows).masks
         assert masks is not None, "a row has a grammar"
         self._write_given_tokens(rows)
         proposals = Proposals()
         if ready.drafts is not None:
-            proposals = self._graphs.replay_drafts(ready, rows, _packed_masks(*masks.of_roots(), forest))
-        return replace(proposals, masks=_verified_masks(masks, forest))
+            proposals = self._graphs.replay_drafts(ready, rows, masks.of_roots())
+        return replace(proposals, masks=_verified_masks(masks))
 
     def _run(
         self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
@@ -203,8 +198,6 @@ class StepLauncher:
         phases.lap("verify")
         out, output_logprobs, results = None, None, []
         if step is not None:
-            if step.masks is not None:
-                step.masks.prepare()
             out = step.verify(target_pass, logits_RV, ranked_BNK)
             output_logprobs = gather_output_logprobs(emitting, step.forest, logits_RV, out)
             results = [out] if ranked_BNK is None or not choice.shadow_passes else [out, ranked_BNK]
@@ -249,16 +242,10 @@ class StepLauncher:
                 tokens_SP[slot, index_N] = to_device(list(tokens), self._device, dtype=torch.int64)
 
 
-def _verified_masks(masks: TokenMasks, forest: Forest) -> HostMasks:
+def _verified_masks(masks: TokenMasks) -> HostMasks:
     """Wait for the drafted tokens of rows with a grammar, and return the masks of all verified nodes."""
     masks.load_tokens()
-    return _packed_masks(*masks.verified(), forest)
-
-
-def _packed_masks(rows_BN: NDArray[np.int64], table_NW: NDArray[np.uint32], forest: Forest) -> HostMasks:
-    """Return the masks of nodes as those of packed tokens."""
-    packed = [row for tree, nodes in zip(forest.trees, rows_BN.tolist(), strict=True) for row in nodes[: tree.verified]]
-    return HostMasks(packed, table_NW)
+    return masks.verified()
 
 
 # Engine: arrivals, steps in flight, and requests that end.

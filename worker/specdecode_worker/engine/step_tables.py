@@ -26,6 +26,7 @@ from specdecode_worker.sampling.params import (
     column_shapes,
     column_values,
 )
+from specdecode_worker.sampling.sampler import HostMasks
 from specdecode_worker.sampling.trees import Tree, all_nodes
 
 # Keys of CUDA graphs: the size buckets and the optional parts of a decode step.
@@ -368,17 +369,6 @@ def _filled(values: list[int], size: int, padding: int) -> list[int]:
 
 WIDTHS = (8, 64, 512)
 """Numbers of allowed, biased or blocked tokens of a request that graphs have columns for."""
-
-
-# Grammar masks of a step. Mask 0 allows all tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class HostMasks:
-    """Grammar masks of a step on the host. ``rows`` is the mask of every packed token; mask 0 allows all tokens."""
-
-    rows: list[int]
-    table_NW: NDArray[np.uint32]
 
 
 class MaskTable:

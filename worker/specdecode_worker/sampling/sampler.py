@@ -540,6 +540,17 @@ def _placed(values_BD: Tensor, place_BD: Tensor, size: int, padding: int) -> Ten
 # the target's masked choice before it never equals its token, so what follows it is never emitted.
 
 
+@dataclass(frozen=True, slots=True)
+class HostMasks:
+    """Grammar masks of a step on the host. ``rows`` is the mask of every verified node, one tree after the other.
+
+    ``table_NW`` has the masks, of which the first one allows all tokens.
+    """
+
+    rows: list[int]
+    table_NW: NDArray[np.uint32]
+
+
 class TokenMasks:
     """Masks of one step. ``guides`` has one entry per sequence of the batch, None for those without a grammar."""
 
@@ -551,7 +562,6 @@ class TokenMasks:
         self._masks: dict[tuple[int, int], NDArray[np.uint32]] = {}
         self._tokens: dict[int, list[int]] = {}
         self._table_NW: Tensor | None = None
-        self._row_BN: Tensor | None = None
 
     def load_tokens(self) -> None:
         """Read the drafted tokens of guided sequences. Call it after drafting, before the target's pass is queued.
@@ -560,41 +570,36 @@ class TokenMasks:
         """
         self._tokens = self._read([b for b, guide in enumerate(self._guides) if guide is not None])
 
-    def prepare(self) -> None:
-        """Compute the masks of all verified nodes of guided sequences and copy them to the device."""
-        rows_BN, table_NW = self.verified()
-        device = self._texts.roots_B.device
-        self._row_BN = torch.from_numpy(rows_BN).to(device, non_blocking=True)
-        self._table_NW = torch.from_numpy(table_NW.view(np.int32)).to(device, non_blocking=True)
+    def prepare(self) -> Tensor:
+        """Compute the masks of all verified nodes, copy them to the device, and return the row of each there, [R]."""
+        masks, device = self.verified(), self._texts.roots_B.device
+        self._table_NW = torch.from_numpy(masks.table_NW.view(np.int32)).to(device, non_blocking=True)
+        return to_device(masks.rows, device)
 
-    def verified(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Compute the masks of all verified nodes. Call `load_tokens` before.
+    def verified(self) -> HostMasks:
+        """Compute the masks of all verified nodes. Call `load_tokens` before."""
+        return self._on_host({b: self._forest.trees[b].verified for b in self._tokens})
 
-        Returns:
-            The mask of each node [B, N], as a row of the masks [M, W], whose first one allows all tokens.
-        """
-        return self._table({b: self._forest.trees[b].verified for b in self._tokens})
+    def of_roots(self) -> HostMasks:
+        """Compute the masks of the roots, which depend on no drafted token. The other nodes get no masks."""
+        return self._on_host({b: 1 for b, guide in enumerate(self._guides) if guide is not None})
 
-    def of_roots(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Compute the masks of the roots, which depend on no drafted token. The result is that of `verified`."""
-        return self._table({b: 1 for b, guide in enumerate(self._guides) if guide is not None})
-
-    def _table(self, counts: Mapping[int, int]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Compute the masks of the first nodes of some sequences; see `verified`."""
-        rows, table = np.zeros(self._forest.parents_BN.shape, dtype=np.int64), [self._all]
-        for b, count in counts.items():
-            for node in range(count):
-                rows[b, node] = len(table)
-                table.append(self._mask(b, node, self._tokens.get(b, ())))
-        return rows, np.stack(table)
+    def _on_host(self, counts: Mapping[int, int]) -> HostMasks:
+        """Compute the masks of the first ``counts[b]`` nodes of sequences."""
+        rows: list[int] = []
+        table = [self._all]
+        for b, tree in enumerate(self._forest.trees):
+            count = counts.get(b, 0)
+            rows += [*range(len(table), len(table) + count), *[0] * (tree.verified - count)]
+            table += [self._mask(b, node, self._tokens.get(b, ())) for node in range(count)]
+        return HostMasks(rows, np.stack(table))
 
     def blocked(self, rows: SampledRows) -> Tensor:
         """Return the tokens [R, V] that these nodes must not choose, as bool; none for sequences without a grammar."""
-        b, node_R = rows.sequence_R, rows.node_R
-        if self._table_NW is not None and self._row_BN is not None:
-            bits_RW = self._table_NW[self._row_BN[b, node_R]]
+        if self._table_NW is not None and rows.mask_row_R is not None:
+            bits_RW = self._table_NW[rows.mask_row_R]
         else:
-            bits_RW = self._drafting(b.tolist(), node_R.tolist()).to(b.device)
+            bits_RW = self._drafting(rows.sequence_R.tolist(), rows.node_R.tolist()).to(rows.node_R.device)
         return _unpacked(~bits_RW)[:, : self._vocab_size]
 
     def _drafting(self, batch: Sequence[int], nodes: Sequence[int]) -> Tensor:

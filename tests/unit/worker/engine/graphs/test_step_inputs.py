@@ -16,11 +16,11 @@ from specdecode_worker.engine.step_tables import (
     CatchUp,
     DraftInputs,
     GraphKey,
-    HostMasks,
     StagedTensor,
     StepInputs,
 )
 from specdecode_worker.sampling.params import Features
+from specdecode_worker.sampling.sampler import HostMasks
 from specdecode_worker.sampling.trees import PLAIN, tree_of
 from support.small_llama import submit
 
