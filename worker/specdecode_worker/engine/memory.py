@@ -450,9 +450,7 @@ def take_inventory(
         )
     positions = target.config.max_position_embeddings
     part = target if ranks == 1 else split_network(target, Shard(0, ranks))
-    drafts = _drafts(config, resolve, target, folder)
-    models = [(name, one, draft) for name, one, draft in drafts if not isinstance(one, DraftMismatch)]
-    misfits = [one for _, one, _ in drafts if isinstance(one, DraftMismatch)]
+    models, misfits = _drafts(config, resolve, target, folder)
     own = [model for _, model, draft in models if draft.placement == "own"]
     # The processes of drafts on a CPU share its memory with the target.
     here = [one for one in models if device.type == "cpu" or one[2].placement == "shared"]
@@ -470,24 +468,16 @@ def take_inventory(
     )
     return Inventory(
         budget=budget,
-        draft_problem="; ".join(misfit.problem for misfit in misfits) or None,
-        draft_required=any(misfit.required for misfit in misfits),
+        draft_problem="; ".join(problem for problem, _ in misfits) or None,
+        draft_required=any(draft.required for _, draft in misfits),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DraftMismatch:
-    """Draft that does not fit the target, with the reason."""
-
-    problem: str
-    required: bool
 
 
 def _drafts(
     config: WorkerConfig, resolve: Resolve, target: CausalLM, folder: Path
-) -> list[tuple[str, Draft | DraftMismatch, DraftConfig]]:
-    """Return (name, network or misfit, configuration) of every configured draft that has weights."""
-    drafts: list[tuple[str, Draft | DraftMismatch, DraftConfig]] = []
+) -> tuple[list[tuple[str, Draft, DraftConfig]], list[tuple[str, DraftConfig]]]:
+    """Return (name, network, configuration) of every draft with weights, and (problem, configuration) of misfits."""
+    models, misfits = [], []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None:
             continue
@@ -495,12 +485,11 @@ def _drafts(
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
-            drafts.append((name, model, draft))
+            models.append((name, model, draft))
         except BaseException as error:  # a panic of a Rust library is not an Exception
             reason = describe_failure(error, where)
-            problem = reason if name == "draft" else f"{name}: {reason}"
-            drafts.append((name, DraftMismatch(problem, draft.required), draft))
-    return drafts
+            misfits.append((reason if name == "draft" else f"{name}: {reason}", draft))
+    return models, misfits
 
 
 def _process_bytes(draft: Draft, target: CausalLM, dtype: torch.dtype) -> int:

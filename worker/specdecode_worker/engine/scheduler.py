@@ -528,7 +528,8 @@ class GrammarQueue:
         """Create an empty queue. Without a compiler no request may have a grammar."""
         self._compiler, self._eos_token_ids = compiler, eos_token_ids
         self._waiting: dict[str, tuple[Request, Future[Guide]]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        """Executor that starts its thread for the first request."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -545,8 +546,6 @@ class GrammarQueue:
         compiler, sampling = self._compiler, request.submit.sampling
         if compiler is None:
             raise ValueError("this engine has no tokenizer, so answers cannot follow a grammar")
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         blocked = blocked_tokens(request.submit, self._eos_token_ids)
 
         def compile_grammar() -> Guide:
@@ -588,8 +587,7 @@ class GrammarQueue:
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 # Scheduler of the next step: continuous batching with chunked prefill, first come first served.
