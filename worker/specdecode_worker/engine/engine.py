@@ -66,26 +66,31 @@ from specdecode_worker.sampling.sampler import HostMasks, TokenMasks
 from specdecode_worker.stages import start_seconds
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """Components of an engine, built by ``factory.assemble``."""
+
+    scheduler: Scheduler
+    target: Target
+    drafts: DraftRegistry
+    state: DeviceState
+    shape_selector: ShapeSelector
+    coupled: bool = True
+    """The sampler is ``coupled``, else ``mss``."""
+    graphs: StepGraphs | None = None
+    """Captured CUDA graphs; without them no step is captured."""
+    grammars: GrammarCompiler | None = None
+    exchange: BlockExchange | None = None
+    """Exchange of cache blocks with other workers; None without one."""
+
+
 class StepLauncher:
     """Launcher of steps: turns the rows of a batch into a queued step. It keeps no state of requests."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafts: DraftRegistry,
-        state: DeviceState,
-        phases: PhaseTimer,
-        graphs: StepGraphs | None = None,
-        *,
-        coupled: bool = True,
-    ) -> None:
-        """Connect the parts.
-
-        ``graphs`` holds captured CUDA graphs; without it no step is captured. ``coupled`` is False for the sampler
-        ``mss``.
-        """
-        self._target, self._drafts, self._state = target, drafts, state
-        self._phases, self._graphs, self._coupled = phases, graphs, coupled
+    def __init__(self, parts: EngineParts, phases: PhaseTimer) -> None:
+        """Connect the parts of the engine, whose steps are timed by ``phases``."""
+        self._target, self._drafts, self._state = parts.target, parts.drafts, parts.state
+        self._phases, self._graphs, self._coupled = phases, parts.graphs, parts.coupled
         self.synthetic = Synthetic()
 
     def launch(
@@ -228,18 +233,14 @@ class StepLauncher:
     def _step_of(self, rows: Sequence[Row], depth_limits: Sequence[int] | None = None) -> UncapturedStep:
         return UncapturedStep(rows, self._target, self._state, coupled=self._coupled, depth_limits=depth_limits)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._state.length_S.device
-
     def _write_given_tokens(self, emitting: Sequence[Row]) -> None:
         """Write the tokens of trees that are not drafted behind the roots of their rows."""
-        tokens_SP, length_S = self._state.tokens_SP, self._state.length_S
+        tokens_SP, length_S, device = self._state.tokens_SP, self._state.length_S, self._state.length_S.device
         for row in emitting:
             if tokens := given_tokens(row.request, row.tree):
                 slot = row.request.slot
-                index_N = length_S[slot] + 1 + torch.arange(len(tokens), device=self._device)
-                tokens_SP[slot, index_N] = to_device(list(tokens), self._device, dtype=torch.int64)
+                index_N = length_S[slot] + 1 + torch.arange(len(tokens), device=device)
+                tokens_SP[slot, index_N] = to_device(list(tokens), device, dtype=torch.int64)
 
 
 def _verified_masks(masks: TokenMasks) -> HostMasks:
@@ -252,23 +253,6 @@ def _verified_masks(masks: TokenMasks) -> HostMasks:
 
 WAIT_SECONDS = 0.002
 """Longest wait for a compilation or for blocks while no request runs, so that the engine still reads its messages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """Components of an engine, built by ``factory.assemble``."""
-
-    scheduler: Scheduler
-    target: Target
-    drafts: DraftRegistry
-    state: DeviceState
-    shape_selector: ShapeSelector
-    coupled: bool = True
-    """The sampler is ``coupled``, else ``mss``."""
-    graphs: StepGraphs | None = None
-    grammars: GrammarCompiler | None = None
-    exchange: BlockExchange | None = None
-    """Exchange of cache blocks with other workers; None without one."""
 
 
 class Engine:
@@ -306,9 +290,7 @@ class Engine:
         self._state, self._shape_selector = parts.state, parts.shape_selector
         self._phases, self._step_timer = PhaseTimer(), StepTimer()
         self._graphs = parts.graphs
-        self._launcher = StepLauncher(
-            parts.target, parts.drafts, parts.state, self._phases, parts.graphs, coupled=parts.coupled
-        )
+        self._launcher = StepLauncher(parts, self._phases)
         self._recorder = StepRecorder(Statistics())
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()

@@ -263,25 +263,25 @@ class AcceptanceCategory(NamedTuple):
 class RankCounts:
     """Ranks of the target's tokens in one category: a counter for each depth, kind of parent and rank."""
 
-    __slots__ = ("_main", "_sibling")
+    __slots__ = ("_levels",)
 
     def __init__(self) -> None:
-        self._main: list[list[int]] = []
-        self._sibling: list[list[int]] = []
+        self._levels: dict[bool, list[list[int]]] = {True: [], False: []}
+        """Counters of each depth, by whether the parent is on the main path."""
 
     def levels(self, depth: int, *, main: bool) -> list[list[int]]:
         """Return the counters by rank of the depths 1 to ``depth`` at least, for the caller to increase.
 
         Those of the main path count ranks below its nodes, the other ones ranks below all other nodes.
         """
-        levels = self._main if main else self._sibling
+        levels = self._levels[main]
         while len(levels) < depth:
             levels.append([0] * (MAX_RANKS + 1))
         return levels
 
     def cells(self) -> Iterator[tuple[int, bool, list[int]]]:
         """Return depth, whether the parent is on the main path, and counters by rank, where something was counted."""
-        for main, levels in ((True, self._main), (False, self._sibling)):
+        for main, levels in self._levels.items():
             for depth, counts in enumerate(levels, start=1):
                 if any(counts):
                     yield depth, main, counts
