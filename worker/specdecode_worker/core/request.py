@@ -641,9 +641,8 @@ def given_tokens(request: Request, tree: Tree) -> tuple[int, ...]:
 
 
 def _tree(tree: Tree, request: Request) -> Tree:
-    guide = request.guide
-    if guide is None or not request.submit.sampling.max_tokens - request.emitted > 1:
+    guide, room = request.guide, request.submit.sampling.max_tokens - request.emitted - 1
+    if guide is None or room <= 0:
         return tree
-    room = request.submit.sampling.max_tokens - request.emitted - 1
     forced = len(guide.forced()[:room])
     return given_chain(forced) if forced and forced >= tree.depth else tree

@@ -689,9 +689,21 @@ class StepGraphs:
         self.replayed += 1
         if plan.outside is not None:
             self.outside[plan.outside] += 1
+        # The results are copied before the next replay overwrites the static tensors.
+        step, count = ready.graph.step, len(rows)
         own_ranks = proposals.own_ranks or self._own_ranks(ready.graph, rows)
-        queued = self._replayed(ready.graph, rows, ranked=ranked)
-        return replace(queued, own_ranks=own_ranks, draft_seconds=proposals.seconds or queued.draft_seconds)
+        output_logprobs = step.logprobs.queue_read(rows) if step.logprobs is not None else None
+        results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
+        (out, *more), host_copy = to_host(results, overwritten=True)
+        return QueuedRows(
+            rows=rows,
+            outcome_BC=out[:count],
+            ranked_BNK=more[0][:count] if more else None,
+            host_copy=host_copy,
+            output_logprobs=output_logprobs,
+            own_ranks=own_ranks,
+            draft_seconds=proposals.seconds or self._draft_seconds(ready.graph),
+        )
 
     def replay_drafts(self, ready: ReadyStep, rows: tuple[Row, ...], masks: HostMasks) -> Proposals:
         """Queue the draft passes of a step by their own graph, before the one that verifies.
@@ -815,22 +827,6 @@ class StepGraphs:
             device = self._state.length_S.device
             self._mask_table = MaskTable(self._max_tokens + 1, self._target.vocab_size, device)
         return self._mask_table
-
-    def _replayed(self, graph: Graph, rows: tuple[Row, ...], *, ranked: bool) -> QueuedRows:
-        """Queue the copies of the results to the host, before the next replay overwrites the static tensors."""
-        step, count = graph.step, len(rows)
-        output_logprobs = step.logprobs.queue_read(rows) if step.logprobs is not None else None
-        results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
-        (out, *more), host_copy = to_host(results, overwritten=True)
-        ranked_BNK = more[0][:count] if more else None
-        return QueuedRows(
-            rows=rows,
-            outcome_BC=out[:count],
-            ranked_BNK=ranked_BNK,
-            host_copy=host_copy,
-            output_logprobs=output_logprobs,
-            draft_seconds=self._draft_seconds(graph),
-        )
 
     def _draft_seconds(self, graph: Graph) -> float:
         """Return the measured time of the step minus that of a plain step with as many rows, in seconds.
