@@ -706,7 +706,7 @@ class Engine:
         self._scheduler.prefill_limit.record_step(step.size.prefill_tokens, seconds)
         self._recorder.record_block_step(step.choice.concurrency, step.choice.context, seconds)
         if step.choice.counted or step.size.prefill_tokens:
-            self._recorder.record_step(step.choice.context, step.size, emitted, seconds)
+            self._recorder.statistics.costs.add(step.choice.context, step.size, emitted, seconds)
         if step.size.prefill_tokens == 0 and step.size.sequences:
             self._shape_selector.record_step(step.choice, seconds, emitted / step.size.sequences, step.shadow_seconds)
 

@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from specdecode_worker.contract import Plan, SyntheticKnobs, WorkerConfig
-from specdecode_worker.core.errors import RankLost, is_sticky_device_error
+from specdecode_worker.core.errors import crash_reason, is_sticky_device_error
 from specdecode_worker.core.messages import (
     Abort,
     Crashed,
@@ -556,7 +556,7 @@ def main(
     except Exception as error:
         if isinstance(error, CannotServe):
             write_termination_message(error.verdict.model_dump_json())
-        port.send([Crashed(_crash_reason(error))])
+        port.send([Crashed(crash_reason(error))])
         port.flush_and_close()
         _exit_after_crash(at_once=is_sticky_device_error(error))
     port.close()
@@ -598,17 +598,6 @@ def _exit_now() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-def _crash_reason(error: Exception) -> str:
-    """Return the reason of a crash.
-
-    A ModelError or RankLost explains itself; any other error is a bug, so its traceback is logged.
-    """
-    if isinstance(error, ModelError | RankLost):
-        return str(error)
-    traceback.print_exc()
-    return f"{type(error).__name__}: {error}"
 
 
 def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:

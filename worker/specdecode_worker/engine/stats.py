@@ -537,10 +537,6 @@ class StepRecorder:
             self.statistics.e2e.add(now - request.arrived_seconds)
         self.statistics.traffic(request.submit.task).finished += 1
 
-    def record_step(self, context_bucket: int, size: StepSize, emitted: int, seconds: float) -> None:
-        """Record the cost of a step, in seconds of wall time."""
-        self.statistics.costs.add(context_bucket, size, emitted, seconds)
-
     def record_block_step(self, concurrency: int, context: int, seconds: float) -> None:
         """Add the duration of a step to the block of a draft trial, with the buckets that the step ran in."""
         if self.block is not None:

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +30,7 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import KVCacheDtype, TargetQuantization
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache
-from specdecode_worker.core.errors import RankLost
+from specdecode_worker.core.errors import RankLost, crash_reason
 from specdecode_worker.core.kv_cache import blocks_for
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.engine.cuda_graphs import (
@@ -45,7 +44,6 @@ from specdecode_worker.engine.cuda_graphs import (
 from specdecode_worker.engine.target import Target, TargetPass
 from specdecode_worker.models import collectives
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.linear import Shard
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
@@ -372,10 +370,7 @@ def serve_rank(assignment: bytes, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError):
         os._exit(0)  # rank 0 is gone, so an orderly shutdown of the process group is impossible
     except Exception as error:
-        if not isinstance(error, ModelError):
-            traceback.print_exc()
-        words = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-        pipe.send_bytes(msgspec.msgpack.encode(RankFailed(words)))
+        pipe.send_bytes(msgspec.msgpack.encode(RankFailed(crash_reason(error))))
         os._exit(1)
 
 
