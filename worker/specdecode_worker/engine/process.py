@@ -120,11 +120,6 @@ class EnginePort:
         """Close the socket; unsent messages have one second to leave."""
         self._socket.close()
 
-    def flush_and_close(self) -> None:
-        """Close the socket and wait until the messages have left, for at most one second."""
-        self.close()
-        zmq.Context.instance().term()
-
 
 # Stacks of the engine's threads, written by the engine at a signal, also while its Python code does not run.
 
@@ -341,15 +336,11 @@ def bound_seconds(beat: Heartbeat, step_timeout_seconds: float) -> float | None:
         LONGEST_STEP_FACTOR * beat.longest_step_seconds,
         SECONDS_PER_PREFILL_TOKEN * beat.prefill_tokens,
     )
-    match beat.phase:
-        case Phase.LOADING:
-            return None
-        case Phase.STEP:
-            return step_seconds
-        case Phase.IDLE:
-            return step_timeout_seconds
-        case phase:
-            return max(PHASE_SECONDS[phase], step_seconds)
+    if beat.phase is Phase.LOADING:
+        return None
+    if beat.phase is Phase.IDLE:
+        return step_timeout_seconds
+    return max(PHASE_SECONDS.get(beat.phase, 0.0), step_seconds)
 
 
 class EngineWatchdog:
@@ -557,7 +548,8 @@ def main(
         if isinstance(error, CannotServe):
             write_termination_message(error.verdict.model_dump_json())
         port.send([Crashed(crash_reason(error))])
-        port.flush_and_close()
+        port.close()
+        zmq.Context.instance().term()  # waits until the message has left, for at most one second
         _exit_after_crash(at_once=is_sticky_device_error(error))
     port.close()
 
