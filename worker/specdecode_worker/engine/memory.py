@@ -753,9 +753,7 @@ class CheckedDraftLoader:
         Raises:
             ModelError: The draft does not fit the target, or not into memory together with the running draft.
         """
-        if config.uri is None:
-            return self.loader(config, name)
-        if self.loader.leaves_memory_of_target(config):
+        if config.uri is None or self.loader.leaves_memory_of_target(config):
             return self.loader(config, name)
         expect_own_logits(config, self.ranks)
         process = DRAFT_PROCESS_BYTES if config.placement == "own" else 0

@@ -73,9 +73,8 @@ class _KnownHit:
     """
 
     hit: CachedPrefix
-    tokens: int
-    draft: str
-    draft_prefill: bool
+    asked: tuple[int, str, bool]
+    """Number of tokens, draft, and whether drafts process prompts."""
     watched: frozenset[bytes]
     version: int
 
@@ -116,22 +115,23 @@ class PrefixReuse:
         version, hit = self._index.version, self.find(request)
         most = self._max_reusable_blocks(request)
         watched = frozenset(request.digests[: min(hit.indexed + 1, most)])
-        draft, prefill = request.draft.draft, self.draft_prefill
-        self._known[request] = _KnownHit(hit, len(request.tokens), draft, prefill, watched, version)
+        self._known[request] = _KnownHit(hit, self._asked(request), watched, version)
         if len(self._known) > 2:
             del self._known[next(iter(self._known))]
         return hit
 
     def _is_current(self, request: Request, known: _KnownHit) -> bool:
         """Return whether a search would return the same hit once more."""
-        before = known.tokens, known.draft, known.draft_prefill
-        if before != (len(request.tokens), request.draft.draft, self.draft_prefill):
+        if known.asked != self._asked(request):
             return False
         changes = self._index.changes_since(known.version)
         if changes is None or not known.watched.isdisjoint(changes):
             return False
         known.version = self._index.version
         return True
+
+    def _asked(self, request: Request) -> tuple[int, str, bool]:
+        return len(request.tokens), request.draft.draft, self.draft_prefill
 
     def find(self, request: Request) -> CachedPrefix:
         """Return the cached prefix of a request, which ends before the block with the last token to prefill."""
