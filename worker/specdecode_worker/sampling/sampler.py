@@ -372,7 +372,7 @@ class StepSampler:
 
     def _drawn(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None, k: int) -> Tensor:
         """Draw k ids of sampled rows without replacement (Gumbel top-k), and store log q for `verified`."""
-        logq_RV = self._logp(rows, self._adjusted_whole(rows, logits_RV, ids_V))
+        logq_RV = self._logp(rows, self._by_piece(rows, logits_RV, ids_V, lambda _, moved_RV: moved_RV))
         noise_RV = gumbel(rows.seed_R, rows.next_R, self._size, PROPOSAL_STREAM)
         drawn_RK = (logq_RV + (noise_RV if ids_V is None else noise_RV[:, ids_V])).topk(k, dim=-1).indices
         if ids_V is not None:
@@ -396,10 +396,6 @@ class StepSampler:
         self._logq_BNV[sequence_R, node_R] = logq_RV
         self._drawn_BN[sequence_R, node_R] = drawn_R
 
-    def _adjusted_whole(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None) -> Tensor:
-        """Return the adjusted logits [R, V] of all rows."""
-        return self._by_piece(rows, logits_RV, ids_V, lambda _, moved_RV: moved_RV)
-
     @staticmethod
     def _logp(rows: SampledRows, adjusted_RV: Tensor) -> Tensor:
         """Return log-probabilities [R, V] after all processing. The values of greedy rows have no meaning."""
@@ -409,7 +405,7 @@ class StepSampler:
 
     def _target_logp(self, rows: SampledRows, logits_RV: Tensor) -> Tensor:
         """Return the target's log-probabilities [R, V]. In greedy rows the chosen token has all of the probability."""
-        adjusted_RV = self._adjusted_whole(rows, logits_RV, None)
+        adjusted_RV = self._by_piece(rows, logits_RV, None, lambda _, moved_RV: moved_RV)
         logp_RV = self._logp(rows, adjusted_RV)
         certain_RV = torch.full_like(logp_RV, -torch.inf).scatter_(1, adjusted_RV.argmax(-1, keepdim=True), 0.0)
         return torch.where(rows.temperature_R[:, None] > 0, logp_RV, certain_RV)
