@@ -67,7 +67,7 @@ class SimulatedDevice:
         return one
 
     def step(self) -> Sequence[Row]:
-        rows = self.scheduler.next_batch(self._select).rows
+        rows, _ = self.scheduler.next_batch(self._select)
         self.check(rows)
         assert rows or self.launched or self.scheduler.idle, "nobody gets on"
         if rows:

@@ -569,7 +569,7 @@ class ShapeSelector:
         return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0
 
 
-# Batch of a step: its rows, and the shapes of those that decode.
+# Rows of a step.
 
 
 @dataclass(slots=True)
@@ -608,14 +608,6 @@ def decoding_rows(rows: Sequence[Row]) -> int:
     while decoding and rows[decoding - 1].is_chunk:
         decoding -= 1
     return decoding
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows of one step and the choice of shapes for its decoding requests; an empty choice if no request decodes."""
-
-    rows: Sequence[Row]
-    choice: Choice
 
 
 # Draft trees of guided requests: chains of tokens that the grammar forces, which need no draft pass.

@@ -507,10 +507,10 @@ class Engine:
         self._scheduler.reuse.draft_prefill = draft_prefill
         for identity in self._drafts.take_restarted(self._requests.values()):
             self._scheduler.reuse.forget(identity, states=False)
-        batch = self._scheduler.next_batch(self._select_trees)
-        if not batch.rows:
+        batch, choice = self._scheduler.next_batch(self._select_trees)
+        if not batch:
             return None
-        rows = tuple(batch.rows)
+        rows = tuple(batch)
         chunks = rows[decoding_rows(rows) :]
         if self.on_launch is not None:
             self.on_launch(len(rows), sum(row.count for row in chunks))
@@ -519,7 +519,7 @@ class Engine:
                 self._recorder.record_admission(row.request, began)
                 if self._drafts.uses_default(row.request):
                     self._recorder.admit_to_block(row.request)
-        launched = self._launcher.launch(rows, batch.choice, began_seconds=began, draft_prefill=draft_prefill)
+        launched = self._launcher.launch(rows, choice, began_seconds=began, draft_prefill=draft_prefill)
         for row in rows:
             request = row.request
             request.record_launch(row.max_committed, drafts_follow=row.is_chunk and draft_prefill)

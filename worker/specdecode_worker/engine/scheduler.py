@@ -22,7 +22,7 @@ from specdecode_worker.core.kv_cache import (
     salted_root,
 )
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.core.request import Batch, Request, Row, Selection, blocked_tokens
+from specdecode_worker.core.request import Choice, Request, Row, Selection, blocked_tokens
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.guided.guide import GrammarRefused, Guide, library_message
 from specdecode_worker.sampling.trees import PLAIN, Tree
@@ -718,10 +718,11 @@ class Scheduler:
         request.order = self._arrivals
         self._enqueue(request)
 
-    def next_batch(self, dispatch: Dispatch) -> Batch:
-        """Return the next batch. It has no rows if no request can run, e.g. before a step in flight is collected.
+    def next_batch(self, dispatch: Dispatch) -> tuple[list[Row], Choice]:
+        """Return the rows of the next batch, and the choice of shapes for those that decode.
 
-        Admits waiting requests, takes cache blocks and may preempt requests.
+        There are no rows if no request can run, e.g. before a step in flight is collected. The choice is empty if no
+        request decodes. Admits waiting requests, takes cache blocks and may preempt requests.
 
         Args:
             dispatch: Selects the draft trees of the decoding requests.
@@ -737,7 +738,7 @@ class Scheduler:
         self._prefill(prompts, budget - sum([row.count for row in rows]), rows)
         if len(rows) > decoding:
             rows.sort(key=lambda row: (not row.emits, row.is_chunk))
-        return Batch(rows, selection.choice)
+        return rows, selection.choice
 
     def release(self, request: Request) -> None:
         """Remove a finished or cancelled request, running or waiting, and free its slot and blocks."""
