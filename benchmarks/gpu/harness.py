@@ -37,7 +37,7 @@ from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import Request
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import assemble
-from specdecode_worker.engine.memory import Budget, Device, Network, bounds_of
+from specdecode_worker.engine.memory import Budget, Device, Network
 from specdecode_worker.models.causal_lm import CausalLM, Experts
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.sampling.params import Sampling
@@ -167,7 +167,7 @@ class Bench:
             taken = scheduler._pool.allocate(whole, room=whole)
             assert taken is not None, "the caches were made for fewer texts"
             request.blocks, request.cached = taken, whole * BLOCK_SIZE
-            scheduler.publish(request, request.cached)
+            scheduler.reuse.publish(request, request.cached)
             scheduler._pool.release(taken)
 
     def _submits(self, batch: int, context: int) -> Iterable[Submit]:
@@ -283,7 +283,9 @@ def _budget(asked: Asked, config: Config, target: CausalLM) -> Budget:
         head_dim=shape.head_dim,
         kv_layers=shape.num_hidden_layers,
     )
-    return Budget(device=memory, bounds=bounds_of(config, shape.max_position_embeddings), target=network)
+    positions, dtype = shape.max_position_embeddings, getattr(torch, config.model.dtype)
+    length = min(config.model.max_model_len or positions, positions)
+    return Budget(device=memory, engine=config.engine, max_model_len=length, dtype_bytes=dtype.itemsize, target=network)
 
 
 def logits_error(target: CausalLM) -> float:

@@ -6,9 +6,9 @@ The answers end by themselves or at ``max_tokens``; either way they follow the g
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from msgspec import structs
@@ -208,8 +208,8 @@ def test_drafts_beside_others_are_masked_at_their_roots(guided_engine: Any, monk
     of_roots = TokenMasks.of_roots
 
     def nothing(self: TokenMasks) -> Any:
-        rows_BN, table_NW = of_roots(self)
-        return np.zeros_like(rows_BN), table_NW
+        masks = of_roots(self)
+        return replace(masks, rows=[0] * len(masks.rows))
 
     for masked in (True, False):
         if not masked:
@@ -253,8 +253,9 @@ def test_planted_bugs_in_graphs_are_detected(
         verified = TokenMasks.verified
 
         def of_roots(self: TokenMasks) -> Any:
-            rows_BN, table_NW = verified(self)
-            return np.repeat(rows_BN[:, :1], rows_BN.shape[1], axis=1), table_NW
+            masks, counts = verified(self), [tree.verified for tree in self._forest.trees]
+            roots = [sum(counts[:b]) for b, count in enumerate(counts) for _ in range(count)]
+            return replace(masks, rows=[masks.rows[root] for root in roots])
 
         monkeypatch.setattr(TokenMasks, "verified", of_roots)
     else:

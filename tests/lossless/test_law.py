@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from scipy.stats import chi2
 from torch import Tensor
 
@@ -36,13 +37,14 @@ VOCABULARY, PAGE = 5, 16
 TREE = tree_of(TreeShape.levels(2, 2))
 PARENTS = torch.tensor(TREE.parents)
 SAMPLING_PARAMS = {
-    "T1": SamplingParams(0, 1.0, 0, 1.0),
-    "T0.7-p0.9": SamplingParams(0, 0.7, 0, 0.9),
+    "T1": SamplingParams(max_tokens=1, seed=0),
+    "T0.7-p0.9": SamplingParams(max_tokens=1, seed=0, temperature=0.7, top_p=0.9),
     "all": SamplingParams(
-        0,
-        0.9,
-        4,
-        0.97,
+        max_tokens=1,
+        seed=0,
+        temperature=0.9,
+        top_k=4,
+        top_p=0.97,
         min_p=0.02,
         presence_penalty=0.3,
         frequency_penalty=0.5,
@@ -97,7 +99,7 @@ def _p(params: SamplingParams, answer: tuple[int, ...]) -> Tensor:
 
 @lru_cache(maxsize=2)
 def _batch_params(count: int, params: SamplingParams) -> list[SamplingParams]:
-    return [replace(params, seed=seed, prompt_tokens=len(PROMPT)) for seed in range(count)]
+    return [structs.replace(params, seed=seed, prompt_tokens=len(PROMPT)) for seed in range(count)]
 
 
 def _step(

@@ -215,7 +215,7 @@ class TestLoss:
             client = EngineClient(served(*folders), None)
             try:
                 await asyncio.wait_for(client.loaded, 120)
-                (second,) = children(client.pid)
+                (second,) = children(client.child.pid)
                 os.kill(second, signal.SIGKILL)
                 return await asyncio.wait_for(client.ended, 30), second
             finally:
@@ -228,9 +228,9 @@ class TestLoss:
         async def shut_down() -> tuple[int, int | None]:
             client = EngineClient(served(*folders), None)
             await asyncio.wait_for(client.loaded, 120)
-            (second,) = children(client.pid)
+            (second,) = children(client.child.pid)
             await client.close()
-            return second, client._child.exit_code
+            return second, client.child.exit_code
 
         second, exit_code = asyncio.run(shut_down())
         assert exit_code == 0

@@ -24,7 +24,7 @@ from specdecode_worker.contract.internal_stream import (
     decode_document,
     encode_document,
 )
-from specdecode_worker.engine.client import EngineClient
+from specdecode_worker.engine.client import EngineChild
 from specdecode_worker.engine.process import Heartbeat, Phase
 from specdecode_worker.server.listening import GracefulShutdown
 from specdecode_worker.server.service import Service
@@ -105,7 +105,7 @@ async def test_stopped_engine_gives_no_sign_of_life(
     admin: httpx.AsyncClient, service: Service, shutdown: GracefulShutdown, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = Heartbeat(Phase.STEP, 0.0, time.monotonic() - 0.6, 7, 1, 0, 0.1)
-    monkeypatch.setattr(EngineClient, "heartbeat", property(lambda _: old))
+    monkeypatch.setattr(EngineChild, "heartbeat", property(lambda _: old))
     async with _running(admin, service) as (stopped,):
         await asyncio.sleep(0.6)
         await shutdown.begin()

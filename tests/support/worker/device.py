@@ -67,7 +67,7 @@ class SimulatedDevice:
         return one
 
     def step(self) -> Sequence[Row]:
-        rows = self.scheduler.next_batch(self._select).rows
+        rows, _ = self.scheduler.next_batch(self._select)
         self.check(rows)
         assert rows or self.launched or self.scheduler.idle, "nobody gets on"
         if rows:
@@ -75,7 +75,7 @@ class SimulatedDevice:
         for row in rows:
             row.request.in_flight.append(row.max_committed)
             if row.is_chunk:
-                self.scheduler.publish(row.request, row.start + row.count)
+                self.scheduler.reuse.publish(row.request, row.start + row.count)
         if self.launched and (not rows or len(self.launched) > self.ahead):
             for row, epoch, emitted in self.launched.popleft():
                 self._collect(row, epoch, emitted)
@@ -150,7 +150,7 @@ class SimulatedDevice:
         at = len(one.tokens)
         one.append_output(self._texts[one.id][at : at + emitted])
         assert one.tokens == self._texts[one.id][: len(one.tokens)]
-        self.scheduler.publish(one, min(one.cached, len(one.tokens)))
+        self.scheduler.reuse.publish(one, min(one.cached, len(one.tokens)))
         if one.finish is not None:
             self.finished.append(one.id)
             self.scheduler.release(one)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ from specdecode_worker.contract import MAX_NODES
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.models.causal_lm import Attend, RotatingAttend
 from specdecode_worker.models.config import PassRotations
+
+T = TypeVar("T")
 
 # Asynchronous copies of results from the device to the host.
 
@@ -91,15 +95,11 @@ class DeviceState:
         self.tokens_SP = torch.zeros(slots + 1, reach + 1, dtype=torch.int64, device=device)
         self.length_S = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self.block_table_SM = torch.zeros(slots + 1, -(-reach // BLOCK_SIZE), dtype=torch.int64, device=device)
-        self._dtype = dtype
+        self.dtype = dtype
+        """Data type of the auxiliary states, which is that of the target."""
         self._blocks = 0
         self.ring_SRA: Tensor | None = None
         self.block_aux_NA: Tensor | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the auxiliary states, which is that of the target."""
-        return self._dtype
 
     def allocate_states(self, aux_size: int) -> None:
         """Allocate storage for auxiliary states of width ``aux_size`` (0: none); previous states are lost."""
@@ -115,7 +115,7 @@ class DeviceState:
         self.ring_SRA, self.block_aux_NA = states
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor | None:
-        return torch.zeros(shape, dtype=self._dtype, device=self.length_S.device) if 0 not in shape else None
+        return torch.zeros(shape, dtype=self.dtype, device=self.length_S.device) if 0 not in shape else None
 
     def allocate_block_states(self, blocks: int) -> None:
         """Allocate storage for the auxiliary state of every block's last token (0 blocks: none).
@@ -292,24 +292,41 @@ class PagedCache:
 
     def attend(self, packed: PackedBatch | PackedTensors) -> Attend:
         """Return the attention function for all layers of one pass."""
-        in_whole = self._attend_from(packed, packed.key_start_B if isinstance(packed, PackedTensors) else None)
+        if isinstance(packed, PackedBatch) and self._natively:
+            return NativeAttend(self.data, packed.slots_T, self._by_layer(packed, partial(_pages, packed)))
+        tables = self._by_layer(packed, partial(self._prepared, packed))
+        kind = RotatingPagedAttend if dispatch.on_gpu(self.data) else PagedAttend
+        return kind(self.data, packed.slots_T, tables, self._scales)
+
+    def _by_layer(self, packed: PackedBatch | PackedTensors, make: Callable[[Tensor | None], T]) -> list[T]:
+        """Return what ``make`` returns for each layer from the first visible key of each sequence.
+
+        None stands for the first keys of the pass. Chunked layers see no key before the chunk of the pass.
+        """
+        in_whole = make(None)
         if not self._chunked:
-            return in_whole
+            return [in_whole] * len(self.data)
         start_B = packed.prefix_len_B // self._chunk * self._chunk
         if isinstance(packed, PackedTensors):
             start_B = torch.maximum(start_B, packed.key_start_B)
         elif any(packed.key_starts):
             start_B = torch.maximum(start_B, to_device(packed.key_starts, start_B.device, dtype=torch.int64))
-        return ChunkedAttend.of(in_whole, self._attend_from(packed, start_B), self._chunked)
+        in_chunk = make(start_B)
+        return [in_chunk if layer in self._chunked else in_whole for layer in range(len(self.data))]
 
-    def _attend_from(self, packed: PackedBatch | PackedTensors, start_B: Tensor | None) -> Attend:
-        """Return the attention to the keys from ``start_B`` on, None for those of the host's ``key_starts``."""
+    def _prepared(self, packed: PackedBatch | PackedTensors, start_B: Tensor | None) -> Prepared:
         if isinstance(packed, PackedTensors):
-            assert start_B is not None, "no host knows the starts"
-            return self._attending(packed.slots_T, self._prepared(packed, start_B))
-        if self._natively:
-            return NativeAttend(self.data, packed, torch.tensor(packed.key_starts) if start_B is None else start_B)
-        prepared = prepare(
+            return prepare_tables(
+                query_start=packed.query_start,
+                prefix_len_B=packed.prefix_len_B,
+                key_start_B=packed.key_start_B if start_B is None else start_B,
+                ancestors_T=packed.ancestors_T,
+                block_table_BM=packed.block_table_BM,
+                block_size=BLOCK_SIZE,
+                groups=self._groups,
+                kv_heads=self.data.shape[4],
+            )
+        return prepare(
             blocks=packed.blocks,
             block_table_BM=packed.block_table_BM,
             block_size=BLOCK_SIZE,
@@ -325,7 +342,6 @@ class PagedCache:
             head_dim=self.data.shape[5],
             chunk_keys=packed.chunk_keys if start_B is None and self.data.dtype == self._dtype else (),
         )
-        return self._attending(packed.slots_T, prepared)
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Write keys and values of one layer to these slots, outside of a pass."""
@@ -362,35 +378,18 @@ class PagedCache:
         """
         kv_keep(self.bits, source_slots, target_slots, group=group)
 
-    def _prepared(self, tables: PackedTensors, start_B: Tensor) -> Prepared:
-        return prepare_tables(
-            query_start=tables.query_start,
-            prefix_len_B=tables.prefix_len_B,
-            key_start_B=start_B,
-            ancestors_T=tables.ancestors_T,
-            block_table_BM=tables.block_table_BM,
-            block_size=BLOCK_SIZE,
-            groups=self._groups,
-            kv_heads=self.data.shape[4],
-        )
-
-    def _attending(self, slots_T: Tensor, prepared: Prepared) -> PagedAttend:
-        kind = RotatingPagedAttend if dispatch.on_gpu(self.data) else PagedAttend
-        return kind(self.data, slots_T, prepared, self._scales)
-
 
 class PagedAttend:
     """``Attend`` that writes the keys and values of the pass to their slots, then attends over the paged keys."""
 
-    def __init__(self, data: Tensor, slots_T: Tensor, prepared: Prepared, scales: Sequence[Scales]) -> None:
+    def __init__(self, data: Tensor, slots_T: Tensor, prepared: Sequence[Prepared], scales: Sequence[Scales]) -> None:
+        """Attend over ``data``, with what is ``prepared`` for each layer."""
         self._layers = data.unbind(0)
-        self._scales = scales
-        self._slots_T = slots_T
-        self._prepared = prepared
+        self._slots_T, self._prepared, self._scales = slots_T, prepared, scales
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         write(self._layers[layer], self._slots_T, k_TKD, v_TKD, self._scales[layer])
-        return attend(q_THD, self._layers[layer], self._prepared, self._scales[layer])
+        return attend(q_THD, self._layers[layer], self._prepared[layer], self._scales[layer])
 
 
 class RotatingPagedAttend(PagedAttend, RotatingAttend):
@@ -402,56 +401,30 @@ class RotatingPagedAttend(PagedAttend, RotatingAttend):
         turned_THD = rope_cache(
             q_THD, k_TKD, v_TKD, rope.cos_PD, rope.sin_PD, rope.positions_T, self._slots_T, cache, scales
         )
-        return attend(turned_THD, cache, self._prepared, scales)
-
-
-class ChunkedAttend:
-    """``Attend`` that has a start of the keys of its own in some layers, those ``chunked``."""
-
-    def __init__(self, in_whole: Attend, in_chunk: Attend, chunked: Container[int]) -> None:
-        self._in_whole, self._in_chunk, self._chunked = in_whole, in_chunk, chunked
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        return self._of(layer)(layer, q_THD, k_TKD, v_TKD)
-
-    def _of(self, layer: int) -> Attend:
-        return self._in_chunk if layer in self._chunked else self._in_whole
-
-    @classmethod
-    def of(cls, in_whole: Attend, in_chunk: Attend, chunked: Container[int]) -> ChunkedAttend:
-        """Return the attention of both, which rotates if both do."""
-        kind = RotatingChunkedAttend if isinstance(in_whole, RotatingAttend) else ChunkedAttend
-        return kind(in_whole, in_chunk, chunked)
-
-
-class RotatingChunkedAttend(ChunkedAttend, RotatingAttend):
-    """``ChunkedAttend`` for GPUs, see `RotatingPagedAttend`."""
-
-    def rotate_and_attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rope: PassRotations) -> Tensor:
-        """Rotate queries and keys, write keys and values, and attend; arguments are not rotated yet."""
-        attend = self._of(layer)
-        assert isinstance(attend, RotatingAttend), "both rotate"
-        return attend.rotate_and_attend(layer, q_THD, k_TKD, v_TKD, rope)
+        return attend(turned_THD, cache, self._prepared[layer], scales)
 
 
 class NativeAttend:
-    """``Attend`` for CPUs that writes keys and values and attends in one compiled call per layer.
+    """``Attend`` for CPUs that writes keys and values and attends in one compiled call per layer."""
 
-    ``first_B`` is the number of the oldest keys of each sequence that are hidden.
-    """
-
-    def __init__(self, data: Tensor, packed: PackedBatch, first_B: Tensor) -> None:
+    def __init__(self, data: Tensor, slots_T: Tensor, pages: Sequence[Pages]) -> None:
+        """Attend over ``data``, with the ``pages`` of each layer."""
         self._layers = data.flatten(2, 3).unbind(0)
-        self._slots_T = packed.slots_T
-        self._scale = data.shape[-1] ** -0.5
-        self._pages = Pages(
-            block_table_BM=packed.block_table_BM.contiguous(),
-            block_size=BLOCK_SIZE,
-            prefix_len_B=packed.prefix_len_B.contiguous(),
-            first_B=first_B.contiguous(),
-            query_start=torch.tensor(packed.query_start),
-            ancestors_T=packed.ancestors_T.contiguous(),
-        )
+        self._slots_T, self._pages, self._scale = slots_T, pages, data.shape[-1] ** -0.5
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        return attend_natively(q_THD, k_TKD, v_TKD, self._layers[layer], self._slots_T, self._pages, self._scale)
+        keys, pages = self._layers[layer], self._pages[layer]
+        return attend_natively(q_THD, k_TKD, v_TKD, keys, self._slots_T, pages, self._scale)
+
+
+def _pages(packed: PackedBatch, start_B: Tensor | None) -> Pages:
+    """Return the visible keys of a pass as the compiled attention reads them."""
+    first_B = torch.tensor(packed.key_starts) if start_B is None else start_B
+    return Pages(
+        block_table_BM=packed.block_table_BM.contiguous(),
+        block_size=BLOCK_SIZE,
+        prefix_len_B=packed.prefix_len_B.contiguous(),
+        first_B=first_B.contiguous(),
+        query_start=torch.tensor(packed.query_start),
+        ancestors_T=packed.ancestors_T.contiguous(),
+    )

@@ -8,7 +8,10 @@ EngineError
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
+
+from specdecode_worker.models.errors import ModelError
 
 
 class EngineError(Exception):
@@ -25,6 +28,17 @@ class CallRefused(EngineError):
 
 class RankLost(EngineError):
     """A rank of a replica on several devices ended or does not answer; the message gives the reason."""
+
+
+def crash_reason(error: Exception) -> str:
+    """Return the reason of the crash of a process.
+
+    A ModelError or RankLost explains itself; any other error is a bug, so its traceback is logged.
+    """
+    if isinstance(error, ModelError | RankLost):
+        return str(error)
+    traceback.print_exc()
+    return f"{type(error).__name__}: {error}"
 
 
 _DEVICE_TEXTS = ("cuda error", "hip error", "triton error", "cublas_status_", "cudnn_status_", "nccl error")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+from msgspec import structs
 
 from specdecode_worker.contract import GuardCell, Plan, PlanState, TreeShape
 from specdecode_worker.control.plan import (
@@ -21,7 +23,7 @@ from specdecode_worker.control.plan import (
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, CachedPrefix
 from specdecode_worker.core.messages import FinishReason, Logprobs, Submit
 from specdecode_worker.guided.guide import Guide
-from specdecode_worker.sampling.params import FinishRule, Sampling, SamplingParams
+from specdecode_worker.sampling.params import FinishRule, SamplingParams
 from specdecode_worker.sampling.trees import PLAIN, Tree, extended, given_chain, tree_of
 
 # Progress of a draft through the text of one request, updated by the drafters and by committed steps.
@@ -75,15 +77,7 @@ class DraftProgress:
         self.lag, self.caught_up = 0, in_flight
 
 
-# Conversion of a request's sampling parameters into the form that speculation applies (``SamplingParams``).
-
-
-_COPIED_FIELDS = tuple(
-    one.name
-    for one in fields(SamplingParams)
-    if one.name in Sampling.__struct_fields__ and one.name not in ("logit_bias", "min_tokens")
-)
-"""Fields of a request's message that are sampling parameters as they are."""
+# Sampling parameters of a request as its steps apply them (``SamplingParams``).
 
 
 def sampling_params_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -92,18 +86,13 @@ def sampling_params_of(submit: Submit, eos_token_ids: tuple[int, ...]) -> Sampli
     As in vLLM, ``min_tokens`` blocks the model's end-of-text tokens even if ``ignore_eos`` makes them ordinary tokens.
     The masks of a guided request do so themselves: a grammar that allows no other token takes precedence.
     """
-    sampling = submit.sampling
-    guided = bool(sampling.grammar)
     bias: dict[int, float] = {}
-    for token, value in sampling.logit_bias:
+    for token, value in submit.sampling.logit_bias:
         bias[token] = bias.get(token, 0.0) + value
     return SamplingParams(
-        **{name: getattr(sampling, name) for name in _COPIED_FIELDS},
-        logit_bias=tuple(bias.items()),
-        min_tokens=0 if guided else sampling.min_tokens,
-        blocked=() if guided else blocked_tokens(submit, eos_token_ids),
+        **structs.asdict(submit.sampling) | {"logit_bias": tuple(bias.items())},
+        blocked=() if submit.sampling.grammar else blocked_tokens(submit, eos_token_ids),
         prompt_tokens=len(submit.prompt),
-        guided=guided,
     )
 
 
@@ -309,7 +298,7 @@ class Request:
     def _drop_blocks(self) -> None:
         """Allow all tokens once ``min_tokens`` are emitted."""
         if self.sampling_params.blocks and self.emitted >= self.sampling_params.min_tokens:
-            self.sampling_params = replace(self.sampling_params, min_tokens=0)
+            self.sampling_params = structs.replace(self.sampling_params, min_tokens=0)
 
     def _follow(self, token: int) -> bool:
         """Move the guide, if there is one, behind a token. Return False if the grammar cannot be followed."""
@@ -580,7 +569,7 @@ class ShapeSelector:
         return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0
 
 
-# Batch of a step: its rows, and the shapes of those that decode.
+# Rows of a step.
 
 
 @dataclass(slots=True)
@@ -621,14 +610,6 @@ def decoding_rows(rows: Sequence[Row]) -> int:
     return decoding
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Rows of one step and the choice of shapes for its decoding requests; an empty choice if no request decodes."""
-
-    rows: Sequence[Row]
-    choice: Choice
-
-
 # Draft trees of guided requests: chains of tokens that the grammar forces, which need no draft pass.
 
 
@@ -652,9 +633,8 @@ def given_tokens(request: Request, tree: Tree) -> tuple[int, ...]:
 
 
 def _tree(tree: Tree, request: Request) -> Tree:
-    guide = request.guide
-    if guide is None or not request.submit.sampling.max_tokens - request.emitted > 1:
+    guide, room = request.guide, request.submit.sampling.max_tokens - request.emitted - 1
+    if guide is None or room <= 0:
         return tree
-    room = request.submit.sampling.max_tokens - request.emitted - 1
     forced = len(guide.forced()[:room])
     return given_chain(forced) if forced and forced >= tree.depth else tree

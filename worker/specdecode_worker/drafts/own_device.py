@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Pipe
 
@@ -335,7 +335,7 @@ class OwnDrafter(PagedDrafter):
                 place=_place(rows[b].request),
                 count=count,
                 parents=forest.trees[b].parents if forest.trees[b].drafted_depth else (-1,),
-                params=replace(rows[b].request.sampling_params, guided=False),
+                params=msgspec.structs.replace(rows[b].request.sampling_params, grammar=""),
             )
             for b, count in zip(drafting, counts, strict=True)
         ]

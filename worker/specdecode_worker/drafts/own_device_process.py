@@ -194,7 +194,7 @@ FromDraft = DraftReady | DraftAnswer | DraftFailed
 _SAMPLING = Sampling(max_tokens=1, seed=0, temperature=0.0)
 _SUBMIT = Submit(request_id="", prompt=(0,), sampling=_SAMPLING)
 _FINISH = FinishRule.of(_SAMPLING, ())
-_GREEDY = SamplingParams(seed=0, temperature=0.0, top_k=0, top_p=1.0)
+_GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

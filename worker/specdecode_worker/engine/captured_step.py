@@ -8,7 +8,7 @@ choose tokens by the sampler of sampling/sampler.py, and accept and commit by th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -24,20 +24,21 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.request import Row
 from specdecode_worker.drafts.base import CapturedDrafter
 from specdecode_worker.drafts.registry import OwnRanks, in_order
-from specdecode_worker.engine.step_tables import NODES, GraphKey, HostMasks, StepInputs
+from specdecode_worker.engine.step_tables import NODES, GraphKey, StepInputs
 from specdecode_worker.engine.target import (
     LEAST_TOP,
     ROWS_AT_ONCE,
     RowLogprobs,
     Target,
     TargetPass,
-    TokenLogprobs,
     logprobs_of,
     nodes_of,
+    requested_logprobs,
 )
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import (
     BatchTokens,
+    HostMasks,
     PassSampler,
     SampledRows,
     StepSampler,
@@ -81,8 +82,7 @@ class LogprobOutputs:
 
     def queue_read(self, rows: Sequence[Row]) -> RowLogprobs | None:
         """Queue the copy of the rows that asked for log-probabilities to the host; None if none did."""
-        tops = {b: top for b, row in enumerate(rows) if (top := row.request.submit.sampling.logprobs) is not None}
-        if not tops:
+        if not (tops := requested_logprobs(rows)):
             return None
         asked_A = to_device(list(tops), self.ints_TK.device)
         ints, floats = (
@@ -90,8 +90,8 @@ class LogprobOutputs:
             for table_TK in (self.ints_TK, self.floats_TK)
         )
         (ints, floats), host_copy = to_host((ints, floats))
-        logprobs = TokenLogprobs(ints[:, 0], floats[:, 0], ints[:, 1], ints[:, 2:], floats[:, 1:], host_copy)
-        return RowLogprobs(tuple(tops), tuple(tops.values()), (self._columns,) * len(tops), logprobs)
+        columns = ints[:, 0], floats[:, 0], ints[:, 1], ints[:, 2:], floats[:, 1:]
+        return RowLogprobs(tops, [self._columns] * len(tops), *columns, host_copy)
 
 
 # One decode step that can be captured in a CUDA graph: draft, verify, accept and commit over fixed-size tables.
@@ -434,7 +434,9 @@ class UncapturedStep:
             ranked_BNK: The drafts' best tokens behind each node, -1 where there are none; None if nothing was ranked.
         """
         forest, parents_BN = self.forest, self.forest.parents_BN
-        sampled = self.sampler.at(Nodes(step.batch_R, step.node_R, step.depth_R))
+        sampled = self.sampler.at(step.nodes)
+        if self.masks is not None:
+            sampled = replace(sampled, mask_row_R=self.masks.prepare())
         tokens_R, chosen_R = self.sampler.verified(
             sampled, step.packed.tokens_T[step.logit_rows_R], logits_RV, self._query_start, parents_BN, forest.depth
         )

@@ -266,18 +266,19 @@ class EngineClient:
         self.loaded: asyncio.Future[Loaded] = loop.create_future()
         self.ended: asyncio.Future[str] = loop.create_future()
         """Reason why the engine ended. It never resolves after ``close``."""
-        self._child = EngineChild(config, plan, knobs, build, self._process_ended)
+        self.child = EngineChild(config, plan, knobs, build, self._process_ended)
+        """The engine process."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(self._child.address)
+        self._socket.bind(self.child.address)
         # As many unread answers as the queue has places: their memory is of the order of that of the queue.
         self._streams = StreamTable(max_unread=config.engine.max_num_seqs + config.server.max_waiting)
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._call_ids = itertools.count(1)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[FromEngine])
-        self._child.start()
+        self.child.start()
         self._reader = asyncio.create_task(self._read())
         self._reader.add_done_callback(self._reader_ended)
 
@@ -290,20 +291,6 @@ class EngineClient:
     def unfinished_answers(self) -> int:
         """Number of requests in flight, and of finished requests whose tokens are not read to their end."""
         return self._streams.in_flight + self._streams.unread
-
-    @property
-    def pid(self) -> int:
-        """Process id of the engine process."""
-        return self._child.pid
-
-    @property
-    def heartbeat(self) -> Heartbeat:
-        """Last heartbeat of the engine process."""
-        return self._child.heartbeat
-
-    async def stacks(self) -> str:
-        """Return the stacks of the engine's threads, or why it gives none."""
-        return await self._child.stacks()
 
     def submit(self, request: Submit) -> Stream:
         """Submit a request and return its token stream. Raise EngineGone if the engine has ended."""
@@ -353,7 +340,7 @@ class EngineClient:
     def kill(self, reason: str) -> None:
         """Kill the engine process and end every stream and call with this reason."""
         self._end_with(reason)
-        self._child.kill()
+        self.child.kill()
 
     async def close(self, exit_seconds: float = _EXIT_SECONDS) -> None:
         """End the engine process, by force after ``exit_seconds``. Unfinished requests are lost."""
@@ -364,8 +351,8 @@ class EngineClient:
         # The engine reads no messages while it loads, so Shutdown would have no effect then.
         if self.loaded.done() and not self.ended.done():
             self._send(Shutdown())
-            await self._child.wait(exit_seconds)
-        await self._child.remove()
+            await self.child.wait(exit_seconds)
+        await self.child.remove()
         self._socket.close()
 
     def _forget(self, stream: Stream, stopped: bool) -> None:
@@ -423,7 +410,7 @@ class EngineClient:
         asyncio.get_running_loop().call_later(0.2, self._end_silently)
 
     def _end_silently(self) -> None:
-        self._end_with(f"the engine process ended with exit code {self._child.exit_code}")
+        self._end_with(f"the engine process ended with exit code {self.child.exit_code}")
 
     def _end_with(self, reason: str) -> None:
         if self.ended.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,7 +31,6 @@ from specdecode_worker.engine.step_tables import (
     DraftInputs,
     GraphDrafts,
     GraphKey,
-    HostMasks,
     MaskTable,
     at_least,
     key_of,
@@ -39,6 +39,7 @@ from specdecode_worker.engine.step_tables import (
 )
 from specdecode_worker.engine.target import LEAST_TOP, QueuedRows, Target
 from specdecode_worker.sampling.params import Features, SamplingParams, features_of, truncates
+from specdecode_worker.sampling.sampler import HostMasks
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 
 log = logging.getLogger(__name__)
@@ -584,7 +585,10 @@ class StepGraphs:
             self.clear()
         else:
             self._discard(name, gone)
-        self._capture_for(SWAP_SECONDS, [*used, *self._planned_keys(wanted)])
+        keys = self._missing([*used, *self._planned_keys(wanted)])
+        if keys and not self._graphs:  # the others reuse the memory of the largest
+            keys.insert(0, keys.pop(keys.index(max(keys, key=_size_order))))
+        self._capture_all(keys, SWAP_SECONDS)
 
     def _discard(self, name: str, gone: Iterable[GraphKey]) -> None:
         """Discard some graphs, and what is known of all keys with passes of the draft ``name``."""
@@ -595,29 +599,39 @@ class StepGraphs:
         self._refused = {key for key in self._refused if name not in key.drafts}
         self._drafters.pop(name, None)
 
-    def _capture_for(self, seconds: float, keys: Iterable[GraphKey]) -> None:
-        """Capture those of ``keys`` that loaded drafts can run, in this order, for at most about ``seconds``.
+    def prepare(self, wanted: Iterable[TreeShape]) -> None:
+        """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
 
-        Only the first capture may take longer, since how long a capture takes is known from those before it. Without
-        other graphs it is the largest one, whose memory the others reuse.
+        Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
+        MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
         """
-        began, longest, captured = time.monotonic(), 0.0, 0
-        drafters = self._captured_drafters()
+        self._capture_all(sorted(self._missing(self._planned_keys(wanted)), key=_size_order, reverse=True))
+
+    def _missing(self, keys: Iterable[GraphKey]) -> list[GraphKey]:
+        """Return the first of ``keys`` that are not captured and that loaded drafts can run, as many as may be."""
+        drafters, room = self._captured_drafters(), max(MOST_GRAPHS - len(self._graphs), 0)
         missing = [
             key
             for key in dict.fromkeys(keys)
             if key not in self._graphs and key not in self._refused and drafters.keys() >= set(key.drafts)
-        ][: max(MOST_GRAPHS - len(self._graphs), 0)]
-        if missing and not self._graphs:
-            missing.insert(0, missing.pop(missing.index(max(missing, key=lambda key: (key.tokens, key)))))
-        for key in missing:
+        ]
+        if len(missing) > room:
+            log.warning("%d graphs are beyond %d and will not be captured", len(missing) - room, MOST_GRAPHS)
+        return missing[:room]
+
+    def _capture_all(self, keys: Sequence[GraphKey], most_seconds: float = math.inf) -> None:
+        """Capture ``keys`` in this order, for at most about ``most_seconds``.
+
+        Only the first capture may take longer, since how long a capture takes is known from those before it.
+        """
+        began, longest = time.monotonic(), 0.0
+        for index, key in enumerate(keys, start=1):
             start = time.monotonic()
-            if self._failed or start - began + longest > seconds:
-                break
-            captured += self._capture(key) is not None
+            if self._failed or start - began + longest > most_seconds:
+                return
+            if self._capture(key) is not None:
+                log.info("captured graph %d of %d: %s", index, len(keys), key)
             longest = max(longest, time.monotonic() - start)
-        spent = time.monotonic() - began
-        log.info("captured %d of %d graphs for the new draft, in %.2f s", captured, len(missing), spent)
 
     def _captured_drafters(self) -> dict[str, CapturedDrafter]:
         """Return the loaded drafts whose passes graphs have, by name."""
@@ -633,33 +647,18 @@ class StepGraphs:
         cuts = (False, True) if self._coupled else (False,)
         return keys_of_shapes(self._rows, shapes, self._max_tokens, cuts=cuts)
 
-    def prepare(self, wanted: Iterable[TreeShape]) -> None:
-        """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
-
-        Graphs share one memory pool, so the smaller ones reuse the memory of the largest. If there are more than
-        MOST_GRAPHS keys, plain steps have priority and sampling with top-k, top-p or min-p comes last.
-        """
-        keys = [key for key in self._planned_keys(wanted) if key not in self._graphs and key not in self._refused]
-        room = max(MOST_GRAPHS - len(self._graphs), 0)
-        if len(keys) > room:
-            log.warning("%d graphs are beyond %d and will not be captured", len(keys) - room, MOST_GRAPHS)
-        chosen = sorted(keys[:room], key=lambda key: (key.tokens, key), reverse=True)
-        for index, key in enumerate(chosen, start=1):
-            if self._failed:
-                return
-            if self._capture(key) is not None:
-                log.info("captured graph %d of %d: %s", index, len(chosen), key)
-
     def plan(self, rows: Sequence[Row]) -> ReadyStep | None:
         """Return the graph that runs the decoding rows of a step. Return None and count the reason if there is none.
 
         A graph that is needed often is captured here.
         """
         ready = self._ready(rows)
-        if isinstance(ready, EagerReason):
-            self._count_eager(ready)
-            return None
-        return ready
+        if not isinstance(ready, EagerReason):
+            return ready
+        if ready not in self.eager:
+            log.info("a step runs without a graph: %s", ready)
+        self.eager[ready] += 1
+        return None
 
     def replay(
         self,
@@ -690,9 +689,21 @@ class StepGraphs:
         self.replayed += 1
         if plan.outside is not None:
             self.outside[plan.outside] += 1
+        # The results are copied before the next replay overwrites the static tensors.
+        step, count = ready.graph.step, len(rows)
         own_ranks = proposals.own_ranks or self._own_ranks(ready.graph, rows)
-        queued = self._replayed(ready.graph, rows, ranked=ranked)
-        return replace(queued, own_ranks=own_ranks, draft_seconds=proposals.seconds or queued.draft_seconds)
+        output_logprobs = step.logprobs.queue_read(rows) if step.logprobs is not None else None
+        results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
+        (out, *more), host_copy = to_host(results, overwritten=True)
+        return QueuedRows(
+            rows=rows,
+            outcome_BC=out[:count],
+            ranked_BNK=more[0][:count] if more else None,
+            host_copy=host_copy,
+            output_logprobs=output_logprobs,
+            own_ranks=own_ranks,
+            draft_seconds=proposals.seconds or self._draft_seconds(ready.graph),
+        )
 
     def replay_drafts(self, ready: ReadyStep, rows: tuple[Row, ...], masks: HostMasks) -> Proposals:
         """Queue the draft passes of a step by their own graph, before the one that verifies.
@@ -817,22 +828,6 @@ class StepGraphs:
             self._mask_table = MaskTable(self._max_tokens + 1, self._target.vocab_size, device)
         return self._mask_table
 
-    def _replayed(self, graph: Graph, rows: tuple[Row, ...], *, ranked: bool) -> QueuedRows:
-        """Queue the copies of the results to the host, before the next replay overwrites the static tensors."""
-        step, count = graph.step, len(rows)
-        output_logprobs = step.logprobs.queue_read(rows) if step.logprobs is not None else None
-        results = (step.out, step.ranked_BNK) if ranked and step.ranked_BNK is not None else (step.out,)
-        (out, *more), host_copy = to_host(results, overwritten=True)
-        ranked_BNK = more[0][:count] if more else None
-        return QueuedRows(
-            rows=rows,
-            outcome_BC=out[:count],
-            ranked_BNK=ranked_BNK,
-            host_copy=host_copy,
-            output_logprobs=output_logprobs,
-            draft_seconds=self._draft_seconds(graph),
-        )
-
     def _draft_seconds(self, graph: Graph) -> float:
         """Return the measured time of the step minus that of a plain step with as many rows, in seconds.
 
@@ -845,7 +840,7 @@ class StepGraphs:
         plain_seconds = plain.captured.seconds if plain is not None else 0.0
         return max(graph.captured.seconds - plain_seconds, 0.0)
 
-    def _count_eager(self, reason: EagerReason) -> None:
-        if reason not in self.eager:
-            log.info("a step runs without a graph: %s", reason)
-        self.eager[reason] += 1
+
+def _size_order(key: GraphKey) -> tuple[int, GraphKey]:
+    """Return the key by which graphs are ordered by their size."""
+    return key.tokens, key

@@ -14,9 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
@@ -39,7 +37,7 @@ from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failu
 from specdecode_worker.engine.captured_step import Proposals, UncapturedStep
 from specdecode_worker.engine.cuda_graphs import ReadyStep, StepGraphs
 from specdecode_worker.engine.remote_prefill import BlockExchange
-from specdecode_worker.engine.scheduler import Deadlines, GrammarQueue, Scheduler
+from specdecode_worker.engine.scheduler import Counters, Deadlines, GrammarQueue, Scheduler
 from specdecode_worker.engine.stats import (
     PhaseTimer,
     RowResult,
@@ -50,7 +48,6 @@ from specdecode_worker.engine.stats import (
     build_report,
     step_size_of,
 )
-from specdecode_worker.engine.step_tables import HostMasks
 from specdecode_worker.engine.target import (
     LaunchedStep,
     QueuedRows,
@@ -65,31 +62,35 @@ from specdecode_worker.engine.target import (
 from specdecode_worker.engine.transfer import Refused
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.sampling.sampler import TokenMasks
-from specdecode_worker.sampling.trees import Forest
+from specdecode_worker.sampling.sampler import HostMasks, TokenMasks
 from specdecode_worker.stages import start_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParts:
+    """Components of an engine, built by ``factory.assemble``."""
+
+    scheduler: Scheduler
+    target: Target
+    drafts: DraftRegistry
+    state: DeviceState
+    shape_selector: ShapeSelector
+    coupled: bool = True
+    """The sampler is ``coupled``, else ``mss``."""
+    graphs: StepGraphs | None = None
+    """Captured CUDA graphs; without them no step is captured."""
+    grammars: GrammarCompiler | None = None
+    exchange: BlockExchange | None = None
+    """Exchange of cache blocks with other workers; None without one."""
 
 
 class StepLauncher:
     """Launcher of steps: turns the rows of a batch into a queued step. It keeps no state of requests."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafts: DraftRegistry,
-        state: DeviceState,
-        phases: PhaseTimer,
-        graphs: StepGraphs | None = None,
-        *,
-        coupled: bool = True,
-    ) -> None:
-        """Connect the parts.
-
-        ``graphs`` holds captured CUDA graphs; without it no step is captured. ``coupled`` is False for the sampler
-        ``mss``.
-        """
-        self._target, self._drafts, self._state = target, drafts, state
-        self._phases, self._graphs, self._coupled = phases, graphs, coupled
+    def __init__(self, parts: EngineParts, phases: PhaseTimer) -> None:
+        """Connect the parts of the engine, whose steps are timed by ``phases``."""
+        self._target, self._drafts, self._state = parts.target, parts.drafts, parts.state
+        self._phases, self._graphs, self._coupled = phases, parts.graphs, parts.coupled
         self.synthetic = Synthetic()
 
     def launch(
@@ -163,7 +164,7 @@ class StepLauncher:
         self._write_given_tokens(rows)
         proposed = self._drafts.proposals.propose(rows, step.forest, step.sampler)
         own = proposed.own.on_host() if proposed.own is not None else None
-        masks = None if step.masks is None else _verified_masks(step.masks, step.forest)
+        masks = None if step.masks is None else _verified_masks(step.masks)
         return Proposals(proposed.ranked_BNK, own, masks)
 
     def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> Proposals:
@@ -172,14 +173,13 @@ class StepLauncher:
         The drafts propose under the masks of the roots alone.
         """
         assert self._graphs is not None, "a planned step has graphs"
-        step = self._step_of(rows)
-        masks, forest = step.masks, step.forest
+        masks = self._step_of(rows).masks
         assert masks is not None, "a row has a grammar"
         self._write_given_tokens(rows)
         proposals = Proposals()
         if ready.drafts is not None:
-            proposals = self._graphs.replay_drafts(ready, rows, _packed_masks(*masks.of_roots(), forest))
-        return replace(proposals, masks=_verified_masks(masks, forest))
+            proposals = self._graphs.replay_drafts(ready, rows, masks.of_roots())
+        return replace(proposals, masks=_verified_masks(masks))
 
     def _run(
         self, rows: tuple[Row, ...], choice: Choice, depth_limits: tuple[int, ...], *, draft_prefill: bool
@@ -203,8 +203,6 @@ class StepLauncher:
         phases.lap("verify")
         out, output_logprobs, results = None, None, []
         if step is not None:
-            if step.masks is not None:
-                step.masks.prepare()
             out = step.verify(target_pass, logits_RV, ranked_BNK)
             output_logprobs = gather_output_logprobs(emitting, step.forest, logits_RV, out)
             results = [out] if ranked_BNK is None or not choice.shadow_passes else [out, ranked_BNK]
@@ -235,53 +233,26 @@ class StepLauncher:
     def _step_of(self, rows: Sequence[Row], depth_limits: Sequence[int] | None = None) -> UncapturedStep:
         return UncapturedStep(rows, self._target, self._state, coupled=self._coupled, depth_limits=depth_limits)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._state.length_S.device
-
     def _write_given_tokens(self, emitting: Sequence[Row]) -> None:
         """Write the tokens of trees that are not drafted behind the roots of their rows."""
-        tokens_SP, length_S = self._state.tokens_SP, self._state.length_S
+        tokens_SP, length_S, device = self._state.tokens_SP, self._state.length_S, self._state.length_S.device
         for row in emitting:
             if tokens := given_tokens(row.request, row.tree):
                 slot = row.request.slot
-                index_N = length_S[slot] + 1 + torch.arange(len(tokens), device=self._device)
-                tokens_SP[slot, index_N] = to_device(list(tokens), self._device, dtype=torch.int64)
+                index_N = length_S[slot] + 1 + torch.arange(len(tokens), device=device)
+                tokens_SP[slot, index_N] = to_device(list(tokens), device, dtype=torch.int64)
 
 
-def _verified_masks(masks: TokenMasks, forest: Forest) -> HostMasks:
+def _verified_masks(masks: TokenMasks) -> HostMasks:
     """Wait for the drafted tokens of rows with a grammar, and return the masks of all verified nodes."""
     masks.load_tokens()
-    return _packed_masks(*masks.verified(), forest)
-
-
-def _packed_masks(rows_BN: NDArray[np.int64], table_NW: NDArray[np.uint32], forest: Forest) -> HostMasks:
-    """Return the masks of nodes as those of packed tokens."""
-    packed = [row for tree, nodes in zip(forest.trees, rows_BN.tolist(), strict=True) for row in nodes[: tree.verified]]
-    return HostMasks(packed, table_NW)
+    return masks.verified()
 
 
 # Engine: arrivals, steps in flight, and requests that end.
 
 WAIT_SECONDS = 0.002
 """Longest wait for a compilation or for blocks while no request runs, so that the engine still reads its messages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineParts:
-    """Components of an engine, built by ``factory.assemble``."""
-
-    scheduler: Scheduler
-    target: Target
-    drafts: DraftRegistry
-    state: DeviceState
-    shape_selector: ShapeSelector
-    coupled: bool = True
-    """The sampler is ``coupled``, else ``mss``."""
-    graphs: StepGraphs | None = None
-    grammars: GrammarCompiler | None = None
-    exchange: BlockExchange | None = None
-    """Exchange of cache blocks with other workers; None without one."""
 
 
 class Engine:
@@ -319,9 +290,7 @@ class Engine:
         self._state, self._shape_selector = parts.state, parts.shape_selector
         self._phases, self._step_timer = PhaseTimer(), StepTimer()
         self._graphs = parts.graphs
-        self._launcher = StepLauncher(
-            parts.target, parts.drafts, parts.state, self._phases, parts.graphs, coupled=parts.coupled
-        )
+        self._launcher = StepLauncher(parts, self._phases)
         self._recorder = StepRecorder(Statistics())
         self._requests: dict[str, Request] = {}
         self._deadlines = Deadlines()
@@ -329,7 +298,7 @@ class Engine:
         self._exchange = parts.exchange
         self._launched: deque[LaunchedStep] = deque()
         self._ahead = 1 if pipelined else 0
-        if self._scheduler.prefix_caching:
+        if self._scheduler.reuse.enabled:
             self._state.allocate_block_states(self._scheduler.blocks)
 
     @property
@@ -453,7 +422,7 @@ class Engine:
         self._drafts.replace(name, loaded, self._requests.values(), states)
         if self._graphs is not None:
             self._graphs.swap_draft(name, self._planned_shapes(), states_changed=states is not None)
-        self._scheduler.forget_draft(before, states=self._drafts.reads != reads)
+        self._scheduler.reuse.forget(before, states=self._drafts.reads != reads)
         self._shape_selector.set_draft_hash(self._drafts.state().hash)
         return collected
 
@@ -497,7 +466,7 @@ class Engine:
         """Reset the statistics of requests and keep the measured step costs. The engine must be idle."""
         assert self.idle, "requests are under way"
         self._recorder = StepRecorder(Statistics(costs=self._recorder.statistics.costs))
-        self._scheduler.reset_traffic()
+        self._scheduler.counters = Counters()
 
     def close(self) -> None:
         """End the other processes of a replica on several devices: the ranks above 0."""
@@ -535,13 +504,13 @@ class Engine:
         self._phases.start()
         self._add_request_seconds(began)
         draft_prefill = self._draft_prefill
-        self._scheduler.set_draft_prefill(draft_prefill)
+        self._scheduler.reuse.draft_prefill = draft_prefill
         for identity in self._drafts.take_restarted(self._requests.values()):
-            self._scheduler.forget_draft(identity, states=False)
-        batch = self._scheduler.next_batch(self._select_trees)
-        if not batch.rows:
+            self._scheduler.reuse.forget(identity, states=False)
+        batch, choice = self._scheduler.next_batch(self._select_trees)
+        if not batch:
             return None
-        rows = tuple(batch.rows)
+        rows = tuple(batch)
         chunks = rows[decoding_rows(rows) :]
         if self.on_launch is not None:
             self.on_launch(len(rows), sum(row.count for row in chunks))
@@ -550,12 +519,12 @@ class Engine:
                 self._recorder.record_admission(row.request, began)
                 if self._drafts.tasks.name(row.request.submit.task) == DEFAULT_DRAFT:
                     self._recorder.admit_to_block(row.request)
-        launched = self._launcher.launch(rows, batch.choice, began_seconds=began, draft_prefill=draft_prefill)
+        launched = self._launcher.launch(rows, choice, began_seconds=began, draft_prefill=draft_prefill)
         for row in rows:
             request = row.request
             request.record_launch(row.max_committed, drafts_follow=row.is_chunk and draft_prefill)
         for row in chunks:
-            self._scheduler.publish(row.request, row.start + row.count)
+            self._scheduler.reuse.publish(row.request, row.start + row.count)
         return launched
 
     def collect(self, step: LaunchedStep) -> list[Tokens]:
@@ -624,7 +593,7 @@ class Engine:
             request.draft_tokens += row.tree.verified - 1
             request.accepted += len(read.tokens) - 1
         taken = request.append_output(read.tokens)
-        self._scheduler.publish(request, min(request.cached, len(request.tokens)))
+        self._scheduler.reuse.publish(request, min(request.cached, len(request.tokens)))
         self._recorder.record_row(row, read, taken, now)
         if read.credits:
             self._drafts.proposals.record_credit(request, read.credits)
@@ -734,10 +703,10 @@ class Engine:
 
     def _measure(self, step: LaunchedStep, seconds: float, emitted: int) -> None:
         """Record the step time; steps without prefill also inform the guard and exploration."""
-        self._scheduler.record_step_time(step.size.prefill_tokens, seconds)
+        self._scheduler.prefill_limit.record_step(step.size.prefill_tokens, seconds)
         self._recorder.record_block_step(step.choice.concurrency, step.choice.context, seconds)
         if step.choice.counted or step.size.prefill_tokens:
-            self._recorder.record_step(step.choice.context, step.size, emitted, seconds)
+            self._recorder.statistics.costs.add(step.choice.context, step.size, emitted, seconds)
         if step.size.prefill_tokens == 0 and step.size.sequences:
             self._shape_selector.record_step(step.choice, seconds, emitted / step.size.sequences, step.shadow_seconds)
 

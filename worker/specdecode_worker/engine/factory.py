@@ -141,7 +141,7 @@ def assemble(
         ModelError: A required draft does not fit the target.
     """
     config, weight = worker.engine, target.model.embed_tokens.weight
-    length, blocks = budget.bounds.max_model_len, kv_tokens(budget) // BLOCK_SIZE + 1
+    length, blocks = budget.max_model_len, kv_tokens(budget) // BLOCK_SIZE + 1
     backend = capture_backend(weight.device) if graph_rows(config) else None
     shape = config.max_num_seqs, length, weight.dtype, weight.device
     state = DeviceState(*shape) if group is None or backend is None else LeaderState(*shape, group)
@@ -158,12 +158,23 @@ def assemble(
         host_is_current=not pipelined,
     )
     load = _placed(worker, loader, weight.device)
-    merges = worker.engine.sampler == "coupled"
-    drafts = DraftRegistry(load_drafts(worker, load), state, target.config.hidden_size, merges=merges)
-    identity = _identity(target_hash(), worker, budget)
+    coupled = config.sampler == "coupled"
+    drafts = DraftRegistry(load_drafts(worker, load), state, target.config.hidden_size, merges=coupled)
+    identity = WorkerIdentity(
+        boot_id=uuid.uuid4().hex,
+        worker=worker_name(),
+        model=worker.model.served_name,
+        target=target_hash(),
+        max_num_seqs=config.max_num_seqs,
+        memory=memory_state(budget),
+    )
     scales = target.kv_scales if config.kv_cache_dtype == "fp8" else ()
     cache = paged_cache(target.config, target.config.num_hidden_layers, blocks, weight.dtype, weight.device, scales)
     passes, captures = _passes(target, cache, state, group, backend)
+    graphs = None
+    if captures is not None:  # the graphs themselves are captured when the first plan is set
+        rows, tokens = graph_rows(config), config.max_num_batched_tokens
+        graphs = StepGraphs(passes, drafts, state, captures, rows=rows, max_tokens=tokens, coupled=coupled)
     scheduler = _scheduler(config, target.config.attention_chunk_size, blocks, identity.target, weight.device)
     exchange = BlockExchange(
         BlockParts(passes, drafts, state),
@@ -177,8 +188,8 @@ def assemble(
         drafts=drafts,
         state=state,
         shape_selector=ShapeSelector(Dispatcher(worker.deployment_uid, drafts.state().hash), drafts),
-        coupled=config.sampler == "coupled",
-        graphs=_graphs(config, passes, drafts, state, captures),
+        coupled=coupled,
+        graphs=graphs,
         grammars=_grammars(folder, target),
         exchange=exchange,
     )
@@ -253,26 +264,6 @@ def _passes(
     return leader, None if own is None else LeaderBackend(own, leader, group)
 
 
-def _graphs(
-    config: EngineConfig, target: Target, drafts: DraftRegistry, state: DeviceState, backend: CaptureBackend | None
-) -> StepGraphs | None:
-    """Return the container of CUDA graphs, or None where none are captured.
-
-    The graphs themselves are captured when the first plan is set.
-    """
-    if backend is None:
-        return None
-    return StepGraphs(
-        target,
-        drafts,
-        state,
-        backend,
-        rows=graph_rows(config),
-        max_tokens=config.max_num_batched_tokens,
-        coupled=config.sampler == "coupled",
-    )
-
-
 def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft | DraftState]:
     """Load all drafts of a worker, by name.
 
@@ -298,17 +289,6 @@ def load_drafts(worker: WorkerConfig, load: LoadDraft) -> dict[str, LoadedDraft 
             log.warning("serving plainly: %s", problem)
             drafts[name] = DraftState(name=name, uri=config.uri or "", problem=problem)
     return drafts
-
-
-def _identity(target_hash: str, worker: WorkerConfig, budget: Budget) -> WorkerIdentity:
-    return WorkerIdentity(
-        boot_id=uuid.uuid4().hex,
-        worker=worker_name(),
-        model=worker.model.served_name,
-        target=target_hash,
-        max_num_seqs=worker.engine.max_num_seqs,
-        memory=memory_state(budget),
-    )
 
 
 def device_of(name: str) -> torch.device:

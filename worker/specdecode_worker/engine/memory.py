@@ -127,30 +127,16 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bounds:
-    """User settings that affect memory, named as in ``EngineConfig``; ``max_model_len`` is the effective length."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    dtype_bytes: int
-    utilization: float
-    kv_dtype_bytes: int | None = None
-    """Bytes of a number of the target's keys and values; None for those of ``dtype_bytes``."""
-    kv_cache_tokens: int | None = None
-    prefix_caching: bool = True
-    coupled: bool = True
-    """False for a sampler that holds the probabilities of every node."""
-    graph_rows: int = 0
-    """Number of sequences of the largest CUDA graph; 0 if none are captured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """Uses of a device's memory, and what is left for keys and values. Sizes are bytes."""
 
     device: Device
-    bounds: Bounds
+    engine: EngineConfig
+    """Settings of the user that affect memory."""
+    max_model_len: int
+    """Effective length, at most the model's number of positions."""
+    dtype_bytes: int
+    """Bytes of a number of activations."""
     target: Network
     drafts: tuple[Network, ...] = ()
     aux_size: int = 0
@@ -164,17 +150,17 @@ class Budget:
     @property
     def usable(self) -> int:
         """Memory that the worker may use: the limit minus the reserve, capped at the free memory."""
-        return min(int(self.device.limit * self.bounds.utilization), self.device.free)
+        return min(int(self.device.limit * self.engine.gpu_memory_utilization), self.device.free)
 
     @property
     def reserve(self) -> int:
         """Memory that ``gpu_memory_utilization`` leaves unused."""
-        return self.device.limit - int(self.device.limit * self.bounds.utilization)
+        return self.device.limit - int(self.device.limit * self.engine.gpu_memory_utilization)
 
     @property
     def occupied(self) -> int:
         """Memory outside of the reserve that other processes use."""
-        return max(0, int(self.device.limit * self.bounds.utilization) - self.device.free)
+        return max(0, int(self.device.limit * self.engine.gpu_memory_utilization) - self.device.free)
 
     @property
     def runtime(self) -> int:
@@ -192,31 +178,30 @@ class Budget:
 
         One slot more than ``max_num_seqs`` is for padding.
         """
-        bounds = self.bounds
-        reach = bounds.max_model_len + MAX_NODES + 1
-        slots = (bounds.max_num_seqs + 1) * 8 * (reach + 1 + 1 + -(-reach // BLOCK_SIZE))
-        ring = (bounds.max_num_seqs + 1) * (STATE_RING_POSITIONS + 1) * self.aux_size * bounds.dtype_bytes
+        rows, reach = self.engine.max_num_seqs + 1, self.max_model_len + MAX_NODES + 1
+        slots = rows * 8 * (reach + 1 + 1 + -(-reach // BLOCK_SIZE))
+        ring = rows * (STATE_RING_POSITIONS + 1) * self.aux_size * self.dtype_bytes
         return slots + ring + sum(network.tables for network in (self.target, *self.drafts))
 
     @property
     def activations(self) -> int:
         """Peak activations of one step: the larger of the widest layer with its attention, and sampling."""
-        bounds, tokens = self.bounds, self.bounds.max_num_batched_tokens
-        rows = min(tokens, bounds.max_num_seqs * ROWS_PER_SEQUENCE)
-        in_registers = self.device.kind == "cuda" and bounds.coupled
+        tokens = self.engine.max_num_batched_tokens
+        rows = min(tokens, self.engine.max_num_seqs * ROWS_PER_SEQUENCE)
+        in_registers = self.device.kind == "cuda" and self.engine.sampler == "coupled"
         sampling = GPU_SAMPLING_BYTES if in_registers else SAMPLING_BYTES
-        chosen = rows * self.target.vocab_size * (sampling + bounds.dtype_bytes)
-        layer = max(tokens * bounds.dtype_bytes * _layer_width(network) for network in (self.target, *self.drafts))
-        return max(layer + self._attention, chosen) + tokens * self.aux_size * bounds.dtype_bytes
+        chosen = rows * self.target.vocab_size * (sampling + self.dtype_bytes)
+        layer = max(tokens * self.dtype_bytes * _layer_width(network) for network in (self.target, *self.drafts))
+        return max(layer + self._attention, chosen) + tokens * self.aux_size * self.dtype_bytes
 
     @property
     def _attention(self) -> int:
         """Bytes of attention without its input and output: the mask on a CPU, partial sums of tiles on a GPU."""
-        bounds, tokens, target = self.bounds, self.bounds.max_num_batched_tokens, self.target
+        engine, tokens, target = self.engine, self.engine.max_num_batched_tokens, self.target
         if self.device.kind == "cpu":
-            keys = min(bounds.max_model_len, bounds.kv_cache_tokens or bounds.max_model_len)
-            return tokens * keys * (MASK_BYTES + bounds.dtype_bytes)
-        tiles = (bounds.max_num_seqs + 1) * target.kv_heads + SPARE_PIECES
+            keys = min(self.max_model_len, engine.kv_cache_tokens or self.max_model_len)
+            return tokens * keys * (MASK_BYTES + self.dtype_bytes)
+        tiles = (engine.max_num_seqs + 1) * target.kv_heads + SPARE_PIECES
         return (tokens * target.heads + tiles * TILE_ROWS) * (target.head_dim + 1) * 4
 
     @property
@@ -229,21 +214,26 @@ class Budget:
         first one also holds its own part of the logits and the gathered parts; the others have as much room, since all
         caches are of one size. In addition, each graph has static tables and memory of the driver.
         """
-        bounds, vocab_size = self.bounds, self.target.vocab_size
-        if self.device.kind == "cpu" or not bounds.graph_rows:
+        rows, most_tokens, vocab_size = self.graph_rows, self.engine.max_num_batched_tokens, self.target.vocab_size
+        if self.device.kind == "cpu" or not rows:
             return 0
-        tokens = min(bounds.max_num_batched_tokens, bounds.graph_rows * ROWS_PER_SEQUENCE)
+        tokens = min(most_tokens, rows * ROWS_PER_SEQUENCE)
         widest = max(_layer_width(network) for network in (self.target, *self.drafts))
         logits = 2 * vocab_size
         if (ranks := self.device.count) > 1:
             logits += vocab_size + -(-vocab_size // ranks)
-        pool = tokens * bounds.dtype_bytes * (widest + logits + self.aux_size)
+        pool = tokens * self.dtype_bytes * (widest + logits + self.aux_size)
         pool += min(tokens, ADJUSTED_AT_ONCE) * vocab_size * GPU_SAMPLING_BYTES
-        pool += (bounds.graph_rows + 1) * vocab_size * COUNT_BYTES
-        if not bounds.coupled:
+        pool += (rows + 1) * vocab_size * COUNT_BYTES
+        if self.engine.sampler != "coupled":
             pool += tokens * vocab_size * SAMPLING_BYTES
-        pool += (bounds.max_num_batched_tokens + 1) * -(-vocab_size // 8)
-        return pool + MOST_GRAPHS * (GRAPH_BYTES + bounds.graph_rows * GRAPH_TABLE_BYTES)
+        pool += (most_tokens + 1) * -(-vocab_size // 8)
+        return pool + MOST_GRAPHS * (GRAPH_BYTES + rows * GRAPH_TABLE_BYTES)
+
+    @property
+    def graph_rows(self) -> int:
+        """Number of sequences of the largest CUDA graph; 0 if none are captured."""
+        return max(graph_rows(self.engine), default=0)
 
     @property
     def bytes_per_token(self) -> int:
@@ -252,8 +242,8 @@ class Budget:
 
     def kv_bytes(self, network: Network) -> int:
         """Return the bytes of one token's keys and values of a network; those of drafts are as activations."""
-        plain = self.bounds.dtype_bytes
-        return network.kv_bytes_per_token(self.bounds.kv_dtype_bytes or plain if network is self.target else plain)
+        is_fp8 = network is self.target and self.engine.kv_cache_dtype == "fp8"
+        return network.kv_bytes_per_token(1 if is_fp8 else self.dtype_bytes)
 
     @property
     def bytes_per_block(self) -> int:
@@ -261,7 +251,7 @@ class Budget:
 
         The hidden states are stored only with prefix caching.
         """
-        states = self.aux_size * self.bounds.dtype_bytes if self.bounds.prefix_caching else 0
+        states = self.aux_size * self.dtype_bytes if self.engine.enable_prefix_caching else 0
         return BLOCK_SIZE * self.bytes_per_token + states
 
     @property
@@ -282,7 +272,7 @@ class Budget:
     @property
     def min_tokens(self) -> int:
         """Minimum cache size in tokens: ``kv_cache_tokens`` if set, else one sequence of full length."""
-        return self.bounds.kv_cache_tokens or self.bounds.max_model_len + SLACK_TOKENS
+        return self.engine.kv_cache_tokens or self.max_model_len + SLACK_TOKENS
 
     @property
     def fits(self) -> bool:
@@ -292,10 +282,10 @@ class Budget:
     @property
     def max_fitting_model_len(self) -> int:
         """Largest ``max_model_len`` that fits with all other settings unchanged; 0 if none does."""
-        low, high = 0, self.bounds.max_model_len
+        low, high = 0, self.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
-            shorter = replace(self, bounds=replace(self.bounds, max_model_len=middle))
+            shorter = replace(self, max_model_len=middle)
             low, high = (middle, high) if shorter.fits else (low, middle - 1)
         return low if low >= BLOCK_SIZE else 0
 
@@ -305,7 +295,7 @@ class Budget:
         if not self.fits:
             return 0
         held = kv_tokens(self)
-        return min(self.bounds.max_num_seqs, held // min(held, self.bounds.max_model_len + SLACK_TOKENS))
+        return min(self.engine.max_num_seqs, held // min(held, self.max_model_len + SLACK_TOKENS))
 
 
 def kv_tokens(budget: Budget) -> int:
@@ -314,10 +304,9 @@ def kv_tokens(budget: Budget) -> int:
     This is ``kv_cache_tokens`` if set, else all memory that is left. On a CPU it is capped at the need of a full
     batch of sequences of full length, since the machine's memory has other uses.
     """
-    bounds = budget.bounds
-    if bounds.kv_cache_tokens:
-        return _whole(bounds.kv_cache_tokens)
-    ever = _whole(bounds.max_num_seqs * (bounds.max_model_len + SLACK_TOKENS))
+    if budget.engine.kv_cache_tokens:
+        return _whole(budget.engine.kv_cache_tokens)
+    ever = _whole(budget.engine.max_num_seqs * (budget.max_model_len + SLACK_TOKENS))
     return min(budget.room_tokens, ever) if budget.device.kind == "cpu" else budget.room_tokens
 
 
@@ -459,16 +448,17 @@ def take_inventory(
         raise ModelError(
             f"{folder}: a scale of keys or values is not one positive number a layer; leave kv_cache_dtype auto"
         )
+    positions = target.config.max_position_embeddings
     part = target if ranks == 1 else split_network(target, Shard(0, ranks))
-    drafts = _drafts(config, resolve, target, folder)
-    models = [(name, one, draft) for name, one, draft in drafts if not isinstance(one, DraftMismatch)]
-    misfits = [one for _, one, _ in drafts if isinstance(one, DraftMismatch)]
+    models, misfits = _drafts(config, resolve, target, folder)
     own = [model for _, model, draft in models if draft.placement == "own"]
     # The processes of drafts on a CPU share its memory with the target.
     here = [one for one in models if device.type == "cpu" or one[2].placement == "shared"]
     budget = Budget(
         device=memory or device_memory(device, ranks),
-        bounds=bounds_of(config, target.config.max_position_embeddings),
+        engine=config.engine,
+        max_model_len=min(config.model.max_model_len or positions, positions),
+        dtype_bytes=dtype.itemsize,
         target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
         drafts=tuple(network_of(name, model, dtype, device, draft.quantization) for name, model, draft in here),
         aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, CausalLM)).width(
@@ -478,24 +468,16 @@ def take_inventory(
     )
     return Inventory(
         budget=budget,
-        draft_problem="; ".join(misfit.problem for misfit in misfits) or None,
-        draft_required=any(misfit.required for misfit in misfits),
+        draft_problem="; ".join(problem for problem, _ in misfits) or None,
+        draft_required=any(draft.required for _, draft in misfits),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DraftMismatch:
-    """Draft that does not fit the target, with the reason."""
-
-    problem: str
-    required: bool
 
 
 def _drafts(
     config: WorkerConfig, resolve: Resolve, target: CausalLM, folder: Path
-) -> list[tuple[str, Draft | DraftMismatch, DraftConfig]]:
-    """Return (name, network or misfit, configuration) of every configured draft that has weights."""
-    drafts: list[tuple[str, Draft | DraftMismatch, DraftConfig]] = []
+) -> tuple[list[tuple[str, Draft, DraftConfig]], list[tuple[str, DraftConfig]]]:
+    """Return (name, network, configuration) of every draft with weights, and (problem, configuration) of misfits."""
+    models, misfits = [], []
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None:
             continue
@@ -503,12 +485,11 @@ def _drafts(
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
-            drafts.append((name, model, draft))
+            models.append((name, model, draft))
         except BaseException as error:  # a panic of a Rust library is not an Exception
             reason = describe_failure(error, where)
-            problem = reason if name == "draft" else f"{name}: {reason}"
-            drafts.append((name, DraftMismatch(problem, draft.required), draft))
-    return drafts
+            misfits.append((reason if name == "draft" else f"{name}: {reason}", draft))
+    return models, misfits
 
 
 def _process_bytes(draft: Draft, target: CausalLM, dtype: torch.dtype) -> int:
@@ -531,23 +512,6 @@ def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
             f"{draft.uri}: a head of method {draft.method} makes logits with the target's matrix, which is split over"
             f" {ranks} devices; take an eagle3 head, or one device"
         )
-
-
-def bounds_of(config: WorkerConfig, positions: int) -> Bounds:
-    """Return the bounds of the configuration. ``positions`` is the model's maximum number of positions."""
-    engine = config.engine
-    return Bounds(
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_model_len=min(config.model.max_model_len or positions, positions),
-        dtype_bytes=getattr(torch, config.model.dtype).itemsize,
-        utilization=engine.gpu_memory_utilization,
-        kv_dtype_bytes=1 if engine.kv_cache_dtype == "fp8" else None,
-        kv_cache_tokens=engine.kv_cache_tokens,
-        prefix_caching=engine.enable_prefix_caching,
-        coupled=engine.sampler == "coupled",
-        graph_rows=max(graph_rows(engine), default=0),
-    )
 
 
 def graph_rows(engine: EngineConfig) -> tuple[int, ...]:
@@ -642,7 +606,7 @@ def make_verdict(inventory: Inventory) -> CheckVerdict:
         arithmetic=tuple(arithmetic(budget)),
         memory=memory_state(budget),
         kv_tokens=kv_tokens(budget) if budget.fits else budget.room_tokens,
-        max_model_len=budget.bounds.max_model_len,
+        max_model_len=budget.max_model_len,
         sequences=budget.sequences,
         draft_problem=inventory.draft_problem and inventory.draft_problem[:1000],
         warnings=tuple(warnings(budget)[:MAX_WARNINGS]),
@@ -680,37 +644,37 @@ def arithmetic(budget: Budget) -> list[str]:
     lines.append(_line("= for keys and values", budget.kv_bytes_left))
     lines.append(f"{'/ bytes per block of 16 tokens ' + _per_token(budget):62}{budget.bytes_per_block:>13,} B")
     lines.append(f"{'= tokens of keys and values that there is room for':62}{budget.room_tokens:>13,}")
-    length = budget.bounds.max_model_len
+    length = budget.max_model_len
     lines.append(f"{f'  one sequence of {length:,} tokens needs':62}{length + SLACK_TOKENS:>13,}")
     return lines
 
 
 def shortfall(budget: Budget) -> str:
     """Return one sentence on what does not fit."""
-    what, bounds = budget.device.source, budget.bounds
+    what, asked = budget.device.source, budget.engine.kv_cache_tokens
     if budget.kv_bytes_left <= 0:
         short = _gib(-budget.kv_bytes_left)
         return f"the {what} of {_gib(budget.device.limit)} leaves no room for keys and values: {short} short"
     room = f"the {what} of {_gib(budget.device.limit)} leaves room for {budget.room_tokens:,} tokens of keys and values"
-    if bounds.kv_cache_tokens:
-        return f"{room}, kv_cache_tokens asks for {bounds.kv_cache_tokens:,}"
-    return f"{room}, one sequence of max_model_len {bounds.max_model_len:,} needs {budget.min_tokens:,}"
+    if asked:
+        return f"{room}, kv_cache_tokens asks for {asked:,}"
+    return f"{room}, one sequence of max_model_len {budget.max_model_len:,} needs {budget.min_tokens:,}"
 
 
 def remedies(budget: Budget) -> str:
     """Return the changes that a user can make, the least costly first, named as in flags and the resource."""
-    bounds, changes = budget.bounds, []
-    if bounds.kv_cache_tokens and budget.room_tokens:
+    engine, changes = budget.engine, []
+    if engine.kv_cache_tokens and budget.room_tokens:
         changes.append(f"set kv_cache_tokens to at most {budget.room_tokens}")
     elif budget.max_fitting_model_len:
         changes.append(f"set max_model_len to at most {budget.max_fitting_model_len}")
     if budget.occupied:
         changes.append(f"free the {_gib(budget.occupied)} that others use")
-    if bounds.max_num_seqs > 1:
-        changes.append(f"lower max_num_seqs ({bounds.max_num_seqs})")
+    if engine.max_num_seqs > 1:
+        changes.append(f"lower max_num_seqs ({engine.max_num_seqs})")
     if budget.drafts:
         changes.append(f"serve without the draft ({_gib(budget.draft_weights)})")
-    if bounds.dtype_bytes > 2:
+    if budget.dtype_bytes > 2:
         changes.append("set dtype to bfloat16")
     changes.append("give it more memory" if budget.device.kind == "cpu" else "take a larger GPU, or more of them")
     return ", or ".join(changes)
@@ -738,17 +702,17 @@ def warnings(budget: Budget) -> list[str]:
 
 def _terms(budget: Budget) -> list[tuple[str, int]]:
     """Return the (name, bytes) of everything that is subtracted from the limit."""
-    reserve = f"reserve of {1 - budget.bounds.utilization:.0%}"
+    reserve = f"reserve of {1 - budget.engine.gpu_memory_utilization:.0%}"
     terms = [(reserve, budget.reserve)]
     if budget.occupied:
         terms.append(("in use by others", budget.occupied))
     terms.append(("Python and torch" if budget.device.kind == "cpu" else "CUDA context", budget.runtime))
     terms.append((_shared("weights of the target", budget.device.count), budget.target.weights))
     terms += [(f"weights of the {draft.name}", draft.weights) for draft in budget.drafts]
-    terms.append((f"tables and state of {budget.bounds.max_num_seqs} sequences", budget.state))
-    terms.append((f"activations of a step of {budget.bounds.max_num_batched_tokens} tokens", budget.activations))
+    terms.append((f"tables and state of {budget.engine.max_num_seqs} sequences", budget.state))
+    terms.append((f"activations of a step of {budget.engine.max_num_batched_tokens} tokens", budget.activations))
     if budget.device.kind == "cuda":
-        captured = f"of up to {budget.bounds.graph_rows} sequences" if budget.graphs else "(none are captured)"
+        captured = f"of up to {budget.graph_rows} sequences" if budget.graphs else "(none are captured)"
         terms.append((f"CUDA graphs {captured}", budget.graphs))
     return terms
 
@@ -789,9 +753,7 @@ class CheckedDraftLoader:
         Raises:
             ModelError: The draft does not fit the target, or not into memory together with the running draft.
         """
-        if config.uri is None:
-            return self.loader(config, name)
-        if self.loader.leaves_memory_of_target(config):
+        if config.uri is None or self.loader.leaves_memory_of_target(config):
             return self.loader(config, name)
         expect_own_logits(config, self.ranks)
         process = DRAFT_PROCESS_BYTES if config.placement == "own" else 0

@@ -26,7 +26,7 @@ import msgspec
 import zmq
 
 from specdecode_worker.contract import Plan, SyntheticKnobs, WorkerConfig
-from specdecode_worker.core.errors import RankLost, is_sticky_device_error
+from specdecode_worker.core.errors import crash_reason, is_sticky_device_error
 from specdecode_worker.core.messages import (
     Abort,
     Crashed,
@@ -119,11 +119,6 @@ class EnginePort:
     def close(self) -> None:
         """Close the socket; unsent messages have one second to leave."""
         self._socket.close()
-
-    def flush_and_close(self) -> None:
-        """Close the socket and wait until the messages have left, for at most one second."""
-        self.close()
-        zmq.Context.instance().term()
 
 
 # Stacks of the engine's threads, written by the engine at a signal, also while its Python code does not run.
@@ -249,51 +244,38 @@ class HeartbeatWriter:
     """Writer of the heartbeat in the engine process."""
 
     def __init__(self, block: HeartbeatBlock, clock: Callable[[], float] = time.monotonic) -> None:
-        self._block, self._clock = block, clock
-        self._phase, self._phase_began_seconds = Phase.LOADING, clock()
-        self._step = self._rows = self._prefill_tokens = 0
-        self._longest_step_seconds = 0.0
-        self._write(self._phase_began_seconds)
+        self._block, self._clock, now = block, clock, clock()
+        self._write(Heartbeat(Phase.LOADING, now, now, 0, 0, 0, 0.0))
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase, or beat if it has begun already. The end of a step updates the longest step."""
-        now = self._clock()
-        if self._phase is Phase.STEP:
-            self._longest_step_seconds = max(self._longest_step_seconds, now - self._phase_began_seconds)
-        if phase is not self._phase or phase is Phase.STEP:
-            self._phase, self._phase_began_seconds = phase, now
+        now, beat = self._clock(), self._beat
+        began, longest = beat.phase_began_seconds, beat.longest_step_seconds
+        if beat.phase is Phase.STEP:
+            longest = max(longest, now - began)
         if phase is Phase.STEP:
-            self._step += 1
-            self._rows = self._prefill_tokens = 0
-        self._write(now)
+            self._write(Heartbeat(phase, now, now, beat.step + 1, 0, 0, longest))
+        else:
+            began = now if phase is not beat.phase else began
+            self._write(Heartbeat(phase, began, now, beat.step, beat.rows, beat.prefill_tokens, longest))
 
     def record_launch(self, rows: int, prefill_tokens: int) -> None:
         """Beat with the size of the step that is launched now, in any phase."""
-        self._rows, self._prefill_tokens = rows, prefill_tokens
-        self._write(self._clock())
+        self._write(self._beat._replace(beat_seconds=self._clock(), rows=rows, prefill_tokens=prefill_tokens))
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Run a block in this phase and return to the previous one, whose time then begins again."""
-        before = self._phase
+        before = self._beat.phase
         self.enter(phase)
         try:
             yield
         finally:
             self.enter(before if before is not Phase.STEP else Phase.IDLE)
 
-    def _write(self, now: float) -> None:
-        self._block.write(
-            Heartbeat(
-                self._phase,
-                self._phase_began_seconds,
-                now,
-                self._step,
-                self._rows,
-                self._prefill_tokens,
-                self._longest_step_seconds,
-            )
-        )
+    def _write(self, beat: Heartbeat) -> None:
+        self._beat = beat
+        self._block.write(beat)
 
 
 # Policy of the engine watchdog: whether an engine makes progress, is suspect or hangs, by its heartbeat.
@@ -354,15 +336,11 @@ def bound_seconds(beat: Heartbeat, step_timeout_seconds: float) -> float | None:
         LONGEST_STEP_FACTOR * beat.longest_step_seconds,
         SECONDS_PER_PREFILL_TOKEN * beat.prefill_tokens,
     )
-    match beat.phase:
-        case Phase.LOADING:
-            return None
-        case Phase.STEP:
-            return step_seconds
-        case Phase.IDLE:
-            return step_timeout_seconds
-        case phase:
-            return max(PHASE_SECONDS[phase], step_seconds)
+    if beat.phase is Phase.LOADING:
+        return None
+    if beat.phase is Phase.IDLE:
+        return step_timeout_seconds
+    return max(PHASE_SECONDS.get(beat.phase, 0.0), step_seconds)
 
 
 class EngineWatchdog:
@@ -569,8 +547,9 @@ def main(
     except Exception as error:
         if isinstance(error, CannotServe):
             write_termination_message(error.verdict.model_dump_json())
-        port.send([Crashed(_crash_reason(error))])
-        port.flush_and_close()
+        port.send([Crashed(crash_reason(error))])
+        port.close()
+        zmq.Context.instance().term()  # waits until the message has left, for at most one second
         _exit_after_crash(at_once=is_sticky_device_error(error))
     port.close()
 
@@ -611,17 +590,6 @@ def _exit_now() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
-
-
-def _crash_reason(error: Exception) -> str:
-    """Return the reason of a crash.
-
-    A ModelError or RankLost explains itself; any other error is a bug, so its traceback is logged.
-    """
-    if isinstance(error, ModelError | RankLost):
-        return str(error)
-    traceback.print_exc()
-    return f"{type(error).__name__}: {error}"
 
 
 def _build(config: WorkerConfig) -> tuple[Engine, Loaded]:

@@ -234,7 +234,7 @@ class BlockExchange:
         self._wake, self._opened = notify, True
         if address is not None:
             self.server = BlockServer(address, self._access, most_tokens, notify)
-            self.server.load = 0, self._scheduler.token_seconds
+            self.server.load = 0, self._scheduler.prefill_limit.token_seconds
 
     @property
     def busy(self) -> bool:
@@ -265,8 +265,8 @@ class BlockExchange:
         if not self._parts.are_whole(request):
             return False
         first, end = self._scheduler.missing_blocks(request)
-        scheduler, count = self._scheduler, end - first
-        local = scheduler.token_seconds * count * BLOCK_SIZE
+        scheduler, count, limit = self._scheduler, end - first, self._scheduler.prefill_limit
+        local = limit.token_seconds * count * BLOCK_SIZE
         peer = _Peer(source) if source else self._peer(request, now)
         if not local or peer is None:
             return False
@@ -276,7 +276,7 @@ class BlockExchange:
         sizes = self._parts.sizes(request, draft=draft)
         tokens, nbytes = 0 if source else end * BLOCK_SIZE, count * sum(sizes.values())
         gain = local * (1 + len(scheduler.running) + len(scheduler.waiting))
-        if gain <= peer.seconds(tokens, nbytes, scheduler.token_seconds):
+        if gain <= peer.seconds(tokens, nbytes, limit.token_seconds):
             return False
 
         def consider(load: Welcome, latency: float) -> float:
@@ -284,7 +284,7 @@ class BlockExchange:
             if not is_forgotten:  # else what it measured last may be as old
                 peer.token_seconds = load.token_seconds or peer.token_seconds
             queued = 0 if source else load.queued_tokens
-            expected = peer.seconds(tokens + queued, nbytes, scheduler.token_seconds)
+            expected = peer.seconds(tokens + queued, nbytes, limit.token_seconds)
             return PATIENCE * expected + PATIENCE_SECONDS if gain > expected else 0.0
 
         want = Want(
@@ -434,7 +434,7 @@ class BlockExchange:
                 del self._exports[key]
                 export.outgoing.finish(AllSent())
         if self.server is not None:
-            self.server.load = self._scheduler.queued_prompt_tokens, self._scheduler.token_seconds
+            self.server.load = self._scheduler.queued_prompt_tokens, self._scheduler.prefill_limit.token_seconds
         return abandoned
 
     def _send(self, export: _Export, *, alive: bool) -> bool:

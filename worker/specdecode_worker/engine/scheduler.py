@@ -22,7 +22,7 @@ from specdecode_worker.core.kv_cache import (
     salted_root,
 )
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.core.request import Batch, Request, Row, Selection, blocked_tokens
+from specdecode_worker.core.request import Choice, Request, Row, Selection, blocked_tokens
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.guided.guide import GrammarRefused, Guide, library_message
 from specdecode_worker.sampling.trees import PLAIN, Tree
@@ -73,9 +73,8 @@ class _KnownHit:
     """
 
     hit: CachedPrefix
-    tokens: int
-    draft: str
-    draft_prefill: bool
+    asked: tuple[int, str, bool]
+    """Number of tokens, draft, and whether drafts process prompts."""
     watched: frozenset[bytes]
     version: int
 
@@ -88,10 +87,10 @@ class PrefixReuse:
         self.enabled = enabled
         self._pool, self._index = pool, pool.prefixes
         self.draft_prefill = False
-        """True if drafts process prompts.
+        """True if drafts process the prompts of the next batches.
 
-        If they do, prefixes that were cached while no draft ran are computed once more; otherwise the draft could never
-        see these prefixes.
+        If they do, only cached prefixes that a draft has processed too are reused, and those that were cached while no
+        draft ran are computed once more; otherwise the draft could never see these prefixes.
         """
         self._root = root_digest(salt)
         self._filling: set[bytes] = set()
@@ -116,22 +115,23 @@ class PrefixReuse:
         version, hit = self._index.version, self.find(request)
         most = self._max_reusable_blocks(request)
         watched = frozenset(request.digests[: min(hit.indexed + 1, most)])
-        draft, prefill = request.draft.draft, self.draft_prefill
-        self._known[request] = _KnownHit(hit, len(request.tokens), draft, prefill, watched, version)
+        self._known[request] = _KnownHit(hit, self._asked(request), watched, version)
         if len(self._known) > 2:
             del self._known[next(iter(self._known))]
         return hit
 
     def _is_current(self, request: Request, known: _KnownHit) -> bool:
         """Return whether a search would return the same hit once more."""
-        before = known.tokens, known.draft, known.draft_prefill
-        if before != (len(request.tokens), request.draft.draft, self.draft_prefill):
+        if known.asked != self._asked(request):
             return False
         changes = self._index.changes_since(known.version)
         if changes is None or not known.watched.isdisjoint(changes):
             return False
         known.version = self._index.version
         return True
+
+    def _asked(self, request: Request) -> tuple[int, str, bool]:
+        return len(request.tokens), request.draft.draft, self.draft_prefill
 
     def find(self, request: Request) -> CachedPrefix:
         """Return the cached prefix of a request, which ends before the block with the last token to prefill."""
@@ -165,7 +165,10 @@ class PrefixReuse:
             self._filling.update(self.digests(request, whole)[start // BLOCK_SIZE : whole])
 
     def publish(self, request: Request, end: int) -> None:
-        """Register the full blocks of the first ``end`` tokens and mark those with valid keys of the draft."""
+        """Register the full blocks of the first ``end`` tokens and mark those with valid keys of the draft.
+
+        These tokens must be final, and the step that writes their keys must have been launched.
+        """
         if not self.enabled:
             return
         whole = end // BLOCK_SIZE
@@ -231,7 +234,12 @@ class PrefixReuse:
         return dict(zip(missing, blocks, strict=True))
 
     def forget(self, identity: str, *, states: bool) -> None:
-        """Invalidate the cached keys of a draft and, with ``states``, the stored hidden states of the target."""
+        """Invalidate the cached keys of a draft and, with ``states``, the stored hidden states of the target.
+
+        Args:
+            identity: Hash of the draft.
+            states: Also invalidate the cached hidden states of the target that drafts read.
+        """
         self._index.forget_marks(identity)
         if states:
             self._index.forget_marks(_STATES)
@@ -520,7 +528,8 @@ class GrammarQueue:
         """Create an empty queue. Without a compiler no request may have a grammar."""
         self._compiler, self._eos_token_ids = compiler, eos_token_ids
         self._waiting: dict[str, tuple[Request, Future[Guide]]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        """Executor that starts its thread for the first request."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -537,8 +546,6 @@ class GrammarQueue:
         compiler, sampling = self._compiler, request.submit.sampling
         if compiler is None:
             raise ValueError("this engine has no tokenizer, so answers cannot follow a grammar")
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         blocked = blocked_tokens(request.submit, self._eos_token_ids)
 
         def compile_grammar() -> Guide:
@@ -580,8 +587,7 @@ class GrammarQueue:
 
     def close(self) -> None:
         """End the thread."""
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 # Scheduler of the next step: continuous batching with chunked prefill, first come first served.
@@ -658,7 +664,7 @@ class Scheduler:
         self.counters = Counters()
         self._limits = limits
         self._prompt_share = max(limits.max_num_batched_tokens // PROMPT_SHARE, 1)
-        self._prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share, timed=timed)
+        self.prefill_limit = PrefillLimit(limits.max_num_batched_tokens, self._prompt_share, timed=timed)
         self._pool = pool
         self.reuse = PrefixReuse(pool, enabled=prefix_caching, salt=salt)
         self._slots = list(range(limits.max_num_seqs))[::-1]
@@ -669,11 +675,6 @@ class Scheduler:
     def idle(self) -> bool:
         """True if no request waits or runs."""
         return not self.waiting and not self.running
-
-    @property
-    def prefix_caching(self) -> bool:
-        """True if cached blocks of equal prefixes are reused."""
-        return self.reuse.enabled
 
     @property
     def blocks(self) -> int:
@@ -694,11 +695,6 @@ class Scheduler:
     def kv_tokens_cached(self) -> int:
         """Tokens of the blocks without an owner that are kept for prefix reuse."""
         return self._pool.cached * BLOCK_SIZE
-
-    @property
-    def token_seconds(self) -> float:
-        """Time that one prompt token takes, as measured last; 0 without a measurement."""
-        return self._prefill_limit.token_seconds
 
     @property
     def queued_prompt_tokens(self) -> int:
@@ -722,10 +718,11 @@ class Scheduler:
         request.order = self._arrivals
         self._enqueue(request)
 
-    def next_batch(self, dispatch: Dispatch) -> Batch:
-        """Return the next batch. It has no rows if no request can run, e.g. before a step in flight is collected.
+    def next_batch(self, dispatch: Dispatch) -> tuple[list[Row], Choice]:
+        """Return the rows of the next batch, and the choice of shapes for those that decode.
 
-        Admits waiting requests, takes cache blocks and may preempt requests.
+        There are no rows if no request can run, e.g. before a step in flight is collected. The choice is empty if no
+        request decodes. Admits waiting requests, takes cache blocks and may preempt requests.
 
         Args:
             dispatch: Selects the draft trees of the decoding requests.
@@ -741,38 +738,7 @@ class Scheduler:
         self._prefill(prompts, budget - sum([row.count for row in rows]), rows)
         if len(rows) > decoding:
             rows.sort(key=lambda row: (not row.emits, row.is_chunk))
-        return Batch(rows, selection.choice)
-
-    def set_draft_prefill(self, draft_prefill: bool) -> None:
-        """Set whether drafts process the prompts of the next batches.
-
-        If they do, only cached prefixes that a draft has processed too are reused.
-        """
-        self.reuse.draft_prefill = draft_prefill
-
-    def publish(self, request: Request, end: int) -> None:
-        """Make the full blocks of the first ``end`` tokens available to other requests.
-
-        These tokens must be final, and the step that writes their keys must have been launched.
-        """
-        self.reuse.publish(request, end)
-
-    def record_step_time(self, prompt_tokens: int, seconds: float) -> None:
-        """Record the duration of a step with ``prompt_tokens`` tokens of prompts, which bounds later chunks."""
-        self._prefill_limit.record_step(prompt_tokens, seconds)
-
-    def reset_traffic(self) -> None:
-        """Reset the counters."""
-        self.counters = Counters()
-
-    def forget_draft(self, identity: str, *, states: bool) -> None:
-        """Invalidate the cached keys of a draft.
-
-        Args:
-            identity: Hash of the draft.
-            states: Also invalidate the cached hidden states of the target that drafts read.
-        """
-        self.reuse.forget(identity, states=states)
+        return rows, selection.choice
 
     def release(self, request: Request) -> None:
         """Remove a finished or cancelled request, running or waiting, and free its slot and blocks."""
@@ -858,7 +824,7 @@ class Scheduler:
         remaining = [request.prefill_end - request.prefilled for request in prompts]
         shares = remaining
         if self._limits.chunked_prefill:
-            budget = min(budget, self._prefill_limit.tokens)
+            budget = min(budget, self.prefill_limit.tokens)
             shares = share_prompt_budget(remaining, self._waiting_short_tokens(), budget, self._short)
         for request, share in zip(prompts, shares, strict=True):
             if request.slot >= 0:

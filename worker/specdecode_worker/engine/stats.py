@@ -21,7 +21,6 @@ from specdecode_worker.contract import (
     OTHER_TASK,
     AcceptanceCell,
     ContextCell,
-    HistogramCounts,
     LatencyHistogram,
     MemoryState,
     PhaseSeconds,
@@ -121,13 +120,12 @@ class _Sums:
     pending: list[tuple[float, ...]] = field(default_factory=list)
     t: float = 0.0
     tt: float = 0.0
-    device_seconds: float = 0.0
     wall_seconds: float = 0.0
     clipped: int = 0
     emitted: int = 0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
 
-    def add(self, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float) -> None:
+    def add(self, size: StepSize, emitted: int, wall_seconds: float) -> None:
         seconds = self._clip(wall_seconds)
         self.pending.append((*size.x, seconds))
         if len(self.pending) >= _MOST_PENDING:
@@ -135,7 +133,6 @@ class _Sums:
         self.count += 1
         self.t += seconds
         self.tt += seconds * seconds
-        self.device_seconds += device_seconds
         self.wall_seconds += wall_seconds
         self.emitted += emitted
 
@@ -162,12 +159,9 @@ class StepCosts:
     def __init__(self) -> None:
         self._cells: dict[CellKey, _Sums] = {}
 
-    def add(
-        self, context_bucket: int, size: StepSize, emitted: int, wall_seconds: float, device_seconds: float
-    ) -> None:
+    def add(self, context_bucket: int, size: StepSize, emitted: int, wall_seconds: float) -> None:
         """Add one step to its cell. ``emitted`` is the number of tokens that the step emitted."""
-        sums = self._cells.setdefault(size.cell_key(context_bucket), _Sums())
-        sums.add(size, emitted, wall_seconds, device_seconds)
+        self._cells.setdefault(size.cell_key(context_bucket), _Sums()).add(size, emitted, wall_seconds)
 
     def cells(self, most: int) -> tuple[StepCell, ...]:
         """Return the at most ``most`` cells with the most steps, sorted by key. The report size is limited."""
@@ -188,7 +182,8 @@ def _cell(cell_key: CellKey, sums: _Sums) -> StepCell:
         xt=_short(sums.xt),
         t=sums.t,
         tt=sums.tt,
-        device_seconds=sums.device_seconds,
+        # Device time equals wall time on a CPU, and as long as no step is queued behind another.
+        device_seconds=sums.wall_seconds,
         wall_seconds=sums.wall_seconds,
         clipped=sums.clipped,
         emitted=sums.emitted,
@@ -237,19 +232,12 @@ class Histogram:
         self.counts[bisect_left(self.edges, seconds)] += times
         self.sum += seconds * times
 
-    def counted(self) -> HistogramCounts:
-        """Return the counts and the sum."""
-        return HistogramCounts(counts=tuple(self.counts), sum=self.sum)
-
-    def cell(self) -> LatencyHistogram:
-        """Return the histogram as reported."""
-        return LatencyHistogram(name=self.name, edges=self.edges, counts=tuple(self.counts), sum=self.sum)
-
 
 @dataclass(slots=True)
 class Traffic:
-    """Requests, tokens, decoding steps, drafts and latencies of one task."""
+    """Requests, tokens, decoding steps, drafts and latencies of one task, named as in TrafficCell and TaskCell."""
 
+    task: str
     arrivals: int = 0
     finished: int = 0
     prompt_tokens: int = 0
@@ -275,25 +263,25 @@ class AcceptanceCategory(NamedTuple):
 class RankCounts:
     """Ranks of the target's tokens in one category: a counter for each depth, kind of parent and rank."""
 
-    __slots__ = ("_main", "_sibling")
+    __slots__ = ("_levels",)
 
     def __init__(self) -> None:
-        self._main: list[list[int]] = []
-        self._sibling: list[list[int]] = []
+        self._levels: dict[bool, list[list[int]]] = {True: [], False: []}
+        """Counters of each depth, by whether the parent is on the main path."""
 
     def levels(self, depth: int, *, main: bool) -> list[list[int]]:
         """Return the counters by rank of the depths 1 to ``depth`` at least, for the caller to increase.
 
         Those of the main path count ranks below its nodes, the other ones ranks below all other nodes.
         """
-        levels = self._main if main else self._sibling
+        levels = self._levels[main]
         while len(levels) < depth:
             levels.append([0] * (MAX_RANKS + 1))
         return levels
 
     def cells(self) -> Iterator[tuple[int, bool, list[int]]]:
         """Return depth, whether the parent is on the main path, and counters by rank, where something was counted."""
-        for main, levels in ((True, self._main), (False, self._sibling)):
+        for main, levels in self._levels.items():
             for depth, counts in enumerate(levels, start=1):
                 if any(counts):
                     yield depth, main, counts
@@ -332,8 +320,10 @@ class Statistics:
 
     def traffic(self, task: str) -> Traffic:
         """Return the traffic counters of a task, to be updated by the caller."""
-        traffic = self._traffic.get(task)
-        return traffic if traffic is not None else self._traffic.setdefault(self._label(task), Traffic())
+        if (traffic := self._traffic.get(task)) is not None:
+            return traffic
+        label = self._label(task)
+        return self._traffic.setdefault(label, Traffic(label))
 
     def ranks(self, category: AcceptanceCategory) -> RankCounts:
         """Return the counters of ranks of a category, to be updated by the caller."""
@@ -396,43 +386,22 @@ class Statistics:
     def request_cells(self) -> tuple[RequestCell, ...]:
         """Return the sums over finished requests by category."""
         return tuple(
-            RequestCell(draft=s.draft, task=s.task, sampled=s.sampled, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
-            for s, (n, a, d, aa, ad, dd) in self._requests.items()
+            RequestCell(**category._asdict(), n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
+            for category, (n, a, d, aa, ad, dd) in self._requests.items()
         )
 
     def traffic_cells(self) -> tuple[TrafficCell, ...]:
         """Return the traffic counters by task."""
-        return tuple(
-            TrafficCell(
-                task=task,
-                arrivals=traffic.arrivals,
-                finished=traffic.finished,
-                prompt_tokens=traffic.prompt_tokens,
-                cached_tokens=traffic.cached_tokens,
-                output_tokens=traffic.output_tokens,
-            )
-            for task, traffic in self._traffic.items()
-        )
+        return tuple(TrafficCell.model_validate(one, from_attributes=True) for one in self._traffic.values())
 
     def latency_cells(self) -> tuple[LatencyHistogram, ...]:
         """Return the histograms of TTFT, time between tokens, end-to-end latency and queue time."""
-        return tuple(histogram.cell() for histogram in (self.ttft, self.itl, self.e2e, self.queue))
+        histograms = (self.ttft, self.itl, self.e2e, self.queue)
+        return tuple(LatencyHistogram.model_validate(one, from_attributes=True) for one in histograms)
 
     def task_cells(self) -> tuple[TaskCell, ...]:
         """Return the latencies, decoding steps and drafts by task."""
-        return tuple(
-            TaskCell(
-                task=task,
-                ttft=traffic.ttft.counted(),
-                itl=traffic.itl.counted(),
-                decode_steps=traffic.decode_steps,
-                decode_tokens=traffic.decode_tokens,
-                drafts=traffic.drafts,
-                draft_tokens=traffic.draft_tokens,
-                accepted_tokens=traffic.accepted_tokens,
-            )
-            for task, traffic in self._traffic.items()
-        )
+        return tuple(TaskCell.model_validate(one, from_attributes=True) for one in self._traffic.values())
 
     def _rank_counts(self, counters: dict[AcceptanceCategory, RankCounts], category: AcceptanceCategory) -> RankCounts:
         counts = counters.get(category)
@@ -461,9 +430,7 @@ def _cells(counters: Mapping[AcceptanceCategory, RankCounts], most: int) -> tupl
     cells = [(category, *cell) for category, counts in counters.items() for cell in counts.cells()]
     return tuple(
         AcceptanceCell(
-            draft=category.draft,
-            task=category.task,
-            sampled=category.sampled,
+            **category._asdict(),
             depth=depth,
             parent="main" if main else "sibling",
             ranks=tuple(ranks),
@@ -569,11 +536,6 @@ class StepRecorder:
         if not request.is_continued:
             self.statistics.e2e.add(now - request.arrived_seconds)
         self.statistics.traffic(request.submit.task).finished += 1
-
-    def record_step(self, context_bucket: int, size: StepSize, emitted: int, seconds: float) -> None:
-        """Record the cost of a step, in seconds of wall time."""
-        # Device time equals wall time on a CPU, and as long as no step is queued behind another.
-        self.statistics.costs.add(context_bucket, size, emitted, seconds, seconds)
 
     def record_block_step(self, concurrency: int, context: int, seconds: float) -> None:
         """Add the duration of a step to the block of a draft trial, with the buckets that the step ran in."""

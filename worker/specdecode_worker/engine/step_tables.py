@@ -26,6 +26,7 @@ from specdecode_worker.sampling.params import (
     column_shapes,
     column_values,
 )
+from specdecode_worker.sampling.sampler import HostMasks
 from specdecode_worker.sampling.trees import Tree, all_nodes
 
 # Keys of CUDA graphs: the size buckets and the optional parts of a decode step.
@@ -227,7 +228,7 @@ class StagedTensor:
         self._device_copy = torch.zeros(layout.size, dtype=dtype, device=device)
         pinned = device.type == "cuda"
         self._halves = [torch.zeros(layout.size, dtype=dtype, pin_memory=pinned) for _ in range(2)]
-        self._tables: list[dict[str, NDArray[Any]]] = [{}, {}]
+        self._tables = [{name: view.numpy() for name, view in layout.views(half).items()} for half in self._halves]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
@@ -241,10 +242,7 @@ class StagedTensor:
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()  # A copy queued two writes ago; it rarely blocks.
-        tables = self._tables[self._turn]
-        if not tables:
-            tables |= {name: view.numpy() for name, view in self._layout.views(self._halves[self._turn]).items()}
-        return tables
+        return self._tables[self._turn]
 
     def write(self, values: Tensor) -> None:
         """Queue the copy of flat values on the host to the first elements of the device's copy."""
@@ -370,17 +368,6 @@ WIDTHS = (8, 64, 512)
 """Numbers of allowed, biased or blocked tokens of a request that graphs have columns for."""
 
 
-# Grammar masks of a step. Mask 0 allows all tokens.
-
-
-@dataclass(frozen=True, slots=True)
-class HostMasks:
-    """Grammar masks of a step on the host. ``rows`` is the mask of every packed token; mask 0 allows all tokens."""
-
-    rows: list[int]
-    table_NW: NDArray[np.uint32]
-
-
 class MaskTable:
     """Table of grammar masks on the device [N, W]. The first mask allows all tokens."""
 
@@ -463,28 +450,6 @@ def step_shapes(key: GraphKey) -> TableShapes:
     return table_shapes
 
 
-def row_values(
-    requests: Sequence[Request], key: GraphKey, depth_limits: Sequence[int] | None, padding_slot: int
-) -> dict[str, list[int]]:
-    """Return the values of the integer row tables of ``shapes``, flat and padded.
-
-    Args:
-        requests: Requests of the step, in row order.
-        key: Key of the graph that runs the step.
-        depth_limits: Maximum accepted depth of each row; None for no limit.
-        padding_slot: Slot of padding rows.
-    """
-    more = key.rows + 1 - len(requests)
-    limits = [NODES] * len(requests) if depth_limits is None else list(depth_limits)
-    batch = [request.sampling_params for request in requests]
-    return {
-        "slot": [request.slot for request in requests] + [padding_slot] * more,
-        "live": [1] * len(requests) + [0] * more,
-        "depth_limit": limits + [NODES] * more,
-        **column_values(batch, key.rows + 1, key.features, int),
-    }
-
-
 def fill_step(
     tables: Mapping[str, NDArray[np.int64]], key: GraphKey, drafts: DraftInputs, masks: HostMasks | None
 ) -> None:
@@ -533,7 +498,7 @@ def _fill_catch_up(tables: Mapping[str, NDArray[np.int64]], key: GraphKey, catch
 # Trees and parameters of the rows and the catch-up of the draft seldom change from step to step, so they are written
 # only if they differ from the last ones. Grammar masks change in every step.
 
-RowParams = tuple[list[SamplingParams], list[int], list[int] | None]
+RowParams = tuple[list[SamplingParams], list[int], list[int]]
 """Sampling parameters, slots and depth limits of the rows of a step."""
 
 
@@ -575,15 +540,26 @@ class StepInputs:
         if trees != self._written_trees:
             self._tree_input.write(topology(trees, self._key))
             self._written_trees = trees
-        limits = None if depth_limits is None else list(depth_limits)
+        limits = [NODES] * len(requests) if depth_limits is None else list(depth_limits)
         params = [request.sampling_params for request in requests], [request.slot for request in requests], limits
         if params != self._written_rows:
-            values = row_values(requests, self._key, depth_limits, self._padding_slot)
-            self._row_input.write(self._rows.flat(values, torch.int64))
-            floats = column_values(params[0], self._key.rows + 1, self._key.features, float)
-            self._float_input.write(self._floats.flat(floats, torch.float32))
+            self._write_rows(*params)
             self._written_rows = params
         if self._step_input is not None and (masks is not None or drafts != self._written_drafts):
             fill_step(self._step_input.begin(), self._key, drafts, masks)
             self._step_input.queue()
             self._written_drafts = drafts if masks is None else None
+
+    def _write_rows(self, batch: list[SamplingParams], slots: list[int], limits: list[int]) -> None:
+        """Queue the copy of the tables of the rows, padded."""
+        rows, features = self._key.rows + 1, self._key.features
+        more = rows - len(batch)
+        values = {
+            "slot": slots + [self._padding_slot] * more,
+            "live": [1] * len(batch) + [0] * more,
+            "depth_limit": limits + [NODES] * more,
+            **column_values(batch, rows, features, int),
+        }
+        self._row_input.write(self._rows.flat(values, torch.int64))
+        floats = column_values(batch, rows, features, float)
+        self._float_input.write(self._floats.flat(floats, torch.float32))

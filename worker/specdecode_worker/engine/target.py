@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from random import Random
 
 import torch
@@ -31,7 +31,7 @@ from specdecode_worker.engine.scheduler import Scheduler
 from specdecode_worker.engine.stats import RowResult, Statistics, StepSize
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.trees import Forest
+from specdecode_worker.sampling.trees import Forest, Nodes
 
 # Forward pass of the target over a batch of rows: packing, forward, and logits where a token is chosen.
 
@@ -43,12 +43,8 @@ class TargetPass:
     packed: PackedBatch
     logit_rows_R: Tensor
     """Index of the packed token behind each row of logits."""
-    batch_R: Tensor
-    """Row of the batch that each row of logits belongs to."""
-    node_R: Tensor
-    """Tree node of each row of logits."""
-    depth_R: Tensor
-    """Depth of that node."""
+    nodes: Nodes
+    """Row of the batch, tree node and its depth of each row of logits."""
 
 
 class Target:
@@ -56,26 +52,16 @@ class Target:
 
     def __init__(self, model: CausalLM, cache: PagedCache, state: DeviceState) -> None:
         self.cache = cache
+        self.form: str = model.form
+        """Format of the target's matrices; empty for that of activations."""
+        self.layers = model.config.num_hidden_layers
+        self.vocab_size = model.config.vocab_size
+        self.last_position = model.config.max_position_embeddings - 1
+        """Last position that the rotary embedding supports."""
         self._model, self._state = model, state
-        self._last_position = model.config.max_position_embeddings - 1
 
     def close(self) -> None:
         """Release resources outside of the device; there are none unless a subclass adds other ranks."""
-
-    @property
-    def last_position(self) -> int:
-        """Last position that the rotary embedding supports."""
-        return self._last_position
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the target's vocabulary."""
-        return self._model.config.vocab_size
-
-    @property
-    def form(self) -> str:
-        """Format of the target's matrices; empty for that of activations."""
-        return self._model.form
 
     def within_chunk(self, depth_limit_B: Tensor, roots_B: Tensor) -> Tensor:
         """Return the accepted depths of trees [B], cut where a chunk of attention ends.
@@ -85,11 +71,6 @@ class Target:
         """
         chunk = self._model.config.attention_chunk_size
         return torch.minimum(depth_limit_B, chunk - 1 - roots_B % chunk) if chunk else depth_limit_B
-
-    @property
-    def layers(self) -> int:
-        """Number of layers of the target."""
-        return self._model.config.num_hidden_layers
 
     def forward(self, step: TargetPass, reads: TargetStates) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run the target over a packed batch.
@@ -158,7 +139,7 @@ class Target:
         table_BM = state.block_table_SM[slots_B]
         packed = PackedBatch(
             tokens_T=state.tokens_SP[slots_B[sequence_T], index_T],
-            positions_T=(length_B[sequence_T] + depth_T).clamp(max=self._last_position),
+            positions_T=(length_B[sequence_T] + depth_T).clamp(max=self.last_position),
             slots_T=slots_of(table_BM, sequence_T, index_T),
             prefix_len_B=length_B,
             ancestors_T=ancestors_T,
@@ -170,8 +151,7 @@ class Target:
             dense=all(row.count == 1 and not row.request.in_flight for row in rows),
             chunk_keys=tuple(row.start + row.count if row.is_chunk else 0 for row in rows),
         )
-        logit_rows, batch, node, depth = _logit_rows(rows, device)
-        return TargetPass(packed, logit_rows, batch, node, depth)
+        return TargetPass(packed, *_logit_rows(rows, device))
 
 
 def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -192,8 +172,8 @@ def _topology(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor
     return depth_T, ancestors_T
 
 
-def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``logit_rows_R``, ``batch_R``, ``node_R`` and ``depth_R`` of ``TargetPass``."""
+def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Nodes]:
+    """Return ``logit_rows_R`` and ``nodes`` of ``TargetPass``."""
     logit_rows: list[tuple[int, int, int, int]] = []
     begin = 0
     for b, row in enumerate(rows):
@@ -202,8 +182,8 @@ def _logit_rows(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tens
         elif row.emits:
             logit_rows += [(begin + node, b, node, row.tree.depths[node]) for node in range(row.count)]
         begin += row.count
-    columns = to_device(logit_rows, device, dtype=torch.int64).reshape(-1, 4).unbind(1)
-    return columns[0], columns[1], columns[2], columns[3]
+    logit_rows_R, *nodes = to_device(logit_rows, device, dtype=torch.int64).reshape(-1, 4).unbind(1)
+    return logit_rows_R, Nodes(*nodes)
 
 
 # Transfer of request state to the device before a step, and commit of prompt chunks after it.
@@ -392,12 +372,15 @@ LEAST_TOP = 20
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Logprobs of T tokens and of the K most likely tokens at each position; on the host after ``host_copy``.
+class RowLogprobs:
+    """Logprobs of several rows of a step, one row after the other; on the host after ``host_copy``.
 
-    Ranks count from 1.
+    ``tops`` is the number of top tokens that each row requested, by row, and ``counts`` its number of tokens, in the
+    same order. All rows together have T tokens, with their ranks from 1 and the K most likely tokens at each position.
     """
 
+    tops: Mapping[int, int]
+    counts: Sequence[int]
     tokens_T: Tensor
     logprob_T: Tensor
     rank_T: Tensor
@@ -405,34 +388,23 @@ class TokenLogprobs:
     top_logprobs_TK: Tensor
     host_copy: HostCopy
 
-    def read(self, tops: Sequence[int]) -> list[Logprobs]:
-        """Wait for the copies and return the logprobs, with ``tops[t]`` top tokens for token t."""
-        self.host_copy.wait()
-        columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
-        return [
-            Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
-            for top, token, logprob, rank, best, logprobs in zip(tops, *(c.tolist() for c in columns), strict=True)
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class RowLogprobs:
-    """Logprobs of several rows of a step, one row after the other.
-
-    Entry i has ``counts[i]`` tokens of row ``rows[i]``, which requested ``tops[i]`` top tokens.
-    """
-
-    rows: tuple[int, ...]
-    tops: tuple[int, ...]
-    counts: tuple[int, ...]
-    logprobs: TokenLogprobs
-
     def read(self) -> dict[int, list[Logprobs]]:
         """Wait for the copies and return the logprobs by row of the step."""
-        tops = [top for top, count in zip(self.tops, self.counts, strict=True) for _ in range(count)]
-        logprobs = self.logprobs.read(tops)
-        ends = list(accumulate(self.counts))
-        return {row: logprobs[end - count : end] for row, count, end in zip(self.rows, self.counts, ends, strict=True)}
+        self.host_copy.wait()
+        columns = (self.tokens_T, self.logprob_T, self.rank_T, self.top_tokens_TK, self.top_logprobs_TK)
+        tokens = zip(*(column.tolist() for column in columns), strict=True)
+        return {
+            row: [
+                Logprobs(token, logprob, rank, tuple(best[:top]), tuple(logprobs[:top]))
+                for token, logprob, rank, best, logprobs in islice(tokens, count)
+            ]
+            for (row, top), count in zip(self.tops.items(), self.counts, strict=True)
+        }
+
+
+def requested_logprobs(rows: Sequence[Row]) -> dict[int, int]:
+    """Return the number of top tokens that rows requested with their logprobs, by row; only of those that did."""
+    return {b: top for b, row in enumerate(rows) if (top := row.request.submit.sampling.logprobs) is not None}
 
 
 def gather_output_logprobs(
@@ -448,8 +420,7 @@ def gather_output_logprobs(
         logits_RV: Logits of their nodes, [rows, vocabulary].
         out: Result of verification, as `Committed.out`.
     """
-    tops = {b: top for b, row in enumerate(emitting) if (top := row.request.submit.sampling.logprobs) is not None}
-    if not tops:
+    if not (tops := requested_logprobs(emitting)):
         return None
     depth = forest.depth
     first = list(accumulate((tree.verified for tree in forest.trees), initial=0))
@@ -458,8 +429,8 @@ def gather_output_logprobs(
     asked_AC = out[asked_A]
     rows_T = (first_A1 + nodes_of(asked_AC, depth)).flatten()
     emitted_AD = asked_AC[:, : depth + 1].clamp(min=0)
-    logprobs = _queue_logprobs(lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten(), max(tops.values()))
-    return RowLogprobs(tuple(tops), tuple(tops.values()), (emitted_AD.shape[1],) * len(tops), logprobs)
+    counts = [depth + 1] * len(tops)
+    return _queue_logprobs(tops, counts, lambda rows: logits_RV[rows], rows_T, emitted_AD.flatten())
 
 
 def nodes_of(out_BC: Tensor, depth: int) -> Tensor:
@@ -496,19 +467,25 @@ def gather_prompt_logprobs(
         return None
     wanted_T = to_device([token for chunk in tokens for token in chunk], hidden_TE.device)
     places_T = to_device(places, hidden_TE.device)
-    logprobs = _queue_logprobs(lambda at: logits_of(hidden_TE[at]), places_T, wanted_T, max(tops.values()))
-    return RowLogprobs(tuple(tops), tuple(tops.values()), tuple(map(len, tokens)), logprobs)
+    counts = [len(chunk) for chunk in tokens]
+    return _queue_logprobs(tops, counts, lambda at: logits_of(hidden_TE[at]), places_T, wanted_T)
 
 
-def _queue_logprobs(logits_of: Callable[[Tensor], Tensor], rows_T: Tensor, tokens_T: Tensor, top: int) -> TokenLogprobs:
+def _queue_logprobs(
+    tops: Mapping[int, int],
+    counts: Sequence[int],
+    logits_of: Callable[[Tensor], Tensor],
+    rows_T: Tensor,
+    tokens_T: Tensor,
+) -> RowLogprobs:
     """Queue the logprobs of ``tokens_T`` under the logits of ``rows_T``, in pieces of bounded size."""
-    pieces = []
+    pieces, top = [], max(*tops.values(), LEAST_TOP)
     for start in range(0, len(rows_T), ROWS_AT_ONCE):
         here = slice(start, start + ROWS_AT_ONCE)
-        pieces.append(logprobs_of(logits_of(rows_T[here]), tokens_T[here], max(top, LEAST_TOP)))
+        pieces.append(logprobs_of(logits_of(rows_T[here]), tokens_T[here], top))
     columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
     (tokens, logprob, rank, top_tokens, top_logprobs), host_copy = to_host([tokens_T, *columns])
-    return TokenLogprobs(tokens, logprob, rank, top_tokens, top_logprobs, host_copy)
+    return RowLogprobs(tops, counts, tokens, logprob, rank, top_tokens, top_logprobs, host_copy)
 
 
 def logprobs_of(logits_TV: Tensor, tokens_T: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

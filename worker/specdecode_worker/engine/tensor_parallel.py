@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -31,8 +30,8 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import KVCacheDtype, TargetQuantization
 from specdecode_worker.core.device_state import DeviceState, PackedBatch, PackedTensors, PagedCache
-from specdecode_worker.core.errors import RankLost
-from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.core.errors import RankLost, crash_reason
+from specdecode_worker.core.kv_cache import blocks_for
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.engine.cuda_graphs import (
     Captured,
@@ -45,7 +44,6 @@ from specdecode_worker.engine.cuda_graphs import (
 from specdecode_worker.engine.target import Target, TargetPass
 from specdecode_worker.models import collectives
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.linear import Shard
 from specdecode_worker.models.optimize import fuse, quantise_target
 from specdecode_worker.models.target_states import NO_STATES, TargetStates
@@ -72,10 +70,10 @@ class StepShape(msgspec.Struct, frozen=True):
     tokens: int
     depth: int
 
-
-def flat_size(shape: StepShape) -> int:
-    """Return the number of elements of the flat tensor."""
-    return sum(_sizes(shape))
+    @property
+    def sizes(self) -> list[int]:
+        """Number of elements of each part of the flat tensor."""
+        return [*[self.tokens] * 4, self.rows + 1, self.rows, self.rows]
 
 
 def flatten(tables: PackedTensors, slots_B: Tensor) -> Tensor:
@@ -86,7 +84,7 @@ def flatten(tables: PackedTensors, slots_B: Tensor) -> Tensor:
 
 def unflatten(flat: Tensor, shape: StepShape, table_SM: Tensor, key_start_B: Tensor) -> PackedTensors:
     """Return the inputs of a pass as views of a flat tensor, with the blocks of the rows from ``table_SM``."""
-    parts = torch.split(flat, _sizes(shape))
+    parts = torch.split(flat, shape.sizes)
     tokens_T, positions_T, slots_T, ancestors_T, query_start, prefix_len_B, row_slots_B = parts
     return PackedTensors(
         tokens_T=tokens_T,
@@ -98,10 +96,6 @@ def unflatten(flat: Tensor, shape: StepShape, table_SM: Tensor, key_start_B: Ten
         ancestors_T=ancestors_T,
         block_table_BM=table_SM[row_slots_B],
     )
-
-
-def _sizes(shape: StepShape) -> list[int]:
-    return [*[shape.tokens] * 4, shape.rows + 1, shape.rows, shape.rows]
 
 
 # Messages between rank 0 and the other ranks of a replica.
@@ -128,10 +122,8 @@ class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Pass over T tokens of B sequences with logits for R of the tokens; its indices follow in one broadcast."""
 
     logit_rows: int
-    table_columns: int
     query_counts: tuple[int, ...]
     key_bounds: tuple[int, ...]
-    key_starts: tuple[int, ...]
     dense: bool
     blocks: tuple[tuple[int, ...], ...]
     """Cache blocks of each sequence, used on a CPU only; empty tuples on other devices."""
@@ -220,25 +212,23 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
 
 def encode_forward(packed: PackedBatch, logit_rows_R: Tensor) -> tuple[Forward, Tensor]:
     """Return the message that describes a pass, and all indices of the pass as one int64 tensor to broadcast."""
-    columns = -(-max(packed.key_bounds) // BLOCK_SIZE)
     on_cpu = packed.tokens_T.device.type == "cpu"
     message = Forward(
         logit_rows=len(logit_rows_R),
-        table_columns=columns,
         query_counts=packed.query_counts,
         key_bounds=packed.key_bounds,
-        key_starts=packed.key_starts,
         dense=packed.dense,
         blocks=packed.blocks if on_cpu else ((),) * len(packed.query_counts),
     )
     parts = (packed.tokens_T, packed.positions_T, packed.slots_T, packed.ancestors_T, packed.prefix_len_B, logit_rows_R)
-    return message, torch.cat((*parts, packed.block_table_BM[:, :columns].flatten()))
+    return message, torch.cat((*parts, packed.block_table_BM[:, : blocks_for(max(packed.key_bounds))].flatten()))
 
 
 def receive_forward(message: Forward, device: torch.device) -> tuple[PackedBatch, Tensor]:
     """Receive the broadcast that follows ``message``, and return the pass and its logit rows."""
     tokens, sequences = sum(message.query_counts), len(message.query_counts)
-    sizes = [tokens, tokens, tokens, tokens, sequences, message.logit_rows, sequences * message.table_columns]
+    columns = blocks_for(max(message.key_bounds))
+    sizes = [tokens, tokens, tokens, tokens, sequences, message.logit_rows, sequences * columns]
     flat = torch.empty(sum(sizes), dtype=torch.int64, device=device)
     dist.broadcast(flat, src=0)
     tokens_T, positions_T, slots_T, ancestors_T, prefix_len_B, logit_rows_R, table = torch.split(flat, sizes)
@@ -252,7 +242,7 @@ def receive_forward(message: Forward, device: torch.device) -> tuple[PackedBatch
         blocks=message.blocks,
         query_counts=message.query_counts,
         key_bounds=message.key_bounds,
-        key_starts=message.key_starts,
+        key_starts=(0,) * sequences,
         dense=message.dense,
     )
     return packed, logit_rows_R
@@ -282,7 +272,7 @@ class RankStep:
     def __init__(self, shape: StepShape, model: CausalLM, cache: PagedCache, table_SM: Tensor) -> None:
         self._shape, self._model, self._cache, self._table_SM = shape, model, cache, table_SM
         # Before the first broadcast, all tokens are padding of slot 0, whose keys are in the padding block.
-        self._flat = torch.zeros(flat_size(shape), dtype=torch.int64, device=table_SM.device)
+        self._flat = torch.zeros(sum(shape.sizes), dtype=torch.int64, device=table_SM.device)
         self._key_start_B = torch.zeros(shape.rows, dtype=torch.int64, device=table_SM.device)
         self._pairs = torch.zeros(2, shape.rows * shape.depth, dtype=torch.int64, device=table_SM.device)
 
@@ -380,10 +370,7 @@ def serve_rank(assignment: bytes, pipe: Connection) -> None:
     except (EOFError, BrokenPipeError):
         os._exit(0)  # rank 0 is gone, so an orderly shutdown of the process group is impossible
     except Exception as error:
-        if not isinstance(error, ModelError):
-            traceback.print_exc()
-        words = str(error) if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-        pipe.send_bytes(msgspec.msgpack.encode(RankFailed(words)))
+        pipe.send_bytes(msgspec.msgpack.encode(RankFailed(crash_reason(error))))
         os._exit(1)
 
 
@@ -520,24 +507,18 @@ class RankGroup:
             raise
         return shard_and_device
 
-    def forward(self, packed: PackedBatch, logit_rows_R: Tensor) -> None:
-        """Start this pass on the other ranks; it ends when its logits are gathered."""
-        self._send_with(*encode_forward(packed, logit_rows_R))
-
-    def keep(self, source_slots: Tensor, target_slots: Tensor) -> None:
-        """Move accepted keys and values from ``source_slots`` to ``target_slots`` on the other ranks."""
-        self._send_with(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
-
-    def logits(self, hidden_RE: Tensor) -> None:
-        """Start the computation of logits of ``hidden_RE`` on the other ranks."""
-        self._send_with(Logits(len(hidden_RE)), hidden_RE)
-
     def send(self, message: RankMessage) -> None:
         """Send a message that no broadcast follows to the other ranks."""
         with self.collective():
             encoded = self._encoder.encode(message)
             for pipe in self._pipes:
                 pipe.send_bytes(encoded)
+
+    def send_with(self, message: RankMessage, data: Tensor) -> None:
+        """Send a message to the other ranks, and broadcast the tensor that they expect behind it."""
+        self.send(message)
+        with self.collective():
+            dist.broadcast(data.contiguous(), src=0)
 
     def capture_states(self) -> list[CaptureState]:
         """Wait for the other ranks' answers to a stage of a capture, and return them in the order of the ranks."""
@@ -584,11 +565,6 @@ class RankGroup:
             with contextlib.suppress(Empty):
                 return states.get(timeout=_REASON_SECONDS)
             self._raise_if_lost()
-
-    def _send_with(self, message: RankMessage, data: Tensor) -> None:
-        self.send(message)
-        with self.collective():
-            dist.broadcast(data.contiguous(), src=0)
 
     def _watch(self) -> None:
         """Read the messages of all ranks in a thread until one of them ends, which ends the replica."""
@@ -678,7 +654,7 @@ class LeaderCache(PagedCache):
 
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
         """Move the keys and values of accepted nodes on all ranks. Raise RankLost if another rank ends meanwhile."""
-        self._ranks.keep(source_slots, target_slots)
+        self._ranks.send_with(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
         self.keep_here(source_slots, target_slots, group)
 
     def keep_here(self, source_slots: Tensor, target_slots: Tensor, group: int | None) -> None:
@@ -722,7 +698,7 @@ class LeaderTarget(Target):
 
     def forward(self, step: TargetPass, reads: TargetStates) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run a pass on all ranks. Raise RankLost if another rank ends meanwhile."""
-        self._ranks.forward(step.packed, step.logit_rows_R)
+        self._ranks.send_with(*encode_forward(step.packed, step.logit_rows_R))
         with self._ranks.collective():
             return super().forward(step, reads)
 
@@ -750,7 +726,7 @@ class LeaderTarget(Target):
 
     def logits(self, hidden_TE: Tensor) -> Tensor:
         """Compute logits on all ranks: [T, V]. Raise RankLost if another rank ends meanwhile."""
-        self._ranks.logits(hidden_TE)
+        self._ranks.send_with(Logits(len(hidden_TE)), hidden_TE)
         with self._ranks.collective():
             return super().logits(hidden_TE)
 
@@ -796,19 +772,19 @@ class LeaderBackend:
             RankLost: Another rank ended meanwhile.
         """
         self._target.take_shape()
-        self._require({0: problem_of(lambda: self._rehearse(work))})
+        _require([problem_of(lambda: self._rehearse(work))])
         shape = self._target.take_shape()
         if shape is None:  # draft passes alone, which run on this rank
             return self._own.capture(work)
         self._ranks.send(Prepare(shape))
-        self._require(_problems(self._ranks.capture_states()))
+        _require(["", *(state.problem for state in self._ranks.capture_states())])
         self._ranks.send(RecordStep())
         replays: list[Work] = []
         with self._ranks.collective():
             self._own.warm_up(work)
         problem = problem_of(lambda: replays.append(self._own.record(work)))
         states = self._ranks.capture_states()
-        self._require({0: problem} | _problems(states))
+        _require([problem, *(state.problem for state in states)])
         number, self._captures = self._captures, self._captures + 1
         self._graphs.add(number)
         assert all(state.graphs == len(self._graphs) for state in states), "all ranks hold the same graphs"
@@ -838,13 +814,9 @@ class LeaderBackend:
         self._graphs.remove(number)
         self._ranks.send(Discard(number))
 
-    @staticmethod
-    def _require(problems: dict[int, str]) -> None:
-        """Raise RankCaptureFailed if a rank has a problem."""
-        failed = [f"rank {rank}: {problem}" for rank, problem in problems.items() if problem]
-        if failed:
-            raise RankCaptureFailed("; ".join(failed))
 
-
-def _problems(states: list[CaptureState]) -> dict[int, str]:
-    return {rank: state.problem for rank, state in enumerate(states, start=1)}
+def _require(problems: Sequence[str]) -> None:
+    """Raise RankCaptureFailed if a rank has a problem. They are in the order of the ranks, empty for those without."""
+    failed = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
+    if failed:
+        raise RankCaptureFailed("; ".join(failed))

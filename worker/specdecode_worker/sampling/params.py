@@ -1,6 +1,6 @@
 """Sampling parameters of requests: on the host, and as the tables of a step, in which every row is one request.
 
-A sampling parameter is a field of `SamplingParams` and an entry of `COLUMNS`. The sampler (sampler.py) reads the
+A sampling parameter is a field of `Sampling` and an entry of `COLUMNS`. The sampler (sampler.py) reads the
 tables, in captured steps and in others.
 """
 
@@ -53,29 +53,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
             msgspec.structs.force_setattr(self, "temperature", 0.0)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """Sampling parameters of one request. Fields have the meaning defined in `Sampling`.
+class SamplingParams(Sampling, frozen=True, kw_only=True, dict=True):
+    """Sampling parameters of one request as its steps apply them. ``logit_bias`` has each token once.
 
-    ``temperature`` 0 is greedy. ``blocked`` are token ids that cannot be chosen before ``min_tokens`` answer tokens.
-    The answer begins at position ``prompt_tokens``.
+    ``blocked`` are token ids that cannot be chosen before ``min_tokens`` answer tokens. A request with a grammar has
+    none, because the masks of the grammar (`guided/guide.py`) include ``min_tokens``. The answer begins at position
+    ``prompt_tokens``.
     """
 
-    seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()
-    min_tokens: int = 0
     blocked: tuple[int, ...] = ()
     prompt_tokens: int = 0
-    guided: bool = False
-    """True if the answer follows a grammar, whose masks (`guided/guide.py`) then include ``min_tokens``."""
 
     @cached_property
     def greedy(self) -> bool:
@@ -91,6 +78,11 @@ class SamplingParams:
     def counts(self) -> bool:
         """True if a penalty depends on the tokens emitted so far."""
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+    @cached_property
+    def guided(self) -> bool:
+        """True if the answer follows a grammar."""
+        return bool(self.grammar)
 
     @cached_property
     def blocks(self) -> bool:

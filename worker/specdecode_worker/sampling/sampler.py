@@ -372,7 +372,7 @@ class StepSampler:
 
     def _drawn(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None, k: int) -> Tensor:
         """Draw k ids of sampled rows without replacement (Gumbel top-k), and store log q for `verified`."""
-        logq_RV = self._logp(rows, self._adjusted_whole(rows, logits_RV, ids_V))
+        logq_RV = self._logp(rows, self._by_piece(rows, logits_RV, ids_V, lambda _, moved_RV: moved_RV))
         noise_RV = gumbel(rows.seed_R, rows.next_R, self._size, PROPOSAL_STREAM)
         drawn_RK = (logq_RV + (noise_RV if ids_V is None else noise_RV[:, ids_V])).topk(k, dim=-1).indices
         if ids_V is not None:
@@ -396,10 +396,6 @@ class StepSampler:
         self._logq_BNV[sequence_R, node_R] = logq_RV
         self._drawn_BN[sequence_R, node_R] = drawn_R
 
-    def _adjusted_whole(self, rows: SampledRows, logits_RV: Tensor, ids_V: Tensor | None) -> Tensor:
-        """Return the adjusted logits [R, V] of all rows."""
-        return self._by_piece(rows, logits_RV, ids_V, lambda _, moved_RV: moved_RV)
-
     @staticmethod
     def _logp(rows: SampledRows, adjusted_RV: Tensor) -> Tensor:
         """Return log-probabilities [R, V] after all processing. The values of greedy rows have no meaning."""
@@ -409,7 +405,7 @@ class StepSampler:
 
     def _target_logp(self, rows: SampledRows, logits_RV: Tensor) -> Tensor:
         """Return the target's log-probabilities [R, V]. In greedy rows the chosen token has all of the probability."""
-        adjusted_RV = self._adjusted_whole(rows, logits_RV, None)
+        adjusted_RV = self._by_piece(rows, logits_RV, None, lambda _, moved_RV: moved_RV)
         logp_RV = self._logp(rows, adjusted_RV)
         certain_RV = torch.full_like(logp_RV, -torch.inf).scatter_(1, adjusted_RV.argmax(-1, keepdim=True), 0.0)
         return torch.where(rows.temperature_R[:, None] > 0, logp_RV, certain_RV)
@@ -540,6 +536,17 @@ def _placed(values_BD: Tensor, place_BD: Tensor, size: int, padding: int) -> Ten
 # the target's masked choice before it never equals its token, so what follows it is never emitted.
 
 
+@dataclass(frozen=True, slots=True)
+class HostMasks:
+    """Grammar masks of a step on the host. ``rows`` is the mask of every verified node, one tree after the other.
+
+    ``table_NW`` has the masks, of which the first one allows all tokens.
+    """
+
+    rows: list[int]
+    table_NW: NDArray[np.uint32]
+
+
 class TokenMasks:
     """Masks of one step. ``guides`` has one entry per sequence of the batch, None for those without a grammar."""
 
@@ -551,7 +558,6 @@ class TokenMasks:
         self._masks: dict[tuple[int, int], NDArray[np.uint32]] = {}
         self._tokens: dict[int, list[int]] = {}
         self._table_NW: Tensor | None = None
-        self._row_BN: Tensor | None = None
 
     def load_tokens(self) -> None:
         """Read the drafted tokens of guided sequences. Call it after drafting, before the target's pass is queued.
@@ -560,41 +566,36 @@ class TokenMasks:
         """
         self._tokens = self._read([b for b, guide in enumerate(self._guides) if guide is not None])
 
-    def prepare(self) -> None:
-        """Compute the masks of all verified nodes of guided sequences and copy them to the device."""
-        rows_BN, table_NW = self.verified()
-        device = self._texts.roots_B.device
-        self._row_BN = torch.from_numpy(rows_BN).to(device, non_blocking=True)
-        self._table_NW = torch.from_numpy(table_NW.view(np.int32)).to(device, non_blocking=True)
+    def prepare(self) -> Tensor:
+        """Compute the masks of all verified nodes, copy them to the device, and return the row of each there, [R]."""
+        masks, device = self.verified(), self._texts.roots_B.device
+        self._table_NW = torch.from_numpy(masks.table_NW.view(np.int32)).to(device, non_blocking=True)
+        return to_device(masks.rows, device)
 
-    def verified(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Compute the masks of all verified nodes. Call `load_tokens` before.
+    def verified(self) -> HostMasks:
+        """Compute the masks of all verified nodes. Call `load_tokens` before."""
+        return self._on_host({b: self._forest.trees[b].verified for b in self._tokens})
 
-        Returns:
-            The mask of each node [B, N], as a row of the masks [M, W], whose first one allows all tokens.
-        """
-        return self._table({b: self._forest.trees[b].verified for b in self._tokens})
+    def of_roots(self) -> HostMasks:
+        """Compute the masks of the roots, which depend on no drafted token. The other nodes get no masks."""
+        return self._on_host({b: 1 for b, guide in enumerate(self._guides) if guide is not None})
 
-    def of_roots(self) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Compute the masks of the roots, which depend on no drafted token. The result is that of `verified`."""
-        return self._table({b: 1 for b, guide in enumerate(self._guides) if guide is not None})
-
-    def _table(self, counts: Mapping[int, int]) -> tuple[NDArray[np.int64], NDArray[np.uint32]]:
-        """Compute the masks of the first nodes of some sequences; see `verified`."""
-        rows, table = np.zeros(self._forest.parents_BN.shape, dtype=np.int64), [self._all]
-        for b, count in counts.items():
-            for node in range(count):
-                rows[b, node] = len(table)
-                table.append(self._mask(b, node, self._tokens.get(b, ())))
-        return rows, np.stack(table)
+    def _on_host(self, counts: Mapping[int, int]) -> HostMasks:
+        """Compute the masks of the first ``counts[b]`` nodes of sequences."""
+        rows: list[int] = []
+        table = [self._all]
+        for b, tree in enumerate(self._forest.trees):
+            count = counts.get(b, 0)
+            rows += [*range(len(table), len(table) + count), *[0] * (tree.verified - count)]
+            table += [self._mask(b, node, self._tokens.get(b, ())) for node in range(count)]
+        return HostMasks(rows, np.stack(table))
 
     def blocked(self, rows: SampledRows) -> Tensor:
         """Return the tokens [R, V] that these nodes must not choose, as bool; none for sequences without a grammar."""
-        b, node_R = rows.sequence_R, rows.node_R
-        if self._table_NW is not None and self._row_BN is not None:
-            bits_RW = self._table_NW[self._row_BN[b, node_R]]
+        if self._table_NW is not None and rows.mask_row_R is not None:
+            bits_RW = self._table_NW[rows.mask_row_R]
         else:
-            bits_RW = self._drafting(b.tolist(), node_R.tolist()).to(b.device)
+            bits_RW = self._drafting(rows.sequence_R.tolist(), rows.node_R.tolist()).to(rows.node_R.device)
         return _unpacked(~bits_RW)[:, : self._vocab_size]
 
     def _drafting(self, batch: Sequence[int], nodes: Sequence[int]) -> Tensor:

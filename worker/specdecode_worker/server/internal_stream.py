@@ -283,7 +283,7 @@ def _end_frame(started: StartedRequest, body: bytes) -> contract.End:
 
 def _alive(service: Service) -> contract.Alive | None:
     """Return a sign of life of the engine; None if its last beat is too old."""
-    beat = service.engine.heartbeat
+    beat = service.engine.child.heartbeat
     if service.engine.ended.done() or time.monotonic() - beat.beat_seconds > _FRESH_BEAT_SECONDS:
         return None
     return contract.Alive(step=beat.step, longest_step_seconds=beat.longest_step_seconds)

@@ -175,7 +175,7 @@ async def watch_engine(engine: EngineClient, lifecycle: Lifecycle, step_timeout_
     """Watch the engine until it ends. A suspect engine makes the worker unready; a hung engine is killed."""
     watchdog = EngineWatchdog(step_timeout_seconds)
     while not engine.ended.done():
-        assessment = watchdog.observe(engine.heartbeat, time.monotonic())
+        assessment = watchdog.observe(engine.child.heartbeat, time.monotonic())
         if assessment.state is State.HUNG:
             await _end_hung_engine(engine, lifecycle, f"the engine hangs: {assessment}")
             return
@@ -195,7 +195,7 @@ async def _end_hung_engine(engine: EngineClient, lifecycle: Lifecycle, reason: s
     """
     lifecycle.fail(reason)
     log.error("%s", reason)
-    stacks = await engine.stacks()
+    stacks = await engine.child.stacks()
     log.error("%s", stacks)
     write_termination_message(f"{reason}\n{stacks}")
     engine.kill(reason)

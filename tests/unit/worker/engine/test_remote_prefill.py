@@ -59,7 +59,7 @@ def opened(role: str, peers: Sequence[str] = (), **options: object) -> Engine:
     engine = small_engine(exchange=role, **options)  # type: ignore[arg-type]
     engine.set_plan(PLAN.model_copy(update={"prefill": tuple(peers)}))
     engine.open_exchange(("127.0.0.1", 0), lambda: None)
-    engine._scheduler._prefill_limit.token_seconds = 1.0 if role == "worker" else 1e-4
+    engine._scheduler.prefill_limit.token_seconds = 1.0 if role == "worker" else 1e-4
     for peer in engine._exchange._peers.values():
         peer.token_seconds = 1e-4
     return engine
@@ -203,13 +203,13 @@ def test_peer_that_is_gone_costs_no_request(two: Two) -> None:
 
 def test_peer_that_was_slow_once_is_asked_again(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop amid a step makes a peer look hopeless to itself and to others, who would never learn that it is not."""
-    two.prefill._scheduler._prefill_limit.token_seconds = 1e6
+    two.prefill._scheduler.prefill_limit.token_seconds = 1e6
     two.prefill._exchange.server.load = 0, 1e6
     two.run([submit("a", PROMPTS[0])])
     two.run([submit("b", PROMPTS[1])])
     assert two.counters == (0, 0, 0), "by what it says of itself"
     monkeypatch.setattr(time, "monotonic", lambda clock=time.monotonic: clock() + remote_prefill.FORGET_SECONDS)
-    two.worker._scheduler._prefill_limit.token_seconds = 1.0
+    two.worker._scheduler.prefill_limit.token_seconds = 1.0
     two.worker.add(submit("running", PROMPTS[2][:5], max_tokens=60))
     two.worker.step()
     two.run([submit("c", PROMPTS[2][::-1])])
@@ -285,7 +285,7 @@ def test_draft_that_changes_during_an_export_costs_no_more_than_its_keys(change:
 
 
 def test_short_prompt_and_fast_engine_stay_local(two: Two) -> None:
-    two.worker._scheduler._prefill_limit.token_seconds = 1e-7
+    two.worker._scheduler.prefill_limit.token_seconds = 1e-7
     two.run(requests())
     assert two.counters[0] == 0
 

@@ -307,7 +307,7 @@ def test_a_waiting_long_prompt_is_not_overtaken_when_it_is_next() -> None:
 
 def test_slow_prefill_steps_shorten_the_chunks() -> None:
     device = SimulatedDevice(Limits(4, 64), 100)
-    device.scheduler.record_step_time(64, 4 * STEP_SECONDS)
+    device.scheduler.prefill_limit.record_step(64, 4 * STEP_SECONDS)
     device.arrive("long", [9] * 100, new=1)
     assert seen(device.step()) == [("long", 16, True)]
 
@@ -370,7 +370,7 @@ def test_a_batch_of_64_with_256_waiting_is_scheduled_within_a_millisecond() -> N
     seconds = []
     for _ in range(60):
         began = time.perf_counter()
-        rows = scheduler.next_batch(lambda requests: Selection([CHAIN] * len(requests))).rows
+        rows, _ = scheduler.next_batch(lambda requests: Selection([CHAIN] * len(requests)))
         seconds.append(time.perf_counter() - began)
         for row in rows:
             row.request.in_flight.append(row.max_committed)

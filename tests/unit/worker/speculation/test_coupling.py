@@ -17,10 +17,10 @@ from specdecode_worker.sampling.sampler import BatchTokens, StepSampler, sampler
 from specdecode_worker.sampling.trees import PLAIN, Nodes, forest_of
 
 V = 23
-GREEDY = SamplingParams(seed=1, temperature=0, top_k=0, top_p=1)
-FREE = SamplingParams(seed=2, temperature=1.0, top_k=0, top_p=1)
-WARM = SamplingParams(seed=3, temperature=1.7, top_k=0, top_p=1)
-CUT = SamplingParams(seed=4, temperature=0.8, top_k=6, top_p=0.9)
+GREEDY = SamplingParams(max_tokens=1, seed=1, temperature=0, top_k=0, top_p=1)
+FREE = SamplingParams(max_tokens=1, seed=2, temperature=1.0, top_k=0, top_p=1)
+WARM = SamplingParams(max_tokens=1, seed=3, temperature=1.7, top_k=0, top_p=1)
+CUT = SamplingParams(max_tokens=1, seed=4, temperature=0.8, top_k=6, top_p=0.9)
 MIXES = [[GREEDY], [FREE], [CUT], [GREEDY, FREE], [WARM, GREEDY, CUT, FREE], [FREE, WARM]]
 
 
@@ -75,14 +75,14 @@ def test_noise_depends_on_the_absolute_position(params: SamplingParams) -> None:
 
 def test_seeds_differ_and_temperature_matters() -> None:
     flat = torch.zeros(41, V, dtype=torch.float64)
-    other = SamplingParams(seed=99, temperature=1.0, top_k=0, top_p=1)
+    other = SamplingParams(max_tokens=1, seed=99, temperature=1.0, top_k=0, top_p=1)
     assert not torch.equal(chosen([FREE], [3], 40, flat), chosen([other], [3], 40, flat))
-    cold = SamplingParams(seed=2, temperature=1e-3, top_k=0, top_p=1)
+    cold = SamplingParams(max_tokens=1, seed=2, temperature=1e-3, top_k=0, top_p=1)
     assert torch.equal(chosen([cold], [3], 40, logits(41)), logits(41).argmax(-1))
 
 
 def test_tokens_outside_top_k_are_never_chosen() -> None:
-    params = SamplingParams(seed=8, temperature=5.0, top_k=3, top_p=1)
+    params = SamplingParams(max_tokens=1, seed=8, temperature=5.0, top_k=3, top_p=1)
     logits_RV = logits(200)
     tokens = chosen([params], [0], 199, logits_RV)
     assert (logits_RV.topk(3).indices == tokens[:, None]).any(-1).all()
@@ -116,7 +116,7 @@ def test_sharpness_moves_sampled_proposals_towards_the_drafts_own_order() -> Non
 
 
 BIASED = [
-    SamplingParams(seed=5, temperature=t, top_k=0, top_p=1, logit_bias=((3, 2.5), (7, -4.0), (11, 1.0)))
+    SamplingParams(max_tokens=1, seed=5, temperature=t, top_k=0, top_p=1, logit_bias=((3, 2.5), (7, -4.0), (11, 1.0)))
     for t in (0.0, 0.9)
 ]
 

@@ -6,13 +6,13 @@ vocabulary is processed like the target.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor
 
 from specdecode_kernels.sample import reference
@@ -23,7 +23,7 @@ from specdecode_worker.sampling.sampler import BatchTokens, StepSampler, sampler
 from specdecode_worker.sampling.trees import Nodes, Tree, ancestors_of, forest_of, tree_of
 
 V, CPU = 11, torch.device("cpu")
-FREE = SamplingParams(seed=1, temperature=1.0, top_k=0, top_p=1.0)
+FREE = SamplingParams(max_tokens=1, seed=1, temperature=1.0, top_k=0, top_p=1.0)
 SAMPLING_PARAMS = [
     FREE,
     replace(FREE, temperature=0.0),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+from msgspec.structs import replace
 from scipy.stats import chisquare
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from specdecode_worker.sampling.trees import Forest, Nodes, forest_of, tree_of
 
 V, CPU = 7, torch.device("cpu")
 TREE = tree_of(TreeShape.levels(3, 1))
-FREE = SamplingParams(seed=0, temperature=1.0, top_k=0, top_p=1.0)
+FREE = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_k=0, top_p=1.0)
 GREEDY = replace(FREE, temperature=0.0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from specdecode_worker.sampling.trees import PLAIN, Tree, forest_of, given_chain
 SIZE, CPU = 70, torch.device("cpu")
 TREE = Tree((-1, 0, 0, 1, 3), 4)
 """Two children of the root, a grandchild, and a shadow node."""
+VERIFIED = [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)]
+"""Verified nodes of the batch, one tree after the other: (sequence, node)."""
 
 
 class SumGuide:
@@ -42,8 +45,12 @@ def rows_of(batch: torch.Tensor, node: torch.Tensor) -> SampledRows:
     return SampledRows(batch, node, none.float(), none, none, None)
 
 
-def allowed(masks: TokenMasks, *places: tuple[int, int]) -> list[list[int]]:
-    blocked = masks.blocked(nodes(*places))
+def allowed(masks: TokenMasks, *places: tuple[int, int], mask_rows: torch.Tensor | None = None) -> list[list[int]]:
+    """Return the tokens that nodes may choose. ``mask_rows`` are those that `TokenMasks.prepare` returned."""
+    rows = nodes(*places)
+    if mask_rows is not None:
+        rows = replace(rows, mask_row_R=mask_rows[[VERIFIED.index(place) for place in places]])
+    blocked = masks.blocked(rows)
     assert blocked.shape == (len(places), SIZE)
     return [torch.nonzero(~row)[:, 0].tolist() for row in blocked]
 
@@ -63,12 +70,14 @@ EVERY = list(range(SIZE))
 def test_masks_follow_the_path_of_each_node(prepared: bool) -> None:
     guide = SumGuide()
     masks = masks_of(guide, [30, 4, 35, 2])
+    mask_rows = None
     if prepared:
         masks.load_tokens()
-        masks.prepare()
-    assert allowed(masks, (1, 0), (1, 1), (0, 0), (1, 2), (1, 3)) == [[0], [30], EVERY, [4], [65]]
+        mask_rows = masks.prepare()
+    found = allowed(masks, (1, 0), (1, 1), (0, 0), (1, 2), (1, 3), mask_rows=mask_rows)
+    assert found == [[0], [30], EVERY, [4], [65]]
     assert {*guide.asked} == {(), (30,), (4,), (30, 35)}
-    assert allowed(masks, (1, 3), (1, 0)) == [[65], [0]]
+    assert allowed(masks, (1, 3), (1, 0), mask_rows=mask_rows) == [[65], [0]]
     assert len(guide.asked) == 4, "a mask is computed once"
 
 

@@ -21,7 +21,7 @@ from specdecode_worker.engine.cuda_graphs import (
     is_replay_faster,
 )
 from specdecode_worker.engine.engine import Engine, StepLauncher
-from specdecode_worker.engine.scheduler import Scheduler
+from specdecode_worker.engine.scheduler import PrefillLimit
 from specdecode_worker.guided.grammars import GrammarCompiler, regex_grammar
 from support.char_tokenizer import END, tokenizer_json
 from support.small_llama import engine_of, networks, plan_of, submit
@@ -112,7 +112,7 @@ def counted(report: Report) -> Any:
 def test_every_step_has_the_results_of_an_eager_step(
     shape: str, pipelined: bool, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scheduler, "record_step_time", lambda *_: None)  # chunks would follow the load of the machine
+    monkeypatch.setattr(PrefillLimit, "record_step", lambda *_: None)  # chunks would follow the load of the machine
     results, logprobs = [], []
     for graphs in (True, False):
         engine = small_engine(graphs=graphs, pipelined=pipelined, grammar=wanted == "grammar")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.request import Request
@@ -16,11 +16,11 @@ from specdecode_worker.engine.step_tables import (
     CatchUp,
     DraftInputs,
     GraphKey,
-    HostMasks,
     StagedTensor,
     StepInputs,
 )
 from specdecode_worker.sampling.params import Features
+from specdecode_worker.sampling.sampler import HostMasks
 from specdecode_worker.sampling.trees import PLAIN, tree_of
 from support.small_llama import submit
 

@@ -236,13 +236,13 @@ def test_a_prefix_without_draft_keys_is_recomputed_once_draft_prefill_is_on() ->
     simulated = device()
     served(simulated, name="plain")
     scheduler = simulated.scheduler
-    scheduler.set_draft_prefill(True)
+    scheduler.reuse.draft_prefill = True
     first, second = (simulated.arrive(name, PROMPT) for name in ("first", "second"))
     for one in (first, second):
         one.draft = DraftProgress("d")
     simulated.step()
     assert first.prefix == 0
-    scheduler.set_draft_prefill(False)
+    scheduler.reuse.draft_prefill = False
     third = simulated.arrive("third", PROMPT)
     third.draft = DraftProgress("d")
     simulated.step()
@@ -252,7 +252,7 @@ def test_a_prefix_without_draft_keys_is_recomputed_once_draft_prefill_is_on() ->
 @pytest.mark.parametrize("owned", [False, True], ids=["cached", "in use"])
 def test_every_fourth_request_computes_a_prefix_without_keys_of_its_draft_once_more(owned: bool) -> None:
     simulated = device()
-    simulated.scheduler.set_draft_prefill(True)
+    simulated.scheduler.reuse.draft_prefill = True
     first = arrive_with_draft(simulated, "first", "old", new=40 if owned else 4)
     simulated.step()
     if not owned:
@@ -271,7 +271,7 @@ def test_every_fourth_request_computes_a_prefix_without_keys_of_its_draft_once_m
 
 def test_a_request_that_waits_keeps_its_choice() -> None:
     simulated = device(limits=Limits(1, 200))
-    simulated.scheduler.set_draft_prefill(True)
+    simulated.scheduler.reuse.draft_prefill = True
     arrive_with_draft(simulated, "first", "old", new=4)
     simulated.drain()
     waiting = [arrive_with_draft(simulated, f"{number}", "new") for number in range(3)]
@@ -329,9 +329,9 @@ def play(seed: int) -> int:
                 for one in [*scheduler.waiting, *scheduler.running]:
                     one.draft.draft = random.choice(("d", "e"))
             case "forget" if random.random() < 0.3:
-                scheduler.forget_draft(random.choice(("d", "e")), states=random.random() < 0.5)
+                scheduler.reuse.forget(random.choice(("d", "e")), states=random.random() < 0.5)
             case "prefill" if random.random() < 0.3:
-                scheduler.set_draft_prefill(random.random() < 0.5)
+                scheduler.reuse.draft_prefill = random.random() < 0.5
             case "mark" if len(index):  # as by a draft that has caught up
                 index.mark(random.choice(sorted(index._entries)), random.choice(("d", "e", "followed", "states")))
             case "abort" if scheduler.running and random.random() < 0.3:
@@ -381,7 +381,7 @@ def test_a_change_that_is_not_recorded_is_found(events: Sequence[str], monkeypat
 
 def test_a_swapped_draft_ignores_the_keys_of_its_predecessor() -> None:
     drafting = Drafting()
-    drafting.simulated.scheduler.forget_draft("d", states=False)
+    drafting.simulated.scheduler.reuse.forget("d", states=False)
     second = drafting.second()
     assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 48, 47)
 
@@ -392,7 +392,7 @@ def test_a_draft_that_reads_other_hidden_states_starts_one_slot_later() -> None:
     Slot 48 needs the state of position 47, which was stored for the previous draft.
     """
     drafting = Drafting()
-    drafting.simulated.scheduler.forget_draft("d", states=True)
+    drafting.simulated.scheduler.reuse.forget("d", states=True)
     second = drafting.second()
     assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 49, 49)
 

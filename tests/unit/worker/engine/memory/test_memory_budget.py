@@ -18,7 +18,6 @@ from specdecode_worker.engine.memory import (
     GRAPH_TABLE_BYTES,
     SAMPLING_BYTES,
     SLACK_TOKENS,
-    Bounds,
     Budget,
     Device,
     Inventory,
@@ -52,19 +51,23 @@ def network(name: str = "target", **changed: Any) -> Network:
 
 
 def budget(
-    gib: float = 80, *, draft: bool = True, kind: Any = "cuda", free: float | None = None, **bounds: Any
+    gib: float = 80,
+    *,
+    draft: bool = True,
+    kind: Any = "cuda",
+    free: float | None = None,
+    max_model_len: int = 8192,
+    dtype_bytes: int = 2,
+    graph_rows: int = 0,
+    **engine: Any,
 ) -> Budget:
     limit = int(gib * GIB)
-    fields: dict[str, Any] = {
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 512,
-        "max_model_len": 8192,
-        "dtype_bytes": 2,
-        "utilization": 0.8,
-    }
+    graphs = {"enforce_eager": not graph_rows, "cuda_graph_sizes": (graph_rows,) if graph_rows else ()}
     return Budget(
         device=Device(kind=kind, limit=limit, free=limit if free is None else int(free * GIB), source="GPU memory"),
-        bounds=Bounds(**fields | bounds),
+        engine=EngineConfig(**graphs, **engine),
+        max_model_len=max_model_len,
+        dtype_bytes=dtype_bytes,
         target=network(),
         drafts=(network("draft"),) if draft else (),
         aux_size=3 * 4096 if draft else 0,
@@ -74,7 +77,9 @@ def budget(
 def test_llama_8b_on_80_gib_by_hand() -> None:
     memory_budget = budget()
     assert memory_budget.bytes_per_token == 2 * 33 * 8 * 128 * 2
-    assert budget(kv_dtype_bytes=1).bytes_per_token == 2 * 32 * 8 * 128 + 2 * 8 * 128 * 2, "drafts keep their format"
+    assert budget(kv_cache_dtype="fp8").bytes_per_token == 2 * 32 * 8 * 128 + 2 * 8 * 128 * 2, (
+        "drafts keep their format"
+    )
     assert memory_budget.usable == int(0.8 * 80 * GIB)
     spent = memory_budget.runtime + 16_060_522_496 + 850_000_000 + memory_budget.state + memory_budget.activations
     assert memory_budget.kv_bytes_left == memory_budget.usable - spent
@@ -97,7 +102,7 @@ def test_graphs_reduce_the_memory_left_for_keys() -> None:
     widest = 4 * 4096 + 4 * memory_budget.target.intermediate_size
     vocab_size = memory_budget.target.vocab_size
     pool = 128 * 2 * (widest + 2 * vocab_size + 3 * 4096) + 64 * vocab_size * 24 + 17 * vocab_size * 9
-    pool += (memory_budget.bounds.max_num_batched_tokens + 1) * vocab_size // 8
+    pool += (memory_budget.engine.max_num_batched_tokens + 1) * vocab_size // 8
     assert memory_budget.graphs == pool + MOST_GRAPHS * (GRAPH_BYTES + 16 * GRAPH_TABLE_BYTES)
     assert memory_budget.kv_bytes_left == without.kv_bytes_left - memory_budget.graphs
     assert (without.graphs, budget(graph_rows=16, kind="cpu").graphs) == (0, 0)
@@ -124,7 +129,7 @@ def test_defaults_of_a_gpu_leave_its_memory_to_keys(gigabytes: int) -> None:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=131_072,
-        utilization=config.gpu_memory_utilization,
+        gpu_memory_utilization=config.gpu_memory_utilization,
         graph_rows=config.max_num_seqs,
     )
     rows, tokens = 8 * 64, 2048
@@ -146,8 +151,8 @@ def test_attention_of_a_gpu_needs_partial_sums_and_no_mask() -> None:
 
 
 def test_multi_round_sampling_holds_probabilities() -> None:
-    assert budget(coupled=False).activations > 2 * budget().activations
-    one, other = (budget(max_num_seqs=64, graph_rows=64, coupled=coupled).graphs for coupled in (False, True))
+    assert budget(sampler="mss").activations > 2 * budget().activations
+    one, other = (budget(max_num_seqs=64, graph_rows=64, sampler=sampler).graphs for sampler in ("mss", "coupled"))
     assert one - other == 8 * 64 * 128_256 * SAMPLING_BYTES
 
 
@@ -164,7 +169,7 @@ SIZES = st.fixed_dictionaries(
         "max_num_seqs": st.integers(1, 256),
         "max_num_batched_tokens": st.integers(16, 4096),
         "max_model_len": st.integers(16, 131072),
-        "utilization": st.floats(0.3, 1.0),
+        "gpu_memory_utilization": st.floats(0.3, 1.0),
         "kind": st.sampled_from(["cpu", "cuda"]),
     }
 )
@@ -173,7 +178,7 @@ WORSE: dict[str, Any] = {
     "max_num_seqs": lambda x: x + 7,
     "max_num_batched_tokens": lambda x: x + 100,
     "max_model_len": lambda x: x + 1000,
-    "utilization": lambda x: x * 0.9,
+    "gpu_memory_utilization": lambda x: x * 0.9,
 }
 
 
@@ -198,8 +203,8 @@ def test_caches_never_exceed_the_memory(sizes: dict[str, Any]) -> None:
     memory_budget = budget(**sizes)
     if memory_budget.fits:
         assert kv_cache_bytes(memory_budget, kv_tokens(memory_budget)) <= memory_budget.kv_bytes_left
-        assert kv_tokens(memory_budget) >= memory_budget.bounds.max_model_len + SLACK_TOKENS
-        assert 1 <= memory_budget.sequences <= memory_budget.bounds.max_num_seqs
+        assert kv_tokens(memory_budget) >= memory_budget.max_model_len + SLACK_TOKENS
+        assert 1 <= memory_budget.sequences <= memory_budget.engine.max_num_seqs
     else:
         assert memory_budget.sequences == 0
 
@@ -208,17 +213,11 @@ def test_caches_never_exceed_the_memory(sizes: dict[str, Any]) -> None:
 def test_max_fitting_model_len_fits_and_the_next_length_does_not(sizes: dict[str, Any]) -> None:
     memory_budget = budget(**sizes)
     if memory_budget.fits:
-        assert memory_budget.max_fitting_model_len == memory_budget.bounds.max_model_len
+        assert memory_budget.max_fitting_model_len == memory_budget.max_model_len
     elif memory_budget.max_fitting_model_len:
-        other = [
-            replace(
-                memory_budget,
-                bounds=replace(memory_budget.bounds, max_model_len=memory_budget.max_fitting_model_len + d),
-            ).fits
-            for d in (0, 1)
-        ]
+        other = [replace(memory_budget, max_model_len=memory_budget.max_fitting_model_len + d).fits for d in (0, 1)]
         assert other == [True, False]
-    assert memory_budget.bounds.max_model_len >= memory_budget.max_fitting_model_len
+    assert memory_budget.max_model_len >= memory_budget.max_fitting_model_len
 
 
 def test_requested_cache_tokens_are_allocated_or_refused() -> None:

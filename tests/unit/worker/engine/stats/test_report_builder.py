@@ -69,7 +69,7 @@ def busy(tasks: int, depth: int, kinds: int) -> Statistics:
                         statistics.ranks(category).levels(level, main=main)[level - 1][rank] += 1_000_000 >> level
     for kind in range(kinds):
         for _ in range(2 if kind < 3 else 1):
-            statistics.costs.add(kind % 3, size(kind), 7, 0.0123456789, 0.0123456789)
+            statistics.costs.add(kind % 3, size(kind), 7, 0.0123456789)
     return statistics
 
 

@@ -47,7 +47,7 @@ def test_the_tokens_bucket_is_the_next_power_of_two(tokens: int, edge: int) -> N
 def test_sums_equal_those_of_least_squares(steps: list[tuple[StepSize, int, float, int]]) -> None:
     costs = StepCosts()
     for step, emitted, seconds, context in steps:
-        costs.add(context, step, emitted, seconds, seconds / 2)
+        costs.add(context, step, emitted, seconds)
     cells = costs.cells(1000)
     assert sum(cell.count for cell in cells) == len(steps)
     for cell in cells:
@@ -60,7 +60,7 @@ def test_sums_equal_those_of_least_squares(steps: list[tuple[StepSize, int, floa
         assert cell.xx == pytest.approx([sum(x[i] * x[j] for x, _, _ in mine) for i in k for j in k if j >= i])
         assert cell.xt == pytest.approx([sum(x[i] * t for x, _, t in mine) for i in k])
         assert (cell.t, cell.tt) == pytest.approx((sum(t for *_, t in mine), sum(t * t for *_, t in mine)))
-        assert (cell.wall_seconds, cell.device_seconds) == pytest.approx((cell.t, cell.t / 2))
+        assert (cell.wall_seconds, cell.device_seconds) == pytest.approx((cell.t, cell.t))
         assert cell.emitted == sum(e for _, e, _ in mine)
 
 
@@ -71,9 +71,9 @@ def test_a_reading_is_exact_enough_to_subtract() -> None:
     """
     costs = StepCosts()
     for _ in range(200):
-        costs.add(0, size(kv_tokens=10**5), 1, 0.01, 0.01)
+        costs.add(0, size(kv_tokens=10**5), 1, 0.01)
     (cell,) = costs.cells(1)
-    costs.add(0, size(kv_tokens=10**5), 1, 0.01, 0.01)
+    costs.add(0, size(kv_tokens=10**5), 1, 0.01)
     (after,) = costs.cells(1)
     kv = FEATURES.index("kv_tokens")
     assert after.x[kv] - cell.x[kv] == pytest.approx(1e5)
@@ -84,10 +84,10 @@ def test_many_steps_are_summed_as_few_are() -> None:
     costs, k, kv = StepCosts(), len(FEATURES), FEATURES.index("kv_tokens")
     upper = [(i, j) for i in range(k) for j in range(i, k)]
     for step in range(1, 201):
-        costs.add(0, size(kv_tokens=step), 1, 0.01, 0.01)
+        costs.add(0, size(kv_tokens=step), 1, 0.01)
         assert costs.cells(1)[0].x[kv] == sum(range(step + 1))
     for step in range(201, 401):
-        costs.add(0, size(kv_tokens=step), 1, 0.01, 0.01)
+        costs.add(0, size(kv_tokens=step), 1, 0.01)
     (cell,) = costs.cells(1)
     assert (cell.count, cell.x[0], cell.x[kv]) == (400, 400, 80200)
     assert cell.xx[upper.index((kv, kv))] == sum(step**2 for step in range(401))
@@ -98,8 +98,8 @@ def test_many_steps_are_summed_as_few_are() -> None:
 def test_stall_is_clipped_and_reported() -> None:
     costs = StepCosts()
     for _ in range(10):
-        costs.add(0, size(), 1, 0.01, 0.01)
-    costs.add(0, size(), 1, 5.0, 5.0)
+        costs.add(0, size(), 1, 0.01)
+    costs.add(0, size(), 1, 5.0)
     (cell,) = costs.cells(1)
     assert cell.clipped == 1
     assert cell.t == pytest.approx(10 * 0.01 + CLIP * 0.01)
@@ -110,9 +110,9 @@ def test_stall_is_clipped_and_reported() -> None:
 def test_clipping_ends_if_the_machine_stays_slower() -> None:
     costs = StepCosts()
     for seconds in [0.01] * 20 + [1.0] * 60:
-        costs.add(0, size(), 1, seconds, seconds)
+        costs.add(0, size(), 1, seconds)
     (before,) = costs.cells(1)
-    costs.add(0, size(), 1, 1.0, 1.0)
+    costs.add(0, size(), 1, 1.0)
     (after,) = costs.cells(1)
     assert after.clipped == before.clipped
     assert after.t - before.t == pytest.approx(1.0)

@@ -12,7 +12,7 @@ from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.device_state import HostCopy
 from specdecode_worker.core.request import Choice, Row
 from specdecode_worker.engine.stats import step_size_of
-from specdecode_worker.engine.target import LaunchedStep, QueuedRows, RowLogprobs, TokenLogprobs
+from specdecode_worker.engine.target import LaunchedStep, QueuedRows, RowLogprobs
 from specdecode_worker.sampling.trees import tree_of
 from support.worker.small_engine import request
 
@@ -56,8 +56,8 @@ def logprobs_of(*rows: int) -> RowLogprobs:
     """Return logprobs of one token in each of the rows; the token is ten times the row."""
     tokens = 10 * torch.tensor(rows)
     own, top = torch.zeros(len(rows)), torch.zeros(len(rows), 1)
-    own_logprobs = TokenLogprobs(tokens, own, torch.ones_like(tokens), tokens[:, None], top, HostCopy())
-    return RowLogprobs(rows, (1,) * len(rows), (1,) * len(rows), own_logprobs)
+    tops, counts, ranks = dict.fromkeys(rows, 1), [1] * len(rows), torch.ones_like(tokens)
+    return RowLogprobs(tops, counts, tokens, own, ranks, tokens[:, None], top, HostCopy())
 
 
 def test_parts_of_a_step_are_read_in_the_order_of_its_rows() -> None:
