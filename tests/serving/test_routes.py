@@ -21,7 +21,7 @@ from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 from support import small_model
 from support.worker import fake_engine
-from support.worker.services import over_fake_engine
+from support.worker.services import client_of, over_fake_engine
 
 pytestmark = pytest.mark.core
 
@@ -322,10 +322,8 @@ async def over_tokenizer_with_bos(folder: Path) -> AsyncIterator[httpx.AsyncClie
     special = (BOS, tokenizer.token_to_id(BOS))
     tokenizer.post_processor = TemplateProcessing(single=f"{BOS} $A", special_tokens=[special])
     tokenizer.save(str(folder / "tokenizer.json"))
-    async with over_fake_engine(folder) as service:
-        transport = httpx.ASGITransport(public_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
-            yield client
+    async with over_fake_engine(folder) as service, client_of(public_app(service)) as client:
+        yield client
 
 
 async def test_special_tokens_of_the_tokenizer_are_added_on_request(tmp_path: Path) -> None:
@@ -473,16 +471,12 @@ async def test_dead_engine_ends_streams_and_fails_health(client: httpx.AsyncClie
     assert (await client.post("/v1/completions", json=PROMPT)).status_code == 503
 
 
-LLAMA, PYTHONIC = '{{ tools }} "parameters": dictionary', "{{ tools }} [func_name1(params)]"
-
-
 async def test_a_format_of_calls_without_a_parser_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Qwen3-Coder's template asks for XML between the tags of Hermes."""
     small_model.write_tokenizer(tmp_path, template="{{ tools }}<tool_call>\n<function=name>\n</function>\n</tool_call>")
     async with over_fake_engine(tmp_path) as service:
         assert "qwen3_coder: requests with tools are refused" in caplog.text
-        transport = httpx.ASGITransport(public_app(service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
+        async with client_of(public_app(service)) as client:
             tools = [{"type": "function", "function": {"name": "f"}}]
             refused = await client.post("/v1/chat/completions", json={**CHAT, "tools": tools})
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -113,9 +113,10 @@ def _resident_bytes(pid: int) -> int:
     raise AssertionError(f"process {pid} has no VmRSS")
 
 
-def has_ended(pid: int) -> bool:
-    """Return whether a process is gone, or is a zombie that its parent has not collected yet."""
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
+def seconds_until(condition: Callable[[], object], limit_seconds: float) -> float:
+    """Return the time until ``condition`` is true, and fail after ``limit_seconds``."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_seconds, "the change has no effect"
+        time.sleep(0.05)
+    return time.monotonic() - began

@@ -26,12 +26,17 @@ def connect(url: str, *, receive_buffer_bytes: int | None = None) -> socket.sock
     return connection
 
 
-def deaf_client(url: str, path: str, body: Mapping[str, Any]) -> socket.socket:
+def post_of(path: str, body: Mapping[str, Any] | bytes, *, host: str = "x", headers: str = "") -> bytes:
+    """Return a whole request; ``headers`` are further lines of it."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\n{headers}Content-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def deaf_client(url: str, path: str, body: Mapping[str, Any] | bytes, headers: str = "") -> socket.socket:
     """Send a whole request and read nothing of its answer."""
     connection = connect(url, receive_buffer_bytes=4096)
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-    connection.sendall(head.encode() + content)
+    connection.sendall(post_of(path, body, host=httpx.URL(url).netloc.decode(), headers=headers))
     return connection
 
 
