@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from support.faults.bounds import HUNG_ENGINE_EXTRA_SECONDS, has_ended
+from support.faults.bounds import HUNG_ENGINE_EXTRA_SECONDS
+from support.processes import has_ended, spawned
 from support.worker import fake_engine
 from support.worker_process import StartWorker, WorkerProcess
 
@@ -126,8 +127,7 @@ def test_slow_draft_swap_is_no_hang(start_fake: StartWorker, tmp_path: Path) -> 
 def test_stopped_rank_ends_the_worker(start_small: StartWorker) -> None:
     worker = start_small("--step-timeout-seconds", str(STEP_TIMEOUT_SECONDS), "--tensor-parallel-size", "2")
     engine_pid = worker.engine_pid
-    children = Path(f"/proc/{engine_pid}/task/{engine_pid}/children").read_text().split()
-    (rank_pid,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (rank_pid,) = spawned(engine_pid)
     stream = OpenStream(worker, "hello")
     worker.wait_until(lambda: bool(stream.text))
     began = time.monotonic()

@@ -32,7 +32,7 @@ from specdecode_worker.models.fetch import model_hash, resolve
 from support import small_model
 from support.faults.bounds import healthy
 from support.storage_servers.s3_server import S3Server, s3_server
-from support.worker_process import StartWorker, WorkerProcess, real
+from support.worker_process import StartWorker, WorkerProcess, ready, real
 
 TARGET, SPEC = "embedded://smollm2-135m-instruct", "embedded://smollm2-135m-instruct-eagle3"
 POD = "pod-a"
@@ -90,13 +90,10 @@ class Pod:
         )
 
     def push(self, *args: Any, **fields: Any) -> None:
-        answer = self.worker.call_admin(
-            Route.plan, "PUT", content=self.plan(*args, **fields).model_dump_json(), timeout=30
-        )
-        assert answer.status_code == 200, answer.text
+        self.worker.put_plan(self.plan(*args, **fields))
 
     def report(self) -> Report:
-        return Report.model_validate_json(self.worker.call_admin(Route.report, timeout=30).content)
+        return self.worker.report()
 
     def wait(self, condition: Callable[[Report], object]) -> Report:
         deadline = time.monotonic() + SECONDS
@@ -121,8 +118,7 @@ class Pod:
 def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pod]:
     folder = tmp_path_factory.mktemp("pod")
     environment = {Env.config: CONFIG.model_dump_json(), Env.pod_name: POD}
-    with real([], folder / "worker.log", environment) as worker:
-        worker.wait_ready()
+    with ready(real([], folder / "worker.log", environment)) as worker:
         yield Pod(worker)
 
 
@@ -234,8 +230,7 @@ def test_a_worker_starts_with_the_assigned_draft(noised: Artifact, tmp_path: Pat
     plan = Plan(uid="uid-1", draft=stable.hash, version=1, initial=TreeShape.chain(3), explore=0, assignment=assignment)
     (tmp_path / "plan.json").write_text(plan.model_dump_json())
     environment = {Env.config: CONFIG.model_dump_json(), Env.plan_path: str(tmp_path / "plan.json")}
-    with real([], tmp_path / "worker.log", environment) as worker:
-        worker.wait_ready()
+    with ready(real([], tmp_path / "worker.log", environment)) as worker:
         started = Pod(worker)
         report = started.report()
         assert started.text(PROMPTS[1])
