@@ -19,8 +19,6 @@ import pytest
 
 from specdecode_worker.contract import Env, Plan, WorkerConfig
 from specdecode_worker.termination import ENV_PATH
-from support.kube import wait_for
-from support.processes import has_ended
 from support.worker import fake_engine
 from support.worker_process import SERVE_FAKE, WorkerProcess, fake, ready, worker_config
 
@@ -96,13 +94,6 @@ def test_killed_engine_ends_the_server_with_an_error(
     assert end == ""
     assert "exit code -9" in last
     assert "exit code -9" in (tmp_path / "words").read_text()
-
-
-def test_engine_exits_with_its_server(start: Start) -> None:
-    worker = start()
-    engine = worker.engine_pid
-    worker.process.kill()
-    wait_for("the engine ends with its server", lambda: has_ended(engine), timeout_s=10, every_s=0.05)
 
 
 def test_idle_engine_uses_no_cpu(start: Start) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from specdecode_worker.server.service import SHARE_SECONDS
+from support.client_threads import ClientThreads
 from support.faults import raw_clients
 from support.faults.bounds import (
     HALF_OPEN_SECONDS,
@@ -27,8 +27,6 @@ from support.faults.fake_worker import MAX_NUM_SEQS, fake_worker
 from support.worker_process import WorkerProcess
 
 SHORT_TIMEOUTS = ("--header-timeout-seconds", "2", "--body-timeout-seconds", "4")
-
-
 FLOOD_CLIENTS = 4
 MAX_FLOOD_CALLS_PER_SECOND = 1.25 * FLOOD_CLIENTS / SHARE_SECONDS
 """Each client in a tight loop waits for an answer that all share; the factor is for the edges of the measurement."""
@@ -52,9 +50,7 @@ def test_half_open_requests_are_closed_and_delay_no_client(
     with contextlib.ExitStack() as stack, unaffected(worker) as idle:
         half_open = {stack.enter_context(opened): began for opened, began in _half_open_connections(worker)}
         assert_ttft_unaffected(idle, ttft_seconds(worker, model="small"))
-        closed = raw_clients.seconds_until_closed(half_open, HALF_OPEN_SECONDS)
-    print(f"{len(closed)} of {len(half_open)} closed, the last after {max(closed, default=0):.1f} s")
-    assert len(closed) == len(half_open)
+        raw_clients.assert_closed(half_open, HALF_OPEN_SECONDS)
 
 
 def _half_open_connections(worker: WorkerProcess) -> Iterator[tuple[raw_clients.Client, float]]:
@@ -77,15 +73,29 @@ def test_steady_upload_is_served(fast_worker: WorkerProcess) -> None:
     assert answer.status_code == 200, answer.text
 
 
+class Flood(ClientThreads):
+    """Clients that call a URL in a tight loop."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(FLOOD_CLIENTS, join_seconds=30)
+        self._url, self._client = url, httpx.Client(timeout=30)
+
+    def _ask(self, number: int) -> str:
+        status = self._client.get(self._url).status_code
+        return "" if status == 200 else f"status {status}"
+
+
 @pytest.mark.parametrize("path", ["/openapi.json", "/metrics"])
 def test_flood_of_an_open_endpoint_does_not_stretch_a_stream(fast_worker: WorkerProcess, path: str) -> None:
     alone = _stream_seconds(fast_worker)
-    with healthy(fast_worker), _flood(fast_worker.public + path, clients=FLOOD_CLIENTS) as calls:
-        began, calls_before = time.monotonic(), len(calls)
+    with healthy(fast_worker), Flood(fast_worker.public + path) as flood:
+        flood.wait_for_answers(FLOOD_CLIENTS)
+        began, calls_before = time.monotonic(), flood.answered
         flooded = _stream_seconds(fast_worker)
         elapsed = time.monotonic() - began
-        calls_per_second = (len(calls) - calls_before) / elapsed
+        calls_per_second = (flood.answered - calls_before) / elapsed
     print(f"{path}: stream {alone:.2f} s alone, {flooded:.2f} s in the flood of {calls_per_second:.0f} calls/s")
+    assert flood.failures == []
     assert flooded <= TTFT_FACTOR * alone + TTFT_EXTRA_SECONDS
     assert calls_per_second <= MAX_FLOOD_CALLS_PER_SECOND
 
@@ -98,30 +108,6 @@ def _stream_seconds(worker: WorkerProcess) -> float:
         assert "[DONE]" in httpx.post(f"{worker.public}/v1/completions", json=body, timeout=120).text
         streams += 1
     return (time.monotonic() - began) / streams
-
-
-@contextlib.contextmanager
-def _flood(url: str, clients: int) -> Iterator[list[int]]:
-    """Call ``url`` in a tight loop from each client, and yield the list of the statuses."""
-    statuses: list[int] = []
-    stop = threading.Event()
-
-    def call() -> None:
-        with httpx.Client(timeout=30) as client:
-            while not stop.is_set():
-                statuses.append(client.get(url).status_code)
-
-    threads = [threading.Thread(target=call) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    try:
-        time.sleep(0.3)
-        yield statuses
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert set(statuses) == {200}
 
 
 # Clients that stop reading keep neither a place in the queue nor the worker at its shutdown.
@@ -174,11 +160,10 @@ def test_deaf_clients_do_not_use_the_grace_period(
     worker.terminate()
     exit_code = worker.exit_code(90)
     seconds = time.monotonic() - began
-    closed = raw_clients.seconds_until_closed(dict.fromkeys(deaf_clients, began), seconds + 5)
-    print(f"exit {exit_code} after {seconds:.1f} s, {len(closed)} of {CLIENTS} deaf clients cut off")
+    print(f"exit {exit_code} after {seconds:.1f} s")
+    raw_clients.assert_closed(dict.fromkeys(deaf_clients, began), seconds + 5)
     assert seconds <= WRITE_TIMEOUT_SECONDS + SIGTERM_EXTRA_SECONDS
     assert exit_code == 0, worker.log
-    assert len(closed) == CLIENTS
     assert "Traceback" not in worker.log
 
 
@@ -226,10 +211,5 @@ def test_deeply_nested_json_is_refused(small_worker: WorkerProcess, depth: int) 
 def test_hang_ups_free_the_engine(small_worker: WorkerProcess) -> None:
     body = COMPLETION | {"max_tokens": 200, "ignore_eos": True, "stream": True}
     with healthy(small_worker):
-        for _ in range(20):
-            with (
-                contextlib.suppress(httpx.HTTPError),
-                httpx.stream("POST", f"{small_worker.public}/v1/completions", json=body, timeout=30) as stream,
-            ):
-                next(stream.iter_lines())
+        raw_clients.hang_up(small_worker.public, body)
         small_worker.wait_until(lambda: small_worker.report().running == 0, 20)

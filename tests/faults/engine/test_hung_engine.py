@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -100,16 +101,12 @@ def test_hang_in_python_is_reported_with_stacks(start_fake: StartWorker) -> None
 def test_slow_step_recovers(start_fake: StartWorker) -> None:
     worker = start_fake(step_timeout_seconds=fake_engine.SLOW_SECONDS * 1.6)
     body = {"model": "small", "prompt": [fake_engine.SLOW], "max_tokens": 3}
-    answers: list[int] = []
-    request = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{worker.public}/v1/completions", json=body, timeout=30).status_code)
-    )
-    request.start()
-    worker.wait_until(lambda: worker.get("/ready").status_code == 503)
-    assert worker.get("/health").status_code == 200
-    worker.wait_ready(10)
-    request.join()
-    assert answers == [200]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{worker.public}/v1/completions", json=body, timeout=30)
+        worker.wait_until(lambda: worker.get("/ready").status_code == 503)
+        assert worker.get("/health").status_code == 200
+        worker.wait_ready(10)
+    assert answer.result().status_code == 200
 
 
 def test_slow_draft_swap_is_no_hang(start_fake: StartWorker, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,24 +136,16 @@ def key_of(name: str) -> dict[str, str]:
 
 
 def test_a_flooding_client_does_not_delay_another(keyed_worker: WorkerProcess) -> None:
-    statuses: list[int] = []
     quiet = {"model": "small", "headers": key_of("quiet")}
     limits = httpx.Limits(max_connections=2 * FLOOD)
-    with httpx.Client(base_url=keyed_worker.public, headers=key_of("flood"), limits=limits, timeout=120) as flood:
-
-        def send() -> None:
-            statuses.append(flood.post("/v1/completions", json=BODY | {"max_tokens": 4}).status_code)
-
-        idle = ttft_seconds(keyed_worker, **quiet)
-        threads = [threading.Thread(target=send) for _ in range(FLOOD)]
-        with healthy(keyed_worker):
-            for thread in threads:
-                thread.start()
-            time.sleep(0.5)
-            measured = [ttft_seconds(keyed_worker, **quiet) for _ in range(3)]
-            unfinished = sum(thread.is_alive() for thread in threads)
-            for thread in threads:
-                thread.join()
+    flood = httpx.Client(base_url=keyed_worker.public, headers=key_of("flood"), limits=limits, timeout=120)
+    idle = ttft_seconds(keyed_worker, **quiet)
+    with flood, ThreadPoolExecutor(FLOOD) as pool, healthy(keyed_worker):
+        sent = [pool.submit(flood.post, "/v1/completions", json=BODY | {"max_tokens": 4}) for _ in range(FLOOD)]
+        time.sleep(0.5)
+        measured = [ttft_seconds(keyed_worker, **quiet) for _ in range(3)]
+        unfinished = sum(not one.done() for one in sent)
+        statuses = [one.result().status_code for one in sent]
     print(f"{unfinished} requests of the flood unfinished; answers: { {one: statuses.count(one) for one in statuses} }")
     assert unfinished > 4, "the flood ended too early to delay anything"
     assert set(statuses) == {200, 429}, "the flood fills its share of the queue"

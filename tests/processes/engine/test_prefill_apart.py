@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -172,19 +171,18 @@ def test_lost_prefill_worker_costs_no_request(
     ask_of(worker, (f"127.0.0.1:{prefill.port}",))
     wait_for_blocks(worker)
     asked, failures, _ = counters(worker)
-    undo: list[Callable[[], None]] = []
 
-    def harm() -> None:
+    def harm() -> Callable[[], None]:
         deadline = time.monotonic() + 60
         while counters(worker)[0] < asked + 1 and time.monotonic() < deadline:
             time.sleep(0.05)
-        undo.append(fault(prefill))
+        return fault(prefill)
 
-    harming = threading.Thread(target=harm)
-    harming.start()
-    during = run(worker, fault.__name__)
-    harming.join()
+    with ThreadPoolExecutor(1) as pool:
+        harming = pool.submit(harm)
+        during = run(worker, fault.__name__)
     assert during == local, "same text and acceptance, whatever part of a prompt had come"
     assert counters(worker)[1] > failures, "the fault was in time"
-    undo[0]()
+    undo = harming.result()
+    undo()
     wait_for_blocks(worker)
