@@ -178,6 +178,7 @@ async def test_stop_strings_cut_exactly(client: httpx.AsyncClient, service: Serv
 
 REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"temperature": 3}, "temperature", "invalid_value"),
+    ({"temperature": -1}, "temperature", "invalid_value"),
     ({"temperature": "1"}, "temperature", "invalid_value"),
     ({"top_p": 0}, "top_p", "invalid_value"),
     ({"max_tokens": 0}, "max_tokens", "invalid_value"),
@@ -248,6 +249,7 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"messages": [{"role": "user"}]}, "messages[0]", "invalid_value"),
     ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages", "context_length_exceeded"),
     ({"max_tokens": 500}, "messages", "context_length_exceeded"),
+    ({"max_tokens": 1 << 62}, "messages", "context_length_exceeded"),
 ]
 
 
@@ -293,7 +295,8 @@ BAD_BODIES = [
     (b"[]", 400, "invalid_json"),
     (b"", 400, "invalid_json"),
     (b'{"model": NaN}', 400, "invalid_json"),
-    (b"[" * 100_000, 400, "invalid_json"),
+    (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "invalid_json"),
+    (b'{"model": "small", "prompt": ' + b"[" * 100 + b"]" * 100 + b"}", 400, "invalid_value"),
     (b"{}", 400, "missing_required_parameter"),
     (b'{"model": "other", "prompt": "x"}', 404, "model_not_found"),
     (b'{"model": "small", "prompt": "' + b"x" * 5_000_000 + b'"}', 413, "body_too_large"),

@@ -130,12 +130,6 @@ def test_idle_connections_leave_room_for_others(router: RouterProcess) -> None:
             stack.enter_context(raw_clients.connect(router.public))
 
 
-def test_clients_that_hang_up_are_cancelled(router: RouterProcess) -> None:
-    with unaffected(router):
-        raw_clients.hang_up(router.public, LONG)
-        router.wait_until(lambda: _running(router) == 0, 20)
-
-
 def test_deaf_clients_do_not_use_the_grace_period(small_folder: Path, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         worker = stack.enter_context(fake_worker(small_folder, tmp_path / "log-worker"))

@@ -80,16 +80,6 @@ def received(connection: socket.socket) -> bytes:
     return answer
 
 
-def hang_up(url: str, body: Mapping[str, Any]) -> None:
-    """Ask for twenty streams, and leave each after its first event."""
-    for _ in range(20):
-        with (
-            contextlib.suppress(httpx.HTTPError),
-            httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as stream,
-        ):
-            next(stream.iter_lines())
-
-
 def assert_closed(opened: Mapping[socket.socket, float], limit_seconds: float) -> None:
     """Assert that the server closes each connection so many seconds after its time."""
     poll = select.poll()
