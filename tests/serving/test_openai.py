@@ -158,18 +158,23 @@ async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
         ({"stop": "lo w", "min_tokens": 4}, "hel"),
         ({"stop": "lo w", "min_tokens": 7}, "hello world"),
         ({"stop": "l"}, "he"),
+        ({"stop": ["nothing", "world"]}, "hello "),
+        ({"stop": ["world", "or"]}, "hello w"),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "hello world<|end|>"),
         ({"skip_special_tokens": False}, "hello world"),
     ],
 )
 async def test_stop_strings_and_special_tokens_in_the_text(
-    client: openai.AsyncOpenAI, more: dict[str, Any], text: str
+    client: openai.AsyncOpenAI, lasting_service: Service, more: dict[str, Any], text: str
 ) -> None:
+    """The stop string that is complete first ends the text."""
     body: Any = {"model": "small", "prompt": "SAY:hello world", "max_tokens": 40, "extra_body": more}
     whole = await client.completions.create(**body)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "stop")
     streamed = await client.completions.create(**body, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in streamed]) == text
+    assert lasting_service.engine.in_flight == 0
+    assert (await lasting_service.report()).running == 0, "the engine was not told to stop"
 
 
 async def test_tool_call_is_returned_in_the_message(client: openai.AsyncOpenAI) -> None:

@@ -162,13 +162,6 @@ def test_a_bad_schema_is_refused_with_field_and_reason(
     assert refused.value.param == "structured_outputs.json"
 
 
-def test_bad_parameters_of_a_function_are_refused_with_their_field(client: openai.OpenAI) -> None:
-    bad: Any = [*TOOLS, {"type": "function", "function": {"name": "f", "strict": True, "parameters": BAD[0][0]}}]
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, tools=bad, tool_choice="required")
-    assert refused.value.param == "tools[2].function.parameters"
-
-
 def test_unsupported_keywords_are_ignored_without_strict(client: openai.OpenAI) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 1, "maxItems": 2}
     content = ask(client, response_format=schema_format(schema, strict=False)).message.content

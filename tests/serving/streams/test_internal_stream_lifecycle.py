@@ -90,7 +90,7 @@ async def test_a_load_has_the_requests_by_tenant_and_the_routers_that_ask(
 
 
 async def test_alive_frames_follow_the_heartbeat(
-    admin: httpx.AsyncClient, service: Service, shutdown: GracefulShutdown, monkeypatch: pytest.MonkeyPatch
+    admin: httpx.AsyncClient, service: Service, shutdown: GracefulShutdown
 ) -> None:
     async with _running(admin, service) as (beating,):
         await asyncio.sleep(0.8)
@@ -149,14 +149,6 @@ def test_router_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Path
             worker.wait_until(lambda: worker.report().running == 0, 2)
             worker.terminate()
             assert worker.exit_code(15) == 0, "its unread answers delay no drain"
-
-
-async def test_killed_engine_is_a_retryable_error(worker: WorkerProcess) -> None:
-    async with _admin_client(worker) as client:
-        stream = frames(client, opened(prompt=[fake_engine.CRASH]))
-        *_, last = [frame async for frame in stream]
-    assert isinstance(last, Error)
-    assert (last.status, last.retryable) == (500, True)
 
 
 async def test_sigterm_moves_streams_and_loses_none(worker: WorkerProcess) -> None:
