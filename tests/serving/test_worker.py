@@ -119,9 +119,7 @@ def steps(worker: WorkerProcess) -> float:
 
 
 @pytest.mark.parametrize("stream", [pytest.param(True, marks=pytest.mark.core), False])
-def test_disconnect_with_several_choices_costs_one_step(
-    client: openai.OpenAI, worker: WorkerProcess, stream: bool
-) -> None:
+def test_disconnect_with_several_choices_costs_one_step(worker: WorkerProcess, stream: bool) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.4}]})
     worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()
     body = {"model": "small", "prompt": "long", "n": 3, "max_tokens": 200, "ignore_eos": True, "stream": stream}
