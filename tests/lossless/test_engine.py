@@ -125,26 +125,6 @@ def test_drafts_match_one_dense_pass(
     assert [report.drafts, report.accepted_tokens] == wanted
 
 
-def test_chunked_prefill_and_few_blocks(make_engine: Any, plain: PlainDecoding) -> None:
-    """The text is the same with small prompt chunks, requests that wait for slots, and too few blocks."""
-    engine = make_engine("copy", max_num_seqs=4, blocks=15, budget=24, plan=plan_of([CHAINS[2], TREES[0]]))
-    requests = [submit(i, sampled=i % 2 == 0, tokens=60, shapes=2) for i in range(8)]
-    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
-    assert engine.preemptions > 0, "the test must make the blocks run out"
-
-
-def test_pipelined(make_engine: Any, plain: PlainDecoding) -> None:
-    """The text is the same with launch(n + 1) before collect(n), as on an accelerator.
-
-    The lengths that the host knows then lag behind those on the device.
-    """
-    engine = make_engine(
-        "copy", max_num_seqs=3, blocks=40, pipelined=True, plan=plan_of([CHAINS[3], TREES[1], TreeShape(())])
-    )
-    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=3) for i in range(6)]
-    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
-
-
 @pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8)], ids=["eager", "graphs"])
 def test_knobs_guard_and_exploration_do_not_change_the_text(
     make_engine: Any, plain: PlainDecoding, graphs: tuple[int, ...]
