@@ -11,7 +11,7 @@ import pytest
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.models.fetch import default_cache_dir, resolve
 from support.clients import ClientRunner, Site
-from support.worker_process import real, running_router
+from support.worker_process import ready, real, running_router
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +20,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     # The embedded model's own template takes no tools. In fp32, text and scores are the same with every draft.
     flags = ["--chat-template", str(Path(__file__).parent / "chat_template.jinja"), "--dtype", "float32"]
     flags += ["--device", "cpu", "--threads", "1", "--max-num-seqs", "4", "--max-model-len", "4096"]
-    with real(flags, folder / "log") as worker:
-        worker.wait_ready()
-        with running_router([worker.admin], folder / "log-router", worker.admin_token) as router:
-            router.wait_ready()
-            yield Site(worker, router)
+    with (
+        ready(real(flags, folder / "log")) as worker,
+        running_router([worker.admin], folder / "log-router", worker.admin_token) as router,
+    ):
+        router.wait_ready()
+        yield Site(worker, router)
 
 
 @pytest.fixture

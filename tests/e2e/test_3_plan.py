@@ -7,37 +7,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdecode_worker.contract import Buckets, StepTime, SyntheticKnobs, TreeShape
 from support.e2e.endpoint import Endpoint
-from support.e2e.loop import assert_explained, decision
+from support.e2e.loop import (
+    MAX_DEPTH,
+    SETTLED_SECONDS,
+    assert_explained,
+    decision,
+    knobs,
+    planned_depth,
+    steps,
+    wait_for_row,
+)
 from support.e2e.traffic import Traffic
 from support.kube import wait_for
 
-MAX_DEPTH = 4
 CONCURRENCY = 2
-BUCKET = Buckets().concurrency.index(CONCURRENCY)
-"""Concurrency bucket of this load."""
-SETTLED_SECONDS = 240
-"""Timeout of a row change: twice what simulations of the loop need (tests/unit/operator/planning)."""
-PLAIN_SECONDS = 0.3
-"""Duration of a padded plain step.
-
-It exceeds every real step, even on a busy machine, so that the measured duration is the padded one.
-"""
-
-
-def rising(node_seconds: float) -> tuple[StepTime, ...]:
-    """Return step times where each node adds ``node_seconds``; the last entry is for all larger steps."""
-    seconds = [PLAIN_SECONDS + node_seconds * nodes for nodes in range(MAX_DEPTH + 1)]
-    return (
-        *(StepTime(max_nodes=n, seconds=value) for n, value in enumerate(seconds[:-1])),
-        StepTime(seconds=seconds[-1]),
-    )
-
-
-CHEAP = SyntheticKnobs(step_time=rising(0.002))
-FAIR = SyntheticKnobs(step_time=rising(0.05))
-UNLUCKY = SyntheticKnobs(step_time=rising(0.05), acceptance=(0.02,))
+CHEAP = knobs(steps(node_seconds=0.002))
+FAIR = knobs(steps(node_seconds=0.05))
+UNLUCKY = knobs(steps(node_seconds=0.05), acceptance=(0.02,))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,22 +35,6 @@ def auto(endpoint: Endpoint) -> Iterator[None]:
     yield
     endpoint.set_knobs(None)
     endpoint.patch({"speculation": {"tree": None}})
-
-
-def planned(endpoint: Endpoint) -> TreeShape:
-    """Return the shape of this load's row in the worker's plan, which the worker's guard may override."""
-    return endpoint.plan().shape(BUCKET, 0)
-
-
-def wait_for_row(endpoint: Endpoint, what: str, *depths: int) -> int:
-    """Wait until this load's row in the worker's plan has one of ``depths``, and return its depth."""
-
-    def read_row() -> list[int]:
-        depth = planned(endpoint).depth
-        assert depth in depths, f"depth {depth} is planned"
-        return [depth]
-
-    return wait_for(what, read_row, timeout_s=SETTLED_SECONDS, every_s=2)[0]
 
 
 def test_new_depth_bound_reaches_workers_without_a_restart(endpoint: Endpoint) -> None:
@@ -84,12 +55,12 @@ def test_new_depth_bound_reaches_workers_without_a_restart(endpoint: Endpoint) -
 def test_depth_falls_with_acceptance_and_rises_again(endpoint: Endpoint, url: str, model: str) -> None:
     endpoint.set_knobs(FAIR)
     with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
-        wait_for_row(endpoint, "speculating while drafts are good", 1, 2, 3, 4)
+        wait_for_row(endpoint, "speculating while drafts are good", CONCURRENCY, (1, 2, 3, 4))
         endpoint.set_knobs(UNLUCKY)
-        fallen = wait_for_row(endpoint, "plain while drafts are bad", 0)
+        fallen = wait_for_row(endpoint, "plain while drafts are bad", CONCURRENCY, (0,))
         why = decision(endpoint, CONCURRENCY, fallen)
         endpoint.set_knobs(FAIR)
-        wait_for_row(endpoint, "speculating again", 1, 2, 3, 4)
+        wait_for_row(endpoint, "speculating again", CONCURRENCY, (1, 2, 3, 4))
     assert not traffic.failures
     assert_explained(endpoint, why)
 
@@ -105,7 +76,7 @@ def test_knobs_are_named_while_on(endpoint: Endpoint) -> None:
 def test_advisory_reports_and_changes_nothing(endpoint: Endpoint, url: str, model: str) -> None:
     endpoint.set_knobs(FAIR)
     with Traffic(url, model, concurrency=CONCURRENCY) as traffic:
-        wait_for_row(endpoint, "speculating while drafts are good", 1, 2, 3, 4)
+        wait_for_row(endpoint, "speculating while drafts are good", CONCURRENCY, (1, 2, 3, 4))
         endpoint.patch({"speculation": {"mode": "Advisory"}})
         try:
             before = wait_for("Advisory has come to rest", lambda: settled_versions(endpoint), timeout_s=60)
@@ -118,7 +89,7 @@ def test_advisory_reports_and_changes_nothing(endpoint: Endpoint, url: str, mode
             )
             assert children_versions(endpoint) == before
             assert endpoint.plan().version == version
-            assert planned(endpoint).depth > 0, "what is planned is not what is recommended"
+            assert planned_depth(endpoint, CONCURRENCY) > 0, "what is planned is not what is recommended"
         finally:
             endpoint.set_knobs(None)
             endpoint.patch({"speculation": {"mode": "Auto"}})

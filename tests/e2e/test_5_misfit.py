@@ -44,10 +44,7 @@ def head() -> bytes:
         WRONG: (HIDDEN, HIDDEN + 3),
         "midlayer.self_attn.o_proj.weight": (HIDDEN, HIDDEN),
         **{f"midlayer.self_attn.{name}_proj.weight": (HIDDEN, 2 * HIDDEN) for name in "qkv"},
-        **{
-            f"midlayer.{name}.weight": (HIDDEN,)
-            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        },
+        **{f"midlayer.{name}.weight": (HIDDEN,) for name in NORMS},
     }
     tensors: dict[str, Any] = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
     return safetensors.numpy.save({**tensors, "d2t": np.zeros(HIDDEN, np.int64)})

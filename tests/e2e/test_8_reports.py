@@ -17,6 +17,7 @@ from specdecode_worker.contract import CONTRACT_VERSION
 from support.e2e.endpoint import Endpoint, resource
 from support.e2e.kube import Namespace
 from support.e2e.release import Release
+from support.e2e.worker_faults import restarts
 from support.kube import wait_for
 from support.operator_faults.tenant import SCRIPT, SMALL, stand_in_template
 
@@ -116,12 +117,11 @@ def test_restart_and_neighbouring_contract_version_are_accepted(standins: Endpoi
     behave(standins, first, contract_version=CONTRACT_VERSION + 1)
     with pytest.raises(httpx.TransportError, match=r"disconnected|reset|closed"):
         behave(standins, second, exit=True)
-
-    def restarts() -> int:
-        (pod,) = (pod for pod in standins.pods() if pod["metadata"]["name"] == second)
-        return sum(status["restartCount"] for status in pod["status"]["containerStatuses"])
-
-    wait_for("the container is new", lambda: restarts() == 1 and second in standins.ready_pods(), timeout_s=60)
+    wait_for(
+        "the container is new",
+        lambda: restarts(standins, second) == 1 and second in standins.ready_pods(),
+        timeout_s=60,
+    )
     standins.patch({"speculation": {"depth": {"max": 4}}})
     wait_for("the new plan is everywhere", lambda: min(versions(standins)) > before, timeout_s=30)
     assert standins.condition("ReportsFresh")["status"] == "True"

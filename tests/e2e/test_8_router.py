@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -62,11 +62,17 @@ def evict_each(endpoint: Endpoint) -> None:
         wait_for_ready_pods(endpoint, 2)
 
 
-def roll(endpoint: Endpoint, value: str) -> None:
-    before = set(endpoint.ready_pods())
-    endpoint.patch({"workers": {"template": {"metadata": {"annotations": {"rolled": value}}}}})
-    wait_for("all pods are new", lambda: not before & endpoint.all_pods(), timeout_s=300, every_s=2)
+def roll(endpoint: Endpoint) -> None:
+    new = {"after": endpoint.ready_pods()[0]}
+    replace_pods(endpoint, {"workers": {"template": {"metadata": {"annotations": new}}}})
     wait_for_ready_pods(endpoint, 2)
+
+
+def replace_pods(endpoint: Endpoint, spec: Manifest) -> None:
+    """Change the spec and wait until all pods are new."""
+    before = set(endpoint.ready_pods())
+    endpoint.patch(spec)
+    wait_for("all pods are new", lambda: not before & endpoint.all_pods(), timeout_s=300, every_s=2)
 
 
 def scale_down_and_up(endpoint: Endpoint) -> None:
@@ -83,27 +89,10 @@ def swap_drafts(endpoint: Endpoint) -> None:
 
 
 @PROOF
-def test_evictions_are_not_noticed(routed: Routed) -> None:
-    with routed.unnoticed("eviction of each worker"):
-        evict_each(routed.endpoint)
-
-
-@PROOF
-def test_rolling_update_is_not_noticed(routed: Routed) -> None:
-    with routed.unnoticed("rolling update"):
-        roll(routed.endpoint, "once")
-
-
-@PROOF
-def test_scaling_down_and_up_is_not_noticed(routed: Routed) -> None:
-    with routed.unnoticed("2 -> 1 -> 2 workers"):
-        scale_down_and_up(routed.endpoint)
-
-
-@PROOF
-def test_draft_swap_is_not_noticed(routed: Routed) -> None:
-    with routed.unnoticed("draft swap on each worker"):
-        swap_drafts(routed.endpoint)
+@pytest.mark.parametrize("change", [evict_each, roll, scale_down_and_up, swap_drafts])
+def test_change_of_the_workers_is_not_noticed(change: Callable[[Endpoint], None], routed: Routed) -> None:
+    with routed.unnoticed(change.__name__):
+        change(routed.endpoint)
 
 
 @PROOF
@@ -112,11 +101,9 @@ def test_all_changes_in_one_run_are_not_noticed(routed: Routed) -> None:
     with routed.unnoticed("evictions, rolling update, 2 -> 1 -> 2, draft swap and draft of the spec in one run"):
         evict_each(routed.endpoint)
         swap_drafts(routed.endpoint)
-        roll(routed.endpoint, "twice")
+        roll(routed.endpoint)
         scale_down_and_up(routed.endpoint)
-        before = set(routed.endpoint.ready_pods())
-        routed.endpoint.patch({"speculation": {"draft": {"quantization": "int8"}}})
-        wait_for("all pods are new", lambda: not before & routed.endpoint.all_pods(), timeout_s=300, every_s=2)
+        replace_pods(routed.endpoint, {"speculation": {"draft": {"quantization": "int8"}}})
 
 
 def answered(endpoint: Endpoint) -> int:

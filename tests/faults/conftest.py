@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.contract import WorkerConfig
 from support import small_model
 from support.faults.worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
-from support.worker_process import StartWorker, WorkerProcess, fake, real, worker_config
+from support.worker_process import StartWorker, WorkerProcess, fake, ready, real, worker_config
 
 
 @pytest.fixture(scope="session")
@@ -38,30 +37,18 @@ def start_pod(tmp_path: Path) -> Iterator[StartWorker]:
 
 @pytest.fixture
 def start_fake(small_folder: Path, tmp_path: Path) -> Iterator[StartWorker]:
-    """Yield ``start(capture=None, environment=None, capture_dir=None, **server)``: a server around the fake engine."""
+    """Yield ``start(environment=None, capture_dir=None, **server)``: a server around the fake engine."""
     with contextlib.ExitStack() as stack:
 
         def start(
-            capture: dict[str, object] | None = None,
             environment: dict[str, str] | None = None,
             capture_dir: str | None = None,
             **server: object,
         ) -> WorkerProcess:
-            config = worker_config(small_folder).model_dump() | {"capture": capture, "capture_dir": capture_dir}
-            config["server"] |= {"host": "127.0.0.1", "port": 0, "admin_port": 0, **server}
+            config = worker_config(small_folder, server=server).model_copy(update={"capture_dir": capture_dir})
             variables = {"SPECDECODE_TERMINATION_LOG": str(tmp_path / "fake.termination"), **(environment or {})}
-            config_json = WorkerConfig.model_validate(config).model_dump_json()
-            worker = stack.enter_context(fake(config_json, tmp_path / "fake.log", variables))
-            worker.wait_ready()
-            return worker
+            return stack.enter_context(ready(fake(config, tmp_path / "fake.log", variables)))
 
-        yield start
-
-
-@pytest.fixture
-def start_embedded(tmp_path: Path) -> Iterator[StartWorker]:
-    """Yield a function that starts a worker with SmolLM2-135M and its real tokenizer, ready after about 20 seconds."""
-    with _starter(tmp_path, EMBEDDED_FLAGS) as start:
         yield start
 
 
@@ -86,8 +73,6 @@ def _starter(folder: Path, base_flags: tuple[str, ...]) -> Iterator[StartWorker]
         def start(*flags: str, environment: dict[str, str] | None = None) -> WorkerProcess:
             log = folder / f"worker-{len(list(folder.glob('worker-*.log')))}.log"
             variables = {"SPECDECODE_TERMINATION_LOG": str(log.with_suffix(".termination")), **(environment or {})}
-            worker = stack.enter_context(real([*base_flags, *flags], log, variables))
-            worker.wait_ready()
-            return worker
+            return stack.enter_context(ready(real([*base_flags, *flags], log, variables)))
 
         yield start

@@ -19,6 +19,7 @@ from support.small_llama import engine_of, networks, plan_of, submit, texts
 
 pytestmark = pytest.mark.slow
 
+KERNELS = ("small_linear", "rms_norm", "rope_cache", "silu_mul", "top_k", "tree_attention", "verify", "kv_keep")
 CASES = {
     "greedy chain": ("chain:2", False, {}),
     "sampled tree": ("tree:2,1", True, {}),
@@ -46,21 +47,10 @@ def test_text_and_acceptance(
     text = texts(on_reference, requests)
 
     calls: Counter[str] = Counter()
-    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
-    monkeypatch.setattr(plan, "processors", lambda _: 4)
-    monkeypatch.setattr(verify, "processors", lambda _: 2)
+    _use_kernels(monkeypatch)
     if fused:
         monkeypatch.setattr(small_linear, "LEAST_OUTPUTS", 1)
-    for module in (
-        "small_linear",
-        "rms_norm",
-        "rope_cache",
-        "silu_mul",
-        "top_k",
-        "tree_attention",
-        "verify",
-        "kv_keep",
-    ):
+    for module in KERNELS:
         _count(module, calls, monkeypatch)
     on_kernels = engine_of(networks(torch.float32), backend=EagerBackend() if rows else None, rows=rows)
     on_kernels.set_plan(plan_of(shape))
@@ -92,22 +82,20 @@ def test_guided_text(sampled: bool, rows: tuple[int, ...], poisoned: None, monke
             rows=rows,
         )
         engine.set_plan(plan_of("tree:2,1"))
-        for request in requests:
-            engine.add(request)
-        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        while not engine.idle:
-            for new in engine.step():
-                tokens[new.request_id] += new.tokens
-        return tokens
+        return texts(engine, requests)
 
     text = answers()
-    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
-    monkeypatch.setattr(plan, "processors", lambda _: 4)
-    monkeypatch.setattr(verify, "processors", lambda _: 2)
+    _use_kernels(monkeypatch)
     assert answers() == text
     guide = compiler.guide(grammar)
     guide.advance(text[requests[0].request_id])
     assert not guide.error
+
+
+def _use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)
+    monkeypatch.setattr(plan, "processors", lambda _: 4)
+    monkeypatch.setattr(verify, "processors", lambda _: 2)
 
 
 def _count(module: str, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,10 @@ from torch import Tensor
 from specdecode_kernels import timings
 from specdecode_kernels.timings import Timings
 from specdecode_kernels.tree_attention import op, plan, prefill
-from specdecode_kernels.tree_attention.op import Prepared
 from specdecode_worker.core import device_state as paged_cache
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.sampling.params import Sampling
-from support.kernels.attention_cases import BLOCK, Case, by_definition, chain, chunk, close, make, tree
+from support.kernels.attention_cases import BLOCK, Case, by_definition, chain, chunk, close, make, prepare, tree
 from support.small_llama import engine_of, networks, plan_of, texts
 
 pytestmark = pytest.mark.slow
@@ -29,12 +28,7 @@ BATCHES = {
     "chunks behind decoding rows": (tree(7, 0, 0, 1), chain(13, 4), chunk(9, 11), chunk(0, 70)),
     "a short chunk before a long one": (tree(5), chunk(6, 3), chunk(2, 12)),
 }
-IN_OTHER_WAYS = {
-    "a chunk alone": 1,
-    "a later chunk alone": 1,
-    "chunks behind decoding rows": 2,
-    "a short chunk before a long one": 1,
-}
+IN_OTHER_WAYS = dict.fromkeys(BATCHES, 1) | {"chunks behind decoding rows": 2}
 WAYS = pytest.mark.parametrize("way", prefill.WAYS)
 
 
@@ -57,27 +51,8 @@ def case_of(name: str) -> Case:
     return make(BATCHES[name], kv=KV_HEADS, groups=GROUPS, scattered=True, dtype=torch.float32, size=SIZE)
 
 
-def prepare(case: Case) -> Prepared:
-    return op.prepare(
-        blocks=case.blocks,
-        block_table_BM=case.table_BM,
-        block_size=BLOCK,
-        query_counts=tuple(len(s.queries) for s in case.sequences),
-        key_bounds=tuple(s.keys for s in case.sequences),
-        prefix_len_B=case.prefix_B,
-        ancestors_T=case.ancestors_T,
-        key_starts=(0,) * len(case.sequences),
-        dense=False,
-        groups=GROUPS,
-        dtype=torch.float32,
-        kv_heads=KV_HEADS,
-        head_dim=SIZE,
-        chunk_keys=tuple(s.keys if s.parents is None else 0 for s in case.sequences),
-    )
-
-
-def attended(case: Case) -> Tensor:
-    return op.attend(case.q_THD, case.cache_2NPKD, prepare(case))
+def prepared_chunks(case: Case) -> op.Prepared:
+    return prepare(case, chunk_keys=[s.keys if s.parents is None else 0 for s in case.sequences])
 
 
 @pytest.mark.usefixtures("on_kernels")
@@ -86,7 +61,7 @@ def attended(case: Case) -> Tensor:
 def test_every_way_equals_the_definition(name: str, way: str) -> None:
     measure(kernel=2.0, **{way: 1.0})
     case = case_of(name)
-    prepared = prepare(case)
+    prepared = prepared_chunks(case)
     assert [chunk.way for chunk in prepared.chunks] == [prefill.WAYS[way]] * IN_OTHER_WAYS[name]
     assert (prepared.plan is None) == (IN_OTHER_WAYS[name] == len(case.sequences))
     output = op.attend(case.q_THD, case.cache_2NPKD, prepared)
@@ -100,7 +75,7 @@ def test_queries_may_be_part_of_a_wider_tensor() -> None:
     case = case_of("chunks behind decoding rows")
     wide = torch.full((len(case.q_THD), 10, SIZE), torch.nan)
     wide[:, 2:8] = case.q_THD
-    assert close(op.attend(wide[:, 2:8], case.cache_2NPKD, prepare(case)), by_definition(case))
+    assert close(op.attend(wide[:, 2:8], case.cache_2NPKD, prepared_chunks(case)), by_definition(case))
 
 
 @pytest.mark.usefixtures("on_kernels")
@@ -108,8 +83,8 @@ def test_our_kernel_attends_unless_another_way_is_faster() -> None:
     case = case_of("chunks behind decoding rows")
     for times in ({"kernel": 1.0, "sdpa": 2.0}, {"flashinfer": 1.0}, {}):
         measure(**times)
-        assert not prepare(case).chunks
-    assert close(attended(case), by_definition(case))
+        assert not prepared_chunks(case).chunks
+    assert close(op.attend(case.q_THD, case.cache_2NPKD, prepared_chunks(case)), by_definition(case))
 
 
 @WAYS

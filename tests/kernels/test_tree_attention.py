@@ -15,32 +15,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdecode_kernels.tree_attention.op import Prepared, attend, prepare
+from specdecode_kernels.tree_attention.op import attend
 from specdecode_kernels.tree_attention.reference import tree_attention
-from support.kernels.attention_cases import BLOCK, UGLY, Case, Sequence, by_definition, chunk, close, make, tree
-
-
-def prepared(case: Case, *, dense: bool = False, groups: int | None = None, one_by_one: bool = True) -> Prepared:
-    return prepare(
-        blocks=case.blocks,
-        block_table_BM=case.table_BM,
-        block_size=BLOCK,
-        query_counts=[len(s.queries) for s in case.sequences],
-        key_bounds=[s.keys + s.slack for s in case.sequences],
-        prefix_len_B=case.prefix_B,
-        ancestors_T=case.ancestors_T,
-        key_starts=[s.start for s in case.sequences],
-        dense=dense,
-        groups=groups or case.q_THD.shape[1] // case.cache_2NPKD.shape[3],
-        dtype=case.q_THD.dtype,
-        one_by_one=one_by_one,
-    )
+from support.kernels.attention_cases import (
+    BLOCK,
+    UGLY,
+    Case,
+    Sequence,
+    by_definition,
+    chunk,
+    close,
+    make,
+    prepare,
+    tree,
+)
 
 
 def by_op(case: Case, *, dense: bool = False) -> Tensor:
     """Run the op sequence by sequence, as on a CPU, and batched, as elsewhere; both results must agree."""
     alone, together = (
-        attend(case.q_THD, case.cache_2NPKD, prepared(case, dense=dense, one_by_one=one_by_one))
+        attend(case.q_THD, case.cache_2NPKD, prepare(case, dense=dense, one_by_one=one_by_one))
         for one_by_one in (True, False)
     )
     assert close(alone, together)
@@ -132,7 +126,7 @@ def test_dense_flag_does_not_change_the_output(batch: int, scattered: bool) -> N
     newest = Sequence(6, 3, (-1, 0, 1), (2,), start=2)
     case = make((newest, tree(11), tree(3))[:batch], kv=2, groups=2, scattered=scattered, dtype=torch.float64)
     assert close(by_op(case, dense=True), by_definition(case))
-    runs = prepared(case, dense=True).runs
+    runs = prepare(case, dense=True, one_by_one=True).runs
     assert all(run.mask is None for run in runs)
     assert scattered or all(isinstance(run.rows, slice) for run in runs), "what lies behind each other is not copied"
 

@@ -43,8 +43,7 @@ from specdecode_worker.models.config import (
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.medusa import MedusaHeads
-from support.lossless.small_requests import texts
-from support.small_llama import VOCABULARY, NoisedCopy, assembled
+from support.small_llama import VOCABULARY, NoisedCopy, assembled, texts
 
 if TYPE_CHECKING:  # of the folder that is added to the path below
     from support.lossless.own_drafts import OwnDrafts

@@ -5,20 +5,18 @@ Every row is computed separately, so texts are compared exactly, without an exce
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from specdecode_kernels.cpu.native import library
-from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
-from specdecode_worker.core.messages import Submit
-from specdecode_worker.models.fetch import default_cache_dir
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.sampling.params import Sampling
+from support.lossless.embedded import embedded_engine, heldout_prompts
 from support.lossless.small_requests import plan_of
+from support.small_llama import emitted
 from support.tiers import skip_reason
 
 pytestmark = [
@@ -26,23 +24,17 @@ pytestmark = [
     pytest.mark.skipif(library() is None, reason=skip_reason("native", "nothing is compiled here")),
 ]
 
-PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
 COUNT, TOKENS = 10, 32
 SHAPES = [TreeShape.parse(text) for text in ("chain:1", "chain:3", "chain:6", "tree:4,2,1", "tree:2,2,2")]
 
 
 @pytest.fixture(scope="module")
 def local() -> LocalEngine:
-    config = WorkerConfig(
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="bfloat16", max_model_len=1024),
-        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
-        engine=EngineConfig(max_num_seqs=8, device="cpu", threads=1, kv_cache_tokens=8 * 512),
-    )
-    return LocalEngine(config, default_cache_dir())
+    return embedded_engine(dtype="bfloat16", max_model_len=1024, max_num_seqs=8, threads=1, kv_cache_tokens=8 * 512)
 
 
 def requests(local: LocalEngine) -> list[Submit]:
-    lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
+    lines = heldout_prompts()
     submits = []
     for i in range(COUNT):
         sampling = Sampling(max_tokens=TOKENS, seed=i, temperature=(0.0, 0.8)[i % 2], ignore_eos=True)
@@ -53,16 +45,11 @@ def requests(local: LocalEngine) -> list[Submit]:
 
 def texts(local: LocalEngine, submits: Sequence[Submit], *, at_once: int) -> tuple[list[list[int]], int]:
     """Return the tokens of every request, run ``at_once`` at a time, and the number of drafted tokens."""
-    tokens_by_request: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
-    accepted = 0
+    answers: list[list[Tokens]] = []
     for begin in range(0, len(submits), at_once):
-        for submit in submits[begin : begin + at_once]:
-            local.engine.add(submit)
-        while not local.engine.idle:
-            for new in local.engine.step():
-                tokens_by_request[new.request_id] += new.tokens
-                accepted += new.accepted if new.finish else 0
-    return list(tokens_by_request.values()), accepted
+        answers += emitted(local.engine, submits[begin : begin + at_once]).values()
+    tokens = [[token for new in answer for token in new.tokens] for answer in answers]
+    return tokens, sum(answer[-1].accepted for answer in answers)
 
 
 def test_bf16_texts_do_not_diverge(local: LocalEngine) -> None:

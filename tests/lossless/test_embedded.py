@@ -7,34 +7,30 @@ within 1e-4, texts may therefore diverge; this is counted. Any other difference 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from specdecode_kernels.noise.reference import gumbel
-from specdecode_kernels.sample.reference import processed
-from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import Answer, LocalEngine, distinct_4grams
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
+from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.rollout import read_states
+from support.lossless.embedded import embedded_engine, heldout_prompts
+from support.lossless.plain_decoding import noised
 from support.lossless.small_requests import plan_of
+from support.small_llama import emitted
 from support.tiers import by_effort
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(3600)]
 
 COUNT = by_effort(quick=4, full=16, nightly=200)
-PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
 BATCH, TOKENS = 8, 20
 NEAR = 1e-4
 SHAPES = [
@@ -46,7 +42,6 @@ SAMPLING_PARAMS = ((1.0, 1.0, 0), (0.7, 0.9, 40), (0.6, 1.0, 0))
 
 They do not share a batch, because one row with top-p or top-k slows down the whole batch.
 """
-Run = Callable[[Sequence[Submit]], list[Answer]]
 
 
 @dataclass
@@ -60,14 +55,8 @@ class Tally:
 
 @pytest.fixture(scope="module")
 def local() -> LocalEngine:
-    config = WorkerConfig(
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="float32", max_model_len=1024),
-        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
-        engine=EngineConfig(
-            max_num_seqs=BATCH, device="cpu", threads=torch.get_num_threads(), kv_cache_tokens=BATCH * 512
-        ),
-    )
-    return LocalEngine(config, default_cache_dir())
+    threads = torch.get_num_threads()
+    return embedded_engine(max_model_len=1024, max_num_seqs=BATCH, threads=threads, kv_cache_tokens=BATCH * 512)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +70,7 @@ def prompt_record(index: int) -> dict[str, Any]:
 
     The first prompts cover all kinds. From the second round on, each question follows another question.
     """
-    lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
+    lines = heldout_prompts()
     round_, place = divmod(index, len(lines))
     messages: list[dict[str, str]] = list(lines[11 * place % len(lines)]["messages"])
     if round_:
@@ -105,34 +94,24 @@ def requests(local: LocalEngine, *, sampled: bool) -> list[Submit]:
 
 def answers(local: LocalEngine, submits: Sequence[Submit]) -> list[Answer]:
     """Return the answers of all requests, of which the scheduler runs eight at a time."""
-    answer_by_request = {submit.request_id: Answer() for submit in submits}
-    for submit in submits:
-        local.engine.add(submit)
-    while not local.engine.idle:
-        for new in local.engine.step():
-            answer_by_request[new.request_id].take(new)
-    local.engine.check()
-    return list(answer_by_request.values())
+    answers = []
+    for parts in emitted(local.engine, submits).values():
+        answers.append(Answer())
+        for new in parts:
+            answers[-1].take(new)
+    return answers
 
 
-@pytest.fixture
-def speculative(local: LocalEngine) -> Run:
-    def run(submits: Sequence[Submit]) -> list[Answer]:
-        local.run_shape(SHAPES[0])
-        version = local.engine.report().plan.version + 1
-        local.engine.set_plan(plan_of(SHAPES, draft=local.engine.draft.hash, version=version))
-        return answers(local, submits)
-
-    return run
+def speculative(local: LocalEngine, submits: Sequence[Submit]) -> list[Answer]:
+    local.run_shape(SHAPES[0])
+    version = local.engine.report().plan.version + 1
+    local.engine.set_plan(plan_of(SHAPES, draft=local.engine.draft.hash, version=version))
+    return answers(local, submits)
 
 
-@pytest.fixture
-def plain(local: LocalEngine) -> Run:
-    def run(submits: Sequence[Submit]) -> list[Answer]:
-        local.run_shape(TreeShape(()))
-        return answers(local, submits)
-
-    return run
+def plain(local: LocalEngine, submits: Sequence[Submit]) -> list[Answer]:
+    local.run_shape(TreeShape(()))
+    return answers(local, submits)
 
 
 @torch.inference_mode()
@@ -144,13 +123,7 @@ def scores(reference_model: CausalLM, submit: Submit, tokens: Sequence[int]) -> 
     read = [*submit.prompt, *tokens]
     _, hidden = read_states(reference_model, torch.tensor(read))
     logits = reference_model.logits(hidden[len(submit.prompt) - 1 :])
-    sampling, rows = submit.sampling, len(logits)
-    if sampling.temperature == 0:
-        return logits
-    params = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
-    logp = processed(logits, *params, torch.full((rows,), sampling.top_p))
-    positions = torch.arange(len(submit.prompt), len(read) + 1)
-    return logp + gumbel(torch.full((rows,), sampling.seed), positions, logits.shape[-1])
+    return noised(logits, submit.sampling, torch.arange(len(submit.prompt), len(read) + 1))
 
 
 def divergence(reference_model: CausalLM, submit: Submit, wanted: Sequence[int], actual: Sequence[int]) -> str | None:
@@ -189,15 +162,10 @@ def summary_text(name: str, tally: Tally, outputs: list[Answer]) -> str:
 @pytest.mark.core
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_speculative_text_equals_plain_text(
-    local: LocalEngine,
-    reference_model: CausalLM,
-    plain: Run,
-    speculative: Run,
-    sampled: bool,
-    capsys: pytest.CaptureFixture[str],
+    local: LocalEngine, reference_model: CausalLM, sampled: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submits = requests(local, sampled=sampled)
-    wanted, actual = plain(submits), speculative(submits)
+    wanted, actual = plain(local, submits), speculative(local, submits)
     assert sum(a.drafts for a in wanted) == 0 < min(a.drafts for a in actual)
     tally = compare(reference_model, submits, wanted, actual)
     with capsys.disabled():
@@ -208,15 +176,13 @@ def test_speculative_text_equals_plain_text(
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_plain_text_matches_one_dense_pass(
-    local: LocalEngine, reference_model: CausalLM, plain: Run, sampled: bool
-) -> None:
+def test_plain_text_matches_one_dense_pass(local: LocalEngine, reference_model: CausalLM, sampled: bool) -> None:
     """Every token of the plain text is the best one at its position, up to near ties.
 
     The check itself must distinguish a wrong token from a near tie.
     """
     submits = requests(local, sampled=sampled)[6:10]  # covers two sets of sampling parameters
-    for submit, answer in zip(submits, plain(submits), strict=True):
+    for submit, answer in zip(submits, plain(local, submits), strict=True):
         places = scores(reference_model, submit, answer.tokens)[:-1]
         best = places.max(-1).values - places.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
         assert (best < NEAR).all()

@@ -9,30 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from specdecode_kernels.noise.reference import gumbel
-from specdecode_kernels.sample.reference import processed
 from specdecode_worker.contract import MAX_RANKS, Plan, SyntheticKnobs, TreeShape
 from specdecode_worker.core.messages import Submit
-from support.lossless.plain_decoding import PlainDecoding, dense
-from support.lossless.small_requests import plan_of, submit, texts
+from support.lossless.plain_decoding import PlainDecoding, noised
+from support.lossless.small_requests import plan_of, submit
+from support.small_llama import texts
+from support.worker.dense_attention import dense
 
 pytestmark = pytest.mark.core
 
 CHAINS = [TreeShape.chain(depth) for depth in range(1, 7)]
 TREES = [TreeShape.parse(text) for text in ("tree:4,2,1", "tree:2,2,2", "tree:8", "tree:3,1,1,1", "0,0,0,1,1,2,4,4,6")]
 TOKENS = 40
-
-
-def _scores(logits_RV: Tensor, request: Submit, position_R: Tensor) -> Tensor:
-    """Return the scores, [R, V]: log-probabilities plus the noise of the position. The largest one is emitted."""
-    sampling, rows = request.sampling, len(logits_RV)
-    if sampling.temperature == 0:
-        return logits_RV
-    params = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
-    logp = processed(logits_RV, *params, torch.full((rows,), sampling.top_p))
-    return logp + gumbel(torch.full((rows,), sampling.seed), position_R, logits_RV.shape[-1])
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +36,8 @@ def test_single_sequences_equal_plain_decoding(
 ) -> None:
     engine = make_engine("copy", max_num_seqs=1, plan=plan_of([shape]))
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(4)]
-    tokens_by_request = texts(engine, requests, together=False)
-    assert tokens_by_request == {r.request_id: plain.text(r) for r in requests}
+    for request in requests:
+        assert texts(engine, [request]) == {request.request_id: plain.text(request)}
     if shape.nodes:
         report = engine.report()
         assert 1 + report.accepted_tokens / report.drafts >= 1.5, "the draft must be good enough to test anything"
@@ -94,7 +83,7 @@ def _ranks(pair: Any, request: Submit, text: list[int]) -> list[int]:
     tokens = torch.tensor([*request.prompt, *text])
     slots = torch.arange(1, len(tokens) - 1)
     logits = pair.copy.llama.logits(pair.copy.llama(tokens[slots], slots, dense).hidden_TE)
-    scores = _scores(logits, request, slots + 1)
+    scores = noised(logits, request.sampling, slots + 1)
     ranks = (scores > scores.gather(1, tokens[slots + 1, None])).sum(-1).tolist()
     return ranks[len(request.prompt) - 1 :]  # starts after the first emitted token
 
@@ -136,31 +125,15 @@ def test_drafts_match_one_dense_pass(
     assert [report.drafts, report.accepted_tokens] == wanted
 
 
-def test_chunked_prefill_and_few_blocks(make_engine: Any, plain: PlainDecoding) -> None:
-    """The text is the same with small prompt chunks, requests that wait for slots, and too few blocks."""
-    engine = make_engine("copy", max_num_seqs=4, blocks=15, budget=24, plan=plan_of([CHAINS[2], TREES[0]]))
-    requests = [submit(i, sampled=i % 2 == 0, tokens=60, shapes=2) for i in range(8)]
-    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
-    assert engine.preemptions > 0, "the test must make the blocks run out"
-
-
-def test_pipelined(make_engine: Any, plain: PlainDecoding) -> None:
-    """The text is the same with launch(n + 1) before collect(n), as on an accelerator.
-
-    The lengths that the host knows then lag behind those on the device.
-    """
-    engine = make_engine(
-        "copy", max_num_seqs=3, blocks=40, pipelined=True, plan=plan_of([CHAINS[3], TREES[1], TreeShape(())])
-    )
-    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=3) for i in range(6)]
-    assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
-
-
-def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, plain: PlainDecoding) -> None:
-    engine = make_engine("copy", plan=plan_of([CHAINS[3]], guard=True, explore=0.5, max_depth=6))
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8)], ids=["eager", "graphs"])
+def test_knobs_guard_and_exploration_do_not_change_the_text(
+    make_engine: Any, plain: PlainDecoding, graphs: tuple[int, ...]
+) -> None:
+    engine = make_engine("copy", graphs=graphs, plan=plan_of([CHAINS[3]], guard=True, explore=0.5, max_depth=6))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.8, 0.5)))
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == {r.request_id: plain.text(r) for r in requests}
+    assert not graphs or engine._graphs.replayed > 0
 
 
 def test_plan_switched_midway(make_engine: Any, plain: PlainDecoding) -> None:
@@ -170,15 +143,10 @@ def test_plan_switched_midway(make_engine: Any, plain: PlainDecoding) -> None:
     """
     engine = make_engine("copy")
     requests = [submit(i, sampled=i % 2 == 0, tokens=200) for i in range(3)]
-    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    for request in requests:
-        engine.add(request)
-    steps = 0
-    while not engine.idle:
+
+    def switch(steps: int) -> None:
         if steps in (0, 100):
             engine.set_plan(plan_of([CHAINS[2]], version=2) if steps else Plan(draft="d", version=1))
-        for new in engine.step():
-            tokens_by_request[new.request_id] += new.tokens
-        steps += 1
-    assert tokens_by_request == {r.request_id: plain.text(r) for r in requests}
+
+    assert texts(engine, requests, switch) == {r.request_id: plain.text(r) for r in requests}
     assert engine.report().drafts > 0

@@ -5,53 +5,24 @@ Graphs run through EagerBackend here, which repeats exactly the calls that a CUD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from specdecode_worker.contract import DraftState, MergedDraft, Report, SyntheticKnobs, TaskMatch, TreeShape
+from specdecode_worker.contract import DraftState, MergedDraft, Report, TaskMatch, TreeShape
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS
-from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine.captured_step import CapturedStep
 from specdecode_worker.engine.cuda_graphs import OutsideReason, StepPlanner
-from specdecode_worker.engine.engine import Engine
-from support.lossless.small_requests import plan_of, submit, texts
+from support.lossless.small_requests import plan_of, submit
+from support.small_llama import texts
 from support.tiers import covering
 from support.worker.watched_steps import WatchingBackend
 
 BUCKETS = (1, 2, 4, 8)
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:2,2,1"), TreeShape(())
 TOKENS = 24
-
-Text = dict[str, list[int]]
-SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
-
-
-def serve(
-    engine: Engine,
-    requests: Sequence[Submit],
-    every: int,
-    between: Callable[[Engine, int], None] | None = None,
-    called_steps: int = 60,
-) -> Text:
-    """Run the requests, one more every ``every`` steps, so that the batch grows and shrinks through the buckets.
-
-    ``between`` is called before each of the first ``called_steps`` steps.
-    """
-    tokens_by_request: Text = {request.request_id: [] for request in requests}
-    coming, steps = list(reversed(requests)), 0
-    while coming or not engine.idle:
-        if coming and steps % every == 0:
-            engine.add(coming.pop())
-        steps += 1
-        if between is not None and steps < called_steps:
-            between(engine, steps)
-        for new in engine.step():
-            tokens_by_request[new.request_id] += new.tokens
-    engine.check()
-    return tokens_by_request
 
 
 def acceptance(report: Report) -> Any:
@@ -76,7 +47,7 @@ def test_growing_and_shrinking_batches(
     reports = []
     for graphs in (BUCKETS, ()):
         engine = make_engine(draft, graphs=graphs, plan=plan_of([shape]))
-        assert serve(engine, requests, every=3) == plain(requests)
+        assert texts(engine, requests, every=3) == plain(requests)
         reports.append(acceptance(engine.report()))
         if graphs:
             made = engine._graphs
@@ -103,7 +74,7 @@ def test_several_loaded_drafts_keep_graphs(
     acceptances = []
     for graphs in (BUCKETS, ()):
         engine = make_engine(list(kinds), graphs=graphs, plan=plan_of(shapes, tasks=tasks))
-        assert serve(engine, requests, every=3) == plain(requests)
+        assert texts(engine, requests, every=3) == plain(requests)
         acceptances.append(acceptance(engine.report()))
         if graphs:
             made = engine._graphs
@@ -131,21 +102,20 @@ def test_all_features_together(make_engine: Any, plain: Any, draft: str) -> None
     engine = make_engine(
         draft, max_num_seqs=6, blocks=60, budget=48, pipelined=True, graphs=(2, 4, 6), plan=plan_of(shapes)
     )
+    scheduler = engine._scheduler
+
+    def preempt(steps: int) -> None:
+        if steps % 6 == 4 and steps < 60 and scheduler.running:
+            scheduler._preempt(scheduler.running[steps % len(scheduler.running)])
+
     for _ in range(2):
-        assert serve(engine, requests, every=2, between=preempt_every_six_steps) == wanted
+        assert texts(engine, requests, preempt, every=2) == wanted
     report, made = engine.report(), engine._graphs
     assert engine.preemptions > 5
     assert report.prefix_hit_tokens > 0
     assert report.accepted_tokens > 0
     assert made.replayed > 10
     assert len({key.tokens for key in made._graphs}) > 2
-
-
-def preempt_every_six_steps(engine: Engine, step: int) -> None:
-    """Preempt a running request every six steps."""
-    scheduler = engine._scheduler
-    if step % 6 == 5 and scheduler.running:
-        scheduler._preempt(scheduler.running[step % len(scheduler.running)])
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
@@ -156,7 +126,7 @@ def test_other_methods_draft_before_the_graph(make_engine: Any, plain: Any, draf
     acceptances = []
     for graphs in (BUCKETS, ()):
         engine = make_engine(draft, graphs=graphs, pipelined=pipelined, plan=plan_of([CHAIN, TREE, NONE]))
-        assert serve(engine, requests, every=3) == plain(requests)
+        assert texts(engine, requests, every=3) == plain(requests)
         acceptances.append(acceptance(engine.report()))
         if graphs:
             assert set(engine._graphs.eager) == {"prefill"}
@@ -197,14 +167,6 @@ def test_ranks_of_drafts_before_the_graph_are_needed(make_engine: Any, monkeypat
     assert not engine.report().acceptance
 
 
-def test_knobs_guard_and_exploration_do_not_change_the_text(make_engine: Any, plain: Any) -> None:
-    engine = make_engine("copy", graphs=BUCKETS, plan=plan_of([CHAIN], guard=True, explore=0.5, max_depth=6))
-    engine.set_synthetic(SyntheticKnobs(acceptance=(0.8, 0.5)))
-    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(8)]
-    assert texts(engine, requests) == plain(requests)
-    assert engine._graphs.replayed > 0
-
-
 @pytest.mark.parametrize("draft", ["peagle", "dflash"])
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
 def test_parallel_draft_with_captured_plain_steps(make_engine: Any, plain: Any, pipelined: bool, draft: str) -> None:
@@ -217,10 +179,10 @@ def test_parallel_draft_with_captured_plain_steps(make_engine: Any, plain: Any, 
     assert engine.report().accepted_tokens > 0
     assert not set(made.outside) - {"catch-up"}
 
-    def note_lag(engine: Engine, _: int) -> None:
+    def note_lag(_: int) -> None:
         lags.extend(request.draft.lag for request in engine._scheduler.running)
 
-    assert serve(engine, [alone], every=1, between=note_lag, called_steps=150) == plain([alone])
+    assert texts(engine, [alone], note_lag) == plain([alone])
     assert made.replayed > 100
     assert {key.passes for key in made._graphs} == {0, 3}
     assert made.outside["catch-up"] > 0
@@ -228,23 +190,18 @@ def test_parallel_draft_with_captured_plain_steps(make_engine: Any, plain: Any, 
 
 
 def test_a_draft_swap_replaces_the_graphs_it_touches(make_engine: Any, plain: Any, drafter: Any) -> None:
-    engine = make_engine("eagle3", graphs=BUCKETS, pipelined=True)
+    engine = make_engine("eagle3", graphs=BUCKETS, pipelined=True, plan=plan_of([CHAIN]))
     requests = [submit(i, sampled=i % 2 == 0, tokens=60) for i in range(4)]
-    tokens_by_request: Text = {request.request_id: [] for request in requests}
-    engine.set_plan(plan_of([CHAIN]))
-    for request in requests:
-        engine.add(request)
-    steps = 0
-    while not engine.idle:
-        new = engine.step()
-        steps += 1
-        if steps == 8:
-            before = set(engine._graphs._graphs.values())
-            new += engine.set_draft("", LoadedDraft(drafter(engine, "draft-model"), DraftState(hash="new")))
-            assert before.isdisjoint(engine._graphs._graphs.values()), "the new draft reads no states of the target"
-            assert {key.passes for key in engine._graphs._graphs} >= {0, 3}
-            engine.set_plan(plan_of([CHAIN], version=2, draft="new"))
-        for tokens in new:
-            tokens_by_request[tokens.request_id] += tokens.tokens
-    assert tokens_by_request == plain(requests)
+
+    def swap(steps: int) -> Any:
+        if steps != 8:
+            return ()
+        before = set(engine._graphs._graphs.values())
+        emitted = engine.set_draft("", LoadedDraft(drafter(engine, "draft-model"), DraftState(hash="new")))
+        assert before.isdisjoint(engine._graphs._graphs.values()), "the new draft reads no states of the target"
+        assert {key.passes for key in engine._graphs._graphs} >= {0, 3}
+        engine.set_plan(plan_of([CHAIN], version=2, draft="new"))
+        return emitted
+
+    assert texts(engine, requests, swap) == plain(requests)
     assert {cell.draft for cell in engine.report().acceptance} == {"d", "new"}

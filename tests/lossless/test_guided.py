@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from support.char_tokenizer import END, tokenizer_json
 from support.lossless.draft_names import DRAFTS
 from support.lossless.guided_decoding import GuidedDecoding
 from support.lossless.small_requests import plan_of
+from support.small_llama import texts as run
 
 TOKENS, VOCABULARY = 40, 61
 SCHEMA = {
@@ -91,29 +93,7 @@ def plain(pair: Any) -> GuidedDecoding:
 @pytest.fixture
 def guided_engine(make_engine: Any, compiler: GrammarCompiler) -> Any:
     """Return a function that builds an engine with grammars and a plan of mixed shapes."""
-
-    def make(draft: Any = "copy", **fields: Any) -> Any:
-        engine = make_engine(
-            draft, grammars=compiler, eos_token_ids=(END,), **{"max_num_seqs": 8, **fields}, plan=plan_of(SHAPES)
-        )
-        return engine
-
-    return make
-
-
-def run(engine: Any, submits: Sequence[Submit], between: Any = None) -> dict[str, list[int]]:
-    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in submits}
-    for submit in submits:
-        engine.add(submit)
-    steps = 0
-    while not engine.idle:
-        new: list[Tokens] = between(engine, steps) if between is not None else []
-        for one in [*new, *engine.step()]:
-            assert one.finish in (None, "stop", "length"), one.error
-            tokens_by_request[one.request_id] += one.tokens
-        steps += 1
-    engine.check()
-    return tokens_by_request
+    return partial(make_engine, grammars=compiler, eos_token_ids=(END,), plan=plan_of(SHAPES))
 
 
 def texts(plain: GuidedDecoding, submits: Sequence[Submit]) -> dict[str, list[int]]:
@@ -160,20 +140,12 @@ def test_mixed_batches_equal_plain_decoding(guided_engine: Any, plain: GuidedDec
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
 @pytest.mark.parametrize("shape", ["chain:3", "tree:3,2,1"])
 def test_guided_rows_leave_the_drafts_of_others_in_graphs(
-    make_engine: Any, compiler: GrammarCompiler, plain: GuidedDecoding, monkeypatch: pytest.MonkeyPatch,
-    shape: str, pipelined: bool,
-) -> None:  # fmt: skip
+    guided_engine: Any, plain: GuidedDecoding, monkeypatch: pytest.MonkeyPatch, shape: str, pipelined: bool
+) -> None:
     """Only rows with a grammar are ever drafted call by call, and only where no other row drafts in the same step."""
     submits = [request(i, name, sampled=i % 2 == 0) for i, name in enumerate(("none", "schema", "regex", "none") * 3)]
-    engine = make_engine(
-        "eagle3",
-        grammars=compiler,
-        eos_token_ids=(END,),
-        max_num_seqs=8,
-        graphs=(1, 2, 4, 8),
-        pipelined=pipelined,
-        plan=plan_of([TreeShape.parse(shape)] * len(SHAPES)),
-    )
+    plan = plan_of([TreeShape.parse(shape)] * len(SHAPES))
+    engine = guided_engine("eagle3", graphs=(1, 2, 4, 8), pipelined=pipelined, plan=plan)
     one_by_one: list[bool] = []
     forced: list[int] = []
     propose, record_row = step_launcher.StepLauncher._propose, StepRecorder.record_row
@@ -214,7 +186,7 @@ def test_drafts_beside_others_are_masked_at_their_roots(guided_engine: Any, monk
     for masked in (True, False):
         if not masked:
             monkeypatch.setattr(TokenMasks, "of_roots", nothing)
-        engine = guided_engine("copy", graphs=(8,))
+        engine = guided_engine(graphs=(8,))
         engine.set_plan(plan_of([TreeShape.chain(2)] * len(SHAPES), version=2))
         found = run(engine, submits)
         accepted.append((found, engine.report().accepted_tokens))
@@ -287,9 +259,10 @@ def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding) 
 
 
 def test_draft_swaps_between_steps(guided_engine: Any, plain: GuidedDecoding, drafter: Any) -> None:
+    engine = guided_engine("copy", pipelined=True)
     names = ("ngram", "eagle3", "peagle", "dflash", "medusa", "suffix", "copy")
 
-    def swap(engine: Any, steps: int) -> list[Tokens]:
+    def swap(steps: int) -> list[Tokens]:
         if steps % 5 != 4:
             return []
         name = names[steps // 5 % len(names)]
@@ -297,11 +270,10 @@ def test_draft_swaps_between_steps(guided_engine: Any, plain: GuidedDecoding, dr
         return list(engine.set_draft("", loaded))
 
     submits = requests(rounds=4)
-    assert run(guided_engine("copy", pipelined=True), submits, swap) == texts(plain, submits)
+    assert run(engine, submits, swap) == texts(plain, submits)
 
 
-@pytest.mark.parametrize("shape", ["chain:4", "tree:4,2,1"])
-def test_multi_round_sampling_follows_grammars(guided_engine: Any, plain: GuidedDecoding, shape: str) -> None:
+def test_multi_round_sampling_follows_grammars(guided_engine: Any, plain: GuidedDecoding) -> None:
     """Greedy answers are those of plain decoding. Sampled ones are others, and follow their grammars."""
     submits = [r for r in requests(rounds=4) if r.sampling.grammar]
     answers = run(guided_engine("copy", coupled=False), submits)

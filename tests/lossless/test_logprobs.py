@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from specdecode_worker.sampling import params as tables
 from specdecode_worker.sampling import sampler
 from specdecode_worker.sampling.params import Sampling
 from support.lossless.plain_decoding import PlainDecoding
-from support.lossless.small_requests import plan_of, texts
+from support.lossless.small_requests import plan_of
+from support.small_llama import emitted, texts
 from support.tiers import covering
 
 NEAR = 1e-4
@@ -35,17 +35,6 @@ def request(index: int, **sampling: Any) -> Submit:
     return Submit(
         request_id=str(index), prompt=tuple(prompt), sampling=Sampling(**fields), task=f"t{index % len(SHAPES)}"
     )
-
-
-def run(engine: Any, requests: Sequence[Submit]) -> dict[str, list[Tokens]]:
-    messages_by_request: dict[str, list[Tokens]] = {r.request_id: [] for r in requests}
-    for submit in requests:
-        engine.add(submit)
-    while not engine.idle:
-        for new in engine.step():
-            messages_by_request[new.request_id].append(new)
-    engine.check()
-    return messages_by_request
 
 
 def joined(messages: list[Tokens]) -> tuple[list[int], list[Logprobs]]:
@@ -86,7 +75,7 @@ def test_logprobs_of_emitted_tokens(make_engine: Any, plain: PlainDecoding, draf
     if draft:
         engine.set_plan(plan_of(SHAPES))
     requests = [request(i, logprobs=i % 4, **(ODD if i % 3 == 0 else {})) for i in range(8)]
-    messages_by_request = run(engine, requests)
+    messages_by_request = emitted(engine, requests)
     for submit in requests:
         assert all_correct(plain, submit, messages_by_request[submit.request_id])
     if draft:
@@ -98,12 +87,12 @@ def test_logprobs_of_graphs(make_engine: Any, plain: PlainDecoding, pipelined: b
     """Logprobs of a captured step are those of the raw logits; a request that wants too many has no graph."""
     engine = make_engine("copy", graphs=(2, 8), pipelined=pipelined, plan=plan_of(SHAPES))
     requests = [request(i, logprobs=i % 4, **(ODD if i % 3 == 0 else {})) for i in range(8)]
-    messages_by_request = run(engine, requests)
+    messages_by_request = emitted(engine, requests)
     assert all(all_correct(plain, submit, messages_by_request[submit.request_id]) for submit in requests)
     assert set(engine._graphs.eager) == {"prefill"}
     assert any(key.features.logprobs for key in engine._graphs._graphs)
     many = request(9, logprobs=30)
-    assert all_correct(plain, many, run(engine, [many])["9"])
+    assert all_correct(plain, many, emitted(engine, [many])["9"])
     assert engine._graphs.eager["logprobs"] > 0
 
 
@@ -113,14 +102,14 @@ def test_logprobs_of_another_node_are_detected(
     right = LogprobOutputs.write
     monkeypatch.setattr(LogprobOutputs, "write", lambda self, x, at, out: right(self, x.roll(1, dims=0), at, out))
     engine = make_engine("copy", graphs=(1,), plan=plan_of(SHAPES))
-    assert not all_correct(plain, request(0), run(engine, [request(0)])["0"])
+    assert not all_correct(plain, request(0), emitted(engine, [request(0)])["0"])
 
 
 @pytest.mark.parametrize("graphs", [(), (2,)], ids=["eager", "graphs"])
 def test_request_without_logprobs_gets_none(make_engine: Any, plain: PlainDecoding, graphs: tuple[int, ...]) -> None:
     engine = make_engine("copy", graphs=graphs, plan=plan_of(SHAPES))
     requests = [request(0), request(1, logprobs=None)]
-    messages_by_request = run(engine, requests)
+    messages_by_request = emitted(engine, requests)
     assert all_correct(plain, requests[0], messages_by_request["0"])
     assert not any(new.logprobs or new.prompt_logprobs for new in messages_by_request["1"])
 
@@ -128,7 +117,7 @@ def test_request_without_logprobs_gets_none(make_engine: Any, plain: PlainDecodi
 def test_logprobs_after_a_stop_are_cut_like_tokens(make_engine: Any, plain: PlainDecoding) -> None:
     engine = make_engine("copy", plan=plan_of([SHAPES[0]] * 4))
     requests = [request(i, stop_token_ids=tuple(range(0, 61, 4))) for i in range(8)]
-    messages_by_request = run(engine, requests)
+    messages_by_request = emitted(engine, requests)
     assert {messages[-1].finish for messages in messages_by_request.values()} == {"stop"}
     for submit in requests:
         assert all_correct(plain, submit, messages_by_request[submit.request_id])
@@ -139,7 +128,7 @@ def test_prompt_logprobs_across_chunks_and_preemptions(make_engine: Any, plain: 
     """The first emitted token carries the logprobs of every prompt token but the first, each exactly once."""
     engine = make_engine("copy", max_num_seqs=4, blocks=9, budget=20, pipelined=pipelined, plan=plan_of(SHAPES))
     requests = [request(i, prompt_logprobs=2 if i % 3 else None, max_tokens=30) for i in range(8)]
-    messages_by_request = run(engine, requests)
+    messages_by_request = emitted(engine, requests)
     assert engine.preemptions > 0
     for submit in requests:
         messages = messages_by_request[submit.request_id]
@@ -155,7 +144,7 @@ def test_synthetic_acceptance_does_not_change_logprobs(make_engine: Any, plain: 
     engine = make_engine("copy", plan=plan_of(SHAPES))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.7, 0.4)))
     requests = [request(i) for i in range(4)]
-    messages_by_request = run(engine, requests)
+    messages_by_request = emitted(engine, requests)
     assert all(all_correct(plain, submit, messages_by_request[submit.request_id]) for submit in requests)
 
 
@@ -165,7 +154,7 @@ def test_logprobs_of_a_wrong_node_are_detected(
     engine = make_engine("copy", plan=plan_of([SHAPES[0]] * 4))
     monkeypatch.setattr(launched_step, "nodes_of", lambda out, depth: torch.arange(depth + 1).expand(len(out), -1))
     requests = [request(i) for i in range(4)]
-    messages_by_request = run(engine, requests)
+    messages_by_request = emitted(engine, requests)
     assert not all(all_correct(plain, submit, messages_by_request[submit.request_id]) for submit in requests)
 
 

@@ -15,9 +15,10 @@ from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShap
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.models.target_states import TargetStates
 from support.lossless.draft_names import DRAFTS
-from support.lossless.plain_decoding import dense
-from support.lossless.small_requests import plan_of, submit, texts
+from support.lossless.small_requests import plan_of, submit
+from support.small_llama import texts
 from support.tiers import by_effort
+from support.worker.dense_attention import dense
 
 METHODS = (*DRAFTS, "suffix-blind")
 PIPELINED = [(method, True) for method in METHODS if method not in ("ngram", "suffix")]
@@ -29,8 +30,6 @@ MIX = [
     TreeShape.parse(text) for text in ("none", "chain:1", "chain:6", "tree:4,2,1", "tree:8", "tree:2,2,2", "chain:3")
 ]
 TOKENS = 40
-
-Text = dict[str, list[int]]
 
 
 def single_shapes() -> Iterator[Any]:
@@ -111,25 +110,19 @@ def test_a_draft_catches_up_its_own_rows_only(make_engine: Any, graphs: tuple[in
 @pytest.mark.parametrize("then", ["draft-model", "ngram-blind", "copy", "peagle", "dflash"])
 def test_draft_swap_during_requests(make_engine: Any, plain: Any, drafter: Any, then: str, pipelined: bool) -> None:
     """The text is the same when the draft head is swapped for another draft during all requests, and back."""
-    engine = make_engine("eagle3", pipelined=pipelined)
     shapes = [MIX[2], MIX[3], MIX[4]]
+    engine = make_engine("eagle3", pipelined=pipelined, plan=plan_of(shapes))
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=3) for i in range(6)]
-    tokens_by_request: Text = {request.request_id: [] for request in requests}
-    engine.set_plan(plan_of(shapes))
-    for request in requests:
-        engine.add(request)
-    steps = 0
-    while not engine.idle:
-        new = engine.step()
-        steps += 1
-        if steps in (6, 14):
-            method, name = (then, "new") if steps == 6 else ("eagle3", "d")
-            new += engine.set_draft("", LoadedDraft(drafter(engine, method), DraftState(hash=name)))
-            engine.set_plan(plan_of(shapes, version=steps, draft=name))
-        for tokens in new:
-            tokens_by_request[tokens.request_id] += tokens.tokens
-    engine.check()
-    assert tokens_by_request == plain(requests)
+
+    def swap(steps: int) -> Any:
+        if steps not in (6, 14):
+            return ()
+        method, name = (then, "new") if steps == 6 else ("eagle3", "d")
+        emitted = engine.set_draft("", LoadedDraft(drafter(engine, method), DraftState(hash=name)))
+        engine.set_plan(plan_of(shapes, version=steps, draft=name))
+        return emitted
+
+    assert texts(engine, requests, swap) == plain(requests)
     cells = engine.report().acceptance
     assert {cell.draft for cell in cells} == {"d", "new"}
     hits = sum(sum(cell.ranks[:-1]) for cell in cells if cell.draft == "new" and cell.depth == 1)

@@ -17,6 +17,7 @@ from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.sampling.sampler import StepSampler
 from support.lossless.plain_decoding import PlainDecoding
 from support.lossless.small_requests import plan_of
+from support.small_llama import texts
 from support.tiers import by_effort
 
 SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none")]
@@ -36,14 +37,7 @@ def submit(index: int, **sampling: Any) -> Submit:
 
 
 def run(engine: Any, requests: list[Submit]) -> list[list[int]]:
-    tokens_by_request: dict[str, list[int]] = {r.request_id: [] for r in requests}
-    for request in requests:
-        engine.add(request)
-    while not engine.idle:
-        for new in engine.step():
-            tokens_by_request[new.request_id] += new.tokens
-    engine.check()
-    return list(tokens_by_request.values())
+    return list(texts(engine, requests).values())
 
 
 def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> float:
@@ -66,9 +60,7 @@ def p_value(plain: PlainDecoding, answers: list[list[int]], request: Submit) -> 
     return float(chi2.sf(sum((o - e) ** 2 / e for o, e in cells), len(cells) - 1))
 
 
-def sampled_answers(
-    make_engine: Any, plan_of: Any, *, draft: str = "copy", cuts: bool = False, **sampling: Any
-) -> list[list[int]]:
+def sampled_answers(make_engine: Any, *, draft: str = "copy", cuts: bool = False, **sampling: Any) -> list[list[int]]:
     engine = make_engine(draft, max_num_seqs=48, blocks=200, coupled=False, plan=plan_of(SHAPES))
     if cuts:
         engine.set_synthetic(SyntheticKnobs(acceptance=(0.7, 0.5)))
@@ -83,13 +75,13 @@ def sampled_answers(
 def test_sampled_text_follows_the_target_distribution(
     make_engine: Any, plain: PlainDecoding, draft: str, cuts: bool
 ) -> None:
-    answers = sampled_answers(make_engine, plan_of, draft=draft, cuts=cuts)
+    answers = sampled_answers(make_engine, draft=draft, cuts=cuts)
     assert p_value(plain, answers, submit(0)) > 1e-3
 
 
 def test_penalised_text_follows_the_target_distribution(make_engine: Any, plain: PlainDecoding) -> None:
     fields: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
-    answers = sampled_answers(make_engine, plan_of, **fields)
+    answers = sampled_answers(make_engine, **fields)
     assert p_value(plain, answers, submit(0, **fields)) > 1e-3
 
 
@@ -104,7 +96,7 @@ def test_wrong_distribution_is_detected(
         return right(parents, tokens, logp, sharper, *rest, **flags)
 
     monkeypatch.setattr(multi_round, "multi_round", planted)
-    assert p_value(plain, sampled_answers(make_engine, plan_of), submit(0)) < 1e-6
+    assert p_value(plain, sampled_answers(make_engine), submit(0)) < 1e-6
 
 
 @pytest.mark.parametrize("draft", ["copy", "peagle", "dflash"])
@@ -125,7 +117,7 @@ GRAPHS = (1, 2, 4, 8)
 GRAPH_SHAPES = [TreeShape.parse(text) for text in ("tree:3,2", "chain:3", "none", "tree:2,2,1")]
 
 
-def counted(make_engine: Any, plan_of: Any, draft: str, graphs: tuple[int, ...], **sampling: Any) -> Any:
+def counted(make_engine: Any, draft: str, graphs: tuple[int, ...], **sampling: Any) -> Any:
     """Return the texts and the acceptance of a mixed batch, with shadow passes and cut paths."""
     engine = make_engine(draft, coupled=False, graphs=graphs, pipelined=True, plan=plan_of(GRAPH_SHAPES, explore=0))
     engine.set_synthetic(SyntheticKnobs(acceptance=(0.9, 0.7)))
@@ -150,11 +142,11 @@ def test_graphs_have_the_text_of_eager_steps(
 ) -> None:
     monkeypatch.setattr(ShapeSelector, "_shadow_depth", lambda _: 5)
     fields: dict[str, Any] = {"presence_penalty": 0.5, "logit_bias": ((5, 1.0),)} if feature == "penalties" else {}
-    assert counted(make_engine, plan_of, draft, GRAPHS, **fields) == counted(make_engine, plan_of, draft, (), **fields)
+    assert counted(make_engine, draft, GRAPHS, **fields) == counted(make_engine, draft, (), **fields)
 
 
 def test_other_probabilities_in_graphs_are_detected(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs that verify all children as deterministic accept others than eager steps do."""
-    wanted = counted(make_engine, plan_of, "copy", ())
+    wanted = counted(make_engine, "copy", ())
     monkeypatch.setattr(StepSampler, "_store", lambda *_: None)
-    assert counted(make_engine, plan_of, "copy", GRAPHS)[1:] != wanted[1:]
+    assert counted(make_engine, "copy", GRAPHS)[1:] != wanted[1:]

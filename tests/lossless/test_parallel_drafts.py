@@ -21,8 +21,9 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.trees import Forest
-from support.lossless.plain_decoding import dense
-from support.lossless.small_requests import plan_of, submit, texts
+from support.lossless.small_requests import plan_of, submit
+from support.small_llama import texts
+from support.worker.dense_attention import dense
 
 SHAPES = [TreeShape.parse(text) for text in ("chain:5", "none", "chain:1", "tree:3,2,1", "chain:3")]
 

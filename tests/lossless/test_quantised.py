@@ -19,7 +19,8 @@ from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.linear import Linear, QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_draft, quantise_target
-from support.lossless.small_requests import plan_of, submit, texts
+from support.lossless.small_requests import plan_of, submit
+from support.small_llama import texts
 from support.tiers import covering
 
 SHAPES = ("chain:4", "tree:3,2,1,1")

@@ -18,6 +18,7 @@ from specdecode_worker.core.messages import Submit
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.sampling.params import Sampling
 from support.lossless.small_requests import plan_of
+from support.small_llama import emitted
 from support.tiers import covering
 
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:3,2,1"), TreeShape(())
@@ -42,22 +43,15 @@ def serve(
 
     Arrivals are spread, so that requests meet others in every state. ``between`` runs before every step.
     """
-    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    cached: Counter[str] = Counter()
-    coming = list(reversed(requests))
-    steps = 0
-    while coming or not engine.idle:
-        if coming and steps % 2 == 0:
-            engine.add(coming.pop())
-        steps += 1
-        between(engine)
-        for new in engine.step():
-            tokens_by_request[new.request_id] += new.tokens
-            cached[new.request_id] = new.cached_tokens
+
+    def checked(_: int) -> None:
         engine.check()
-    report = engine.report()
-    assert report.kv_tokens_used == 0, "idle, and a block is neither free nor cached"
-    return tokens_by_request, cached
+        between(engine)
+
+    by_request = emitted(engine, requests, checked, every=2)
+    assert engine.report().kv_tokens_used == 0, "idle, and a block is neither free nor cached"
+    texts = {name: [token for new in parts for token in new.tokens] for name, parts in by_request.items()}
+    return texts, Counter({name: parts[-1].cached_tokens for name, parts in by_request.items()})
 
 
 @pytest.fixture(scope="module")

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 from msgspec import structs
 
 from specdecode_worker.contract import TreeShape
-from support.lossless.small_requests import plan_of, submit, texts
+from support.lossless.small_requests import plan_of, submit
+from support.small_llama import texts
 
 TOKENS = 40
 
 
 @pytest.fixture
 def engine_of(make_engine: Any) -> Any:
-
-    def make(**fields: Any) -> Any:
-        engine = make_engine("suffix", **fields, plan=plan_of([TreeShape.chain(6)]))
-        return engine
-
-    return make
+    return partial(make_engine, "suffix", plan=plan_of([TreeShape.chain(6)]))
 
 
 def requests(prefix: str, *, salt: str = "", sampled: bool = False) -> Any:

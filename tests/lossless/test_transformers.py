@@ -18,15 +18,15 @@ from torch import Tensor
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
+from specdecode_worker.contract import DraftConfig, TreeShape
 from specdecode_worker.models.fetch import default_cache_dir, resolve
 from specdecode_worker.sampling.params import Sampling
+from support.lossless.embedded import embedded_engine, heldout_prompts
 from support.tiers import by_effort
 from support.worker.quantized_folders import Rounding, awq, gptq, int4, nvfp4, pack_quantized, scaled, write_quantized
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(1800)]
 
-PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts" / "heldout.jsonl"
 COUNT, TOKENS = by_effort(quick=4, full=4, nightly=8), 24
 NEAR = 1e-4
 METHODS = ("eagle3", "peagle", "eagle", "medusa", "draft-model", "ngram", "none")
@@ -102,14 +102,11 @@ DRAFTS: dict[str, Callable[[Path, Path], str | None]] = {
 
 
 def engine_of(method: str, draft: str | None, target: str = EMBEDDED_TARGET) -> LocalEngine:
-    config = WorkerConfig(
-        model=ModelConfig(uri=target, served_name="embedded", dtype="float32", max_model_len=512),
-        draft=DraftConfig.model_validate({"method": method, "uri": draft, "required": draft is not None}),
-        engine=EngineConfig(
-            max_num_seqs=COUNT, device="cpu", threads=torch.get_num_threads(), kv_cache_tokens=COUNT * 256
-        ),
+    config = DraftConfig.model_validate({"method": method, "uri": draft, "required": draft is not None})
+    threads = torch.get_num_threads()
+    return embedded_engine(
+        target=target, draft=config, max_num_seqs=COUNT, threads=threads, kv_cache_tokens=COUNT * 256
     )
-    return LocalEngine(config, default_cache_dir())
 
 
 @torch.inference_mode()
@@ -134,7 +131,7 @@ def diverges_at_near_tie(transformers_model: Any, prompt: Sequence[int], wanted:
 def texts(transformers_model: Any) -> list[tuple[tuple[int, ...], list[int]]]:
     """Return (prompt, text that transformers generates) for prompts of every kind."""
     reader = engine_of("none", None)
-    lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
+    lines = heldout_prompts()
     prompts = [reader.prompt(lines[13 * i % len(lines)]).tokens for i in range(COUNT)]
     return [(prompt, generated(transformers_model, prompt)) for prompt in prompts]
 
@@ -188,7 +185,7 @@ def test_text_of_a_quantized_copy_is_that_of_its_dequantized_twin(
     engine = engine_of("none", None, f"file://{tmp_path}")
     assert name.partition(" ")[0].lower() in engine.target_format.lower()
     engine.run_shape(TreeShape(()))
-    lines = [json.loads(text) for text in PROMPTS.read_text().splitlines()]
+    lines = heldout_prompts()
     prompts = [engine.prompt(lines[29 * i % len(lines)]) for i in range(COUNT // 2)]
     answers, _ = engine.answer(prompts, [Sampling(max_tokens=TOKENS, temperature=0.0, seed=0)] * len(prompts))
     for prompt, answer in zip(prompts, answers, strict=True):

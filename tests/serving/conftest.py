@@ -16,7 +16,7 @@ from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 from support import small_model
-from support.worker.services import over_fake_engine
+from support.worker.services import client_of, over_fake_engine
 
 TOKEN = "token-of-the-tests"
 
@@ -26,6 +26,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     small_model.write_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the folders of a small random target and of a draft for it."""
+    return small_model.write_pair(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -46,8 +52,7 @@ async def lasting_service(model_folder: Path) -> AsyncIterator[Service]:
 
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(public_app(service), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as made:
+    async with client_of(public_app(service)) as made:
         yield made
 
 
@@ -59,7 +64,6 @@ async def shutdown(service: Service) -> GracefulShutdown:
 @pytest.fixture
 async def admin(service: Service, shutdown: GracefulShutdown) -> AsyncIterator[httpx.AsyncClient]:
     tokens = ReloadedSecrets("admin tokens", {Scope.operator: TOKEN})
-    transport = httpx.ASGITransport(admin_app(service, shutdown, tokens), raise_app_exceptions=False)
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8001", headers=headers) as made:
+    async with client_of(admin_app(service, shutdown, tokens), "http://127.0.0.1:8001", headers=headers) as made:
         yield made

@@ -13,19 +13,15 @@ import torch
 
 from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, opening_hash, read_records
 from specdecode_worker.contract import CaptureRules, Plan, TaskMatch
-from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.weights import load_causal_lm
-from specdecode_worker.server.admission import Model
-from specdecode_worker.server.listening import Lifecycle
 from specdecode_worker.server.routes.public import public_app
-from specdecode_worker.server.service import Service
-from specdecode_worker.server.tools import Tokenizer
 from specdecode_worker.training.conversations import read_shard, shard_paths
 from specdecode_worker.training.distillation.records import CaptureSelection, prepare_shards, read_samples
 from support import small_model
 from support.worker import fake_engine
-from support.worker_process import real, worker_config
+from support.worker.services import client_of, over_fake_engine
+from support.worker_process import ready, real
 
 
 @pytest.fixture
@@ -35,16 +31,9 @@ def recorder(tmp_path: Path) -> Recorder:
 
 @pytest.fixture
 async def client(model_folder: Path, recorder: Recorder) -> AsyncIterator[httpx.AsyncClient]:
-    config = worker_config(model_folder)
     plan = Plan(uid="uid-1", tasks=(TaskMatch(name="code"), TaskMatch(name="never")))
-    engine = EngineClient(config, plan, build=fake_engine.build)
-    service = Service(config, engine, Lifecycle(), plan, recorder)
-    service.model_loaded(Model(Tokenizer.from_folder(model_folder), await engine.loaded))
-    transport = httpx.ASGITransport(public_app(service))
-    async with httpx.AsyncClient(transport=transport, base_url="http://worker") as made:
+    async with over_fake_engine(model_folder, plan, recorder) as service, client_of(public_app(service)) as made:
         yield made
-    service.close()
-    await engine.close()
 
 
 def records(recorder: Recorder, tmp_path: Path) -> list[Record]:
@@ -141,25 +130,13 @@ SAMPLING_PARAMS = (
 )
 
 
-def test_captured_traffic_equals_served_traffic(tmp_path: Path) -> None:
-    target, draft, capture = (tmp_path / name for name in ("target", "draft", "capture"))
-    target.mkdir()
-    draft.mkdir()
-    small_model.write_target(target)
-    small_model.write_draft(draft)
-    flags = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
-    flags += ["--dtype", "float32", "--threads", "1", "--capture", str(capture)]
-    with real(flags, tmp_path / "log") as worker:
-        worker.wait_ready()
+def test_captured_traffic_equals_served_traffic(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    target, capture = folders[0], tmp_path / "capture"
+    with ready(real([*small_model.flags(*folders), "--capture", str(capture)], tmp_path / "log")) as worker:
         for number in range(20):
             said = [{"role": "user", "content": f"{number} things about {number * 17}"}]
-            body = {
-                "model": "small",
-                "messages": said,
-                "max_tokens": 20,
-                "ignore_eos": True,
-                **SAMPLING_PARAMS[number % 4],
-            }
+            body = {"model": "small", "messages": said, "max_tokens": 20, "ignore_eos": True}
+            body |= SAMPLING_PARAMS[number % 4]
             assert httpx.post(f"{worker.public}/v1/chat/completions", json=body, timeout=60).status_code == 200
         worker.terminate()
         assert worker.exit_code() == 0

@@ -13,9 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from specdecode_worker.contract import WorkerConfig
+from support.faults.raw_clients import connect, post_of
+from support.faults.raw_clients import received as read_all
 from support.worker import fake_engine
-from support.worker_process import WorkerProcess, fake, worker_config
+from support.worker_process import WorkerProcess, fake, ready, worker_config
 
 LIMITS = {"max_connections": 4, "max_unfinished_body_bytes": 100_000, "header_timeout_seconds": 2}
 SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4, "stream": True}
@@ -24,37 +25,21 @@ SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4, "st
 @pytest.fixture(scope="module")
 def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """Yield one worker with low limits. A test must leave it without requests."""
-    config = worker_config(model_folder).model_dump()
-    config["server"] |= {"host": "127.0.0.1", "port": 0, "admin_port": 0, **LIMITS}
-    config_json = WorkerConfig.model_validate(config).model_dump_json()
-    with fake(config_json, tmp_path_factory.mktemp("worker") / "log") as started:
-        started.wait_ready()
+    config = worker_config(model_folder, server=LIMITS)
+    with ready(fake(config, tmp_path_factory.mktemp("worker") / "log")) as started:
         yield started
 
 
-@contextlib.contextmanager
-def connection(worker: WorkerProcess) -> Iterator[socket.socket]:
-    url = httpx.URL(worker.public)
-    with socket.create_connection((url.host, url.port or 80), timeout=10) as opened:
-        yield opened
+def connection(worker: WorkerProcess) -> socket.socket:
+    return connect(worker.public)
 
 
 def post(body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-
-
-def read_all(opened: socket.socket) -> bytes:
-    """Read until the server closes the connection."""
-    received = b""
-    with contextlib.suppress(ConnectionError):
-        while data := opened.recv(65536):
-            received += data
-    return received
+    return post_of("/v1/completions", body)
 
 
 def running(worker: WorkerProcess) -> int:
-    return int(worker.call_admin("/v1/report").json()["running"])
+    return worker.report().running
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import schemathesis
@@ -19,7 +20,7 @@ from schemathesis.specs.openapi import checks
 from specdecode_worker.server.requests import GRAMMAR, JSON_OBJECT, REGEX
 from support import small_model
 from support.tiers import by_effort
-from support.worker_process import WorkerProcess, real
+from support.worker_process import WorkerProcess, ready, real
 
 CASES = by_effort(quick=250, full=250, nightly=10_000)
 SHARES = {
@@ -47,14 +48,10 @@ schemathesis.openapi.format(GRAMMAR, st.sampled_from(['start: "a" | "(" start ")
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    folder = tmp_path_factory.mktemp("target")
-    small_model.write_target(folder)
+def worker(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     # Small limits keep answers short and make the requests reach the bounds.
-    words = ["--model", f"file://{folder}", "--served-model-name", "small", "--dtype", "float32", "--device", "cpu"]
-    words += ["--threads", "1", "--max-model-len", "96", "--max-num-seqs", "4", "--max-waiting", "4"]
-    with real(words, folder / "log") as started:
-        started.wait_ready()
+    flags = [*small_model.flags(folders[0]), "--max-model-len", "96", "--max-waiting", "4"]
+    with ready(real(flags, tmp_path_factory.mktemp("worker") / "log")) as started:
         yield started
 
 
@@ -80,25 +77,18 @@ def test_fuzzed_requests_get_documented_responses(
         case.validate_response(response, checks=CHECKS)
         assert worker.process.poll() is None, worker.log
 
-    _given(operation.as_strategy(generation_mode=mode), round(CASES * SHARES[path, method] / 2))(ask)()
+    quick = settings(
+        max_examples=round(CASES * SHARES[path, method] / 2),
+        deadline=None,
+        database=None,
+        derandomize=CASES <= 250,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    tested: Callable[[], None] = quick(given(case=operation.as_strategy(generation_mode=mode))(ask))
+    tested()
     assert worker.get("/health").status_code == 200
     if mode is GenerationMode.POSITIVE:
         assert statuses[200] > statuses.total() / 4, f"the description promises too much: {statuses}"
-    report = worker.call_admin("/v1/report").json()
-    assert (report["running"], report["waiting"], report["kv_tokens_used"]) == (0, 0, 0)
-
-
-def _given(cases: object, count: int) -> Callable[[Callable[[schemathesis.Case], None]], Callable[[], None]]:
-    def decorate(ask: Callable[[schemathesis.Case], None]) -> Callable[[], None]:
-        quick = settings(
-            max_examples=count,
-            deadline=None,
-            database=None,
-            derandomize=CASES <= 250,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        tested: Callable[[], None] = quick(given(case=cases)(ask))  # type: ignore[arg-type]
-        return tested
-
-    return decorate
+    report = worker.report()
+    assert (report.running, report.waiting, report.kv_tokens_used) == (0, 0, 0)

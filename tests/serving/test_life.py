@@ -20,16 +20,14 @@ import pytest
 from specdecode_worker.contract import Env, Plan, WorkerConfig
 from specdecode_worker.termination import ENV_PATH
 from support.worker import fake_engine
-from support.worker_process import SERVE_FAKE, WorkerProcess, fake, worker_config
+from support.worker_process import SERVE_FAKE, WorkerProcess, fake, ready, worker_config
 
 PROMPT = {"model": "small", "prompt": "hi", "max_tokens": 200}
 SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
 
 
-def config_json(folder: Path, **server: Any) -> str:
-    config = worker_config(folder, max_num_seqs=16).model_dump()
-    config["server"] |= {"host": "127.0.0.1", "port": 0, "admin_port": 0, **server}
-    return WorkerConfig.model_validate(config).model_dump_json()
+def config_of(folder: Path, **server: Any) -> WorkerConfig:
+    return worker_config(folder, server=server, max_num_seqs=16)
 
 
 Start = Callable[..., WorkerProcess]
@@ -40,9 +38,7 @@ def start(model_folder: Path, tmp_path: Path) -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
         def start(**server: Any) -> WorkerProcess:
-            worker = stack.enter_context(fake(config_json(model_folder, **server), tmp_path / "log"))
-            worker.wait_ready()
-            return worker
+            return stack.enter_context(ready(fake(config_of(model_folder, **server), tmp_path / "log")))
 
         yield start
 
@@ -73,7 +69,7 @@ def test_unfinished_requests_end_with_an_error(start: Start, how: str) -> None:
     stuck = in_background(
         lambda: httpx.post(worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30)
     )
-    worker.wait_until(lambda: worker.call_admin("/v1/report").json()["running"] == 1)
+    worker.wait_until(lambda: worker.report().running == 1)
     worker.terminate()
     if how == "second signal":
         worker.wait_until(lambda: worker.get("/ready").status_code == 503)
@@ -89,7 +85,7 @@ def test_killed_engine_ends_the_server_with_an_error(
     worker = start()
     body = {**SILENT, "stream": True, "n": 2}
     stuck = in_background(lambda: httpx.post(worker.public + "/v1/completions", json=body, timeout=30))
-    worker.wait_until(lambda: worker.call_admin("/v1/report").json()["running"] == 2)
+    worker.wait_until(lambda: worker.report().running == 2)
     os.kill(worker.engine_pid, signal.SIGKILL)
     worker.wait_until(lambda: worker.get("/health").status_code == 503)
     assert worker.exit_code() == 1
@@ -98,16 +94,6 @@ def test_killed_engine_ends_the_server_with_an_error(
     assert end == ""
     assert "exit code -9" in last
     assert "exit code -9" in (tmp_path / "words").read_text()
-
-
-def test_engine_exits_with_its_server(start: Start) -> None:
-    worker = start()
-    engine = worker.engine_pid
-    worker.process.kill()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{engine}").exists() and "Z" not in Path(f"/proc/{engine}/stat").read_text():
-        assert time.monotonic() < deadline, "the engine outlives its server"
-        time.sleep(0.05)
 
 
 def test_idle_engine_uses_no_cpu(start: Start) -> None:
@@ -124,27 +110,33 @@ def test_idle_engine_uses_no_cpu(start: Start) -> None:
 
 
 def test_model_load_failure_ends_the_server(model_folder: Path, tmp_path: Path) -> None:
-    config = WorkerConfig.model_validate_json(config_json(model_folder)).model_dump()
-    config["model"]["dtype"] = "float32"
-    environment = {ENV_PATH: str(tmp_path / "words")}
-    with fake(WorkerConfig.model_validate(config).model_dump_json(), tmp_path / "log", environment) as worker:
+    config = config_of(model_folder)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    with fake(config, tmp_path / "log", {ENV_PATH: str(tmp_path / "words")}) as worker:
         assert worker.exit_code() == 1
         assert "planted: the weights do not load" in worker.log
     assert "planted: the weights do not load" in (tmp_path / "words").read_text()
 
 
 def test_sigterm_while_loading_ends_at_once(model_folder: Path, tmp_path: Path) -> None:
-    with fake(config_json(model_folder, endpoint_delay_seconds=30), tmp_path / "log") as worker:
+    with fake(config_of(model_folder, endpoint_delay_seconds=30), tmp_path / "log") as worker:
         worker.terminate()
         assert worker.exit_code(25) == 0, worker.log
 
 
+def end_at_start(config: WorkerConfig, **environment: str) -> str:
+    """Start a server that ends with 1 at once, and return what it says."""
+    words = [sys.executable, str(SERVE_FAKE), config.model_dump_json()]
+    variables = os.environ | environment
+    ended = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    return ended.stderr
+
+
 def test_port_in_use_is_reported(start: Start, model_folder: Path) -> None:
     port = httpx.URL(start().public).port
-    words = [sys.executable, str(SERVE_FAKE), config_json(model_folder, port=port)]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port} (public port)" in ended.stderr
+    ended = end_at_start(config_of(model_folder, port=port))
+    assert f"cannot listen on 127.0.0.1:{port} (public port)" in ended
 
 
 PLANS = {
@@ -161,32 +153,22 @@ def test_mounted_plan_applies_from_the_first_request(
 ) -> None:
     (tmp_path / "plan.json").write_text(written)
     environment = {Env.plan_path: str(tmp_path / "plan.json")}
-    with fake(config_json(model_folder), tmp_path / "log", environment) as worker:
-        worker.wait_ready()
-        assert worker.call_admin("/v1/report").json()["plan"]["version"] == version
+    with ready(fake(config_of(model_folder), tmp_path / "log", environment)) as worker:
+        assert worker.report().plan.version == version
         assert worker.call_admin("/v1/plan").json()["version"] == version
         assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
 
 
 def test_invalid_knobs_prevent_the_start(model_folder: Path) -> None:
-    words = [sys.executable, str(SERVE_FAKE), config_json(model_folder)]
-    environment = {**os.environ, Env.synthetic: '{"step_time": [{"seconds": 11}]}'}
-    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
-    assert ended.returncode == 1
-    assert f"cannot start: ${Env.synthetic}: invalid step_time[0].seconds" in ended.stderr, ended.stderr
+    said = end_at_start(config_of(model_folder), **{Env.synthetic: '{"step_time": [{"seconds": 11}]}'})
+    assert f"cannot start: ${Env.synthetic}: invalid step_time[0].seconds" in said
 
 
 def test_public_port_requires_a_configured_api_key(model_folder: Path, tmp_path: Path) -> None:
-    with fake(config_json(model_folder), tmp_path / "log", {Env.api_keys: "first  second\n"}) as worker:
-        worker.wait_ready()
+    with ready(fake(config_of(model_folder), tmp_path / "log", {Env.api_keys: "first  second\n"})) as worker:
         for path in ("/health", "/ready", "/metrics", "/version"):
             assert worker.get(path).status_code == 200, path
-        for sent in (
-            {},
-            {"Authorization": "Bearer third"},
-            {"Authorization": "Basic first"},
-            {"Authorization": "first"},
-        ):
+        for sent in ({}, *({"Authorization": value} for value in ("Bearer third", "Basic first", "first"))):
             for path in ("/v1/completions", "/tokenize"):
                 refused = httpx.post(worker.public + path, json=PROMPT, headers=sent)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")

@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -17,6 +16,7 @@ from specdecode_worker.server.routes.public import public_app
 from specdecode_worker.server.service import Service
 from support import small_model
 from support.worker.fake_engine import logprob
+from support.worker.services import client_of
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.core]
 
@@ -27,8 +27,7 @@ IDS = small_model.byte_tokenizer()
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(lasting_service: Service) -> AsyncIterator[openai.AsyncOpenAI]:
-    transport = httpx.ASGITransport(public_app(lasting_service))
-    async with httpx.AsyncClient(transport=transport) as http:
+    async with client_of(public_app(lasting_service)) as http:
         yield openai.AsyncOpenAI(base_url="http://worker/v1", api_key="none", http_client=http, max_retries=0)
 
 
@@ -159,18 +158,23 @@ async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
         ({"stop": "lo w", "min_tokens": 4}, "hel"),
         ({"stop": "lo w", "min_tokens": 7}, "hello world"),
         ({"stop": "l"}, "he"),
+        ({"stop": ["nothing", "world"]}, "hello "),
+        ({"stop": ["world", "or"]}, "hello w"),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "hello world<|end|>"),
         ({"skip_special_tokens": False}, "hello world"),
     ],
 )
 async def test_stop_strings_and_special_tokens_in_the_text(
-    client: openai.AsyncOpenAI, more: dict[str, Any], text: str
+    client: openai.AsyncOpenAI, lasting_service: Service, more: dict[str, Any], text: str
 ) -> None:
+    """The stop string that is complete first ends the text."""
     body: Any = {"model": "small", "prompt": "SAY:hello world", "max_tokens": 40, "extra_body": more}
     whole = await client.completions.create(**body)
     assert (whole.choices[0].text, whole.choices[0].finish_reason) == (text, "stop")
     streamed = await client.completions.create(**body, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in streamed]) == text
+    assert lasting_service.engine.in_flight == 0
+    assert (await lasting_service.report()).running == 0, "the engine was not told to stop"
 
 
 async def test_tool_call_is_returned_in_the_message(client: openai.AsyncOpenAI) -> None:
@@ -235,7 +239,7 @@ async def test_tool_calls_and_results_are_rendered(client: openai.AsyncOpenAI, l
         {"role": "assistant", "content": None, "tool_calls": [called]},
         {"role": "tool", "tool_call_id": "call_1", "content": "cold"},
     ]
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(public_app(lasting_service)), base_url="http://worker")
+    http = client_of(public_app(lasting_service))
     tokenized = (await http.post("/tokenize", json={"messages": messages})).json()
     text = (await http.post("/detokenize", json={"tokens": tokenized["tokens"]})).json()["prompt"]
     expected = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'

@@ -20,6 +20,7 @@ from specdecode_worker.capture.records import CapturePullFailed
 from specdecode_worker.capture.segments import segment_name, stored_retention
 from specdecode_worker.contract import Route
 from support.capturing_workers import MAX_AGE_SECONDS, capturing, free_port
+from support.kube import wait_for
 from support.tiers import skip_reason
 
 HOST = "workers.test"
@@ -163,9 +164,7 @@ def test_clients_that_do_not_read_hold_bounded_places(port: int, folders: list[P
         fifth = call(port, f"{Route.captures}/{name}")
         assert (fifth.status_code, fifth.json()["error"]["code"]) == (503, "too_many_transfers")
         assert call(port).status_code == 200, "the reading thread waits for no client"
-    deadline = time.monotonic() + 20
-    while call(port, f"{Route.captures}/{name}").status_code != 200:
-        assert time.monotonic() < deadline, "closed connections give their places back"
+    wait_for("closed connections give their places back", lambda: call(port, f"{Route.captures}/{name}").is_success)
 
 
 def test_pull_fetches_each_segment_of_all_workers_once(

@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import pytest
 
-from specdecode_worker.contract import Plan, Report, Route, TreeShape
+from specdecode_worker.contract import Plan, Route, TreeShape
 from support import small_model
 from support.tiers import by_effort
-from support.worker_process import WorkerProcess, real
+from support.worker_process import WorkerProcess, ready, real
 
 SECONDS = by_effort(quick=20.0, full=20.0, nightly=300.0)
 LONG = SECONDS >= 60
@@ -40,22 +40,17 @@ pytestmark = pytest.mark.timeout(SECONDS * 3 + 400)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    target, one, two = (tmp_path_factory.mktemp(name) for name in ("target", "one", "two"))
-    small_model.write_target(target)
-    small_model.write_draft(one)
-    small_model.write_draft(two, seed=2)
-    return target, one, two
+def other_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two")
+    small_model.write_draft(folder, seed=2)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def worker(folders: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    target, draft, _ = folders
-    words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
+def worker(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     # fp32, because in bf16 rounding depends on the batch size, and texts diverge at near ties.
-    words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "16"]
-    with real(words, tmp_path_factory.mktemp("log") / "log") as started:
-        started.wait_ready()
+    flags = [*small_model.flags(*folders), "--max-num-seqs", "16"]
+    with ready(real(flags, tmp_path_factory.mktemp("log") / "log")) as started:
         yield started
 
 
@@ -87,10 +82,6 @@ class Swaps(threading.Thread):
         answer = self._worker.call_admin(route, "PUT", json=body, timeout=60)
         if answer.status_code not in (200, 202):
             self.refused.append(f"{route}: {answer.status_code} {answer.text}")
-
-
-def report(worker: WorkerProcess) -> Report:
-    return Report.model_validate(worker.call_admin(Route.report, timeout=30).json())
 
 
 def resident_mib(pid: int) -> float:
@@ -181,10 +172,10 @@ def load(worker: WorkerProcess, seconds: float, seed: int) -> Load:
     return asyncio.run(run())
 
 
-def test_soak_has_no_failures_or_leaks(worker: WorkerProcess, folders: tuple[Path, Path, Path]) -> None:
+def test_soak_has_no_failures_or_leaks(worker: WorkerProcess, folders: tuple[Path, Path], other_draft: Path) -> None:
     load(worker, min(SECONDS / 4, 20), seed=1)  # warm-up: one-time allocations happen here
     before = [resident_mib(pid) for pid in (worker.process.pid, worker.engine_pid)]
-    swaps = Swaps(worker, folders[1:])
+    swaps = Swaps(worker, (folders[1], other_draft))
     swaps.start()
     sent = load(worker, SECONDS, seed=2)
     swaps.done.set()
@@ -197,7 +188,7 @@ def test_soak_has_no_failures_or_leaks(worker: WorkerProcess, folders: tuple[Pat
     assert sent.kinds.keys() == SHARES.keys()
     assert swaps.refused == []
     assert min(swaps.plans, swaps.drafts) >= 2
-    worker.wait_until(lambda: (now := report(worker)).running + now.waiting == 0)
-    assert report(worker).kv_tokens_used == 0, "blocks were not returned"
+    worker.wait_until(lambda: (now := worker.report()).running + now.waiting == 0)
+    assert worker.report().kv_tokens_used == 0, "blocks were not returned"
     after = [resident_mib(pid) for pid in (worker.process.pid, worker.engine_pid)]
     assert all(now < 1.1 * then + 40 for now, then in zip(after, before, strict=True)), (before, after)

@@ -13,7 +13,8 @@ import pytest
 from specdecode_worker.server import prompts as template_pool
 from specdecode_worker.server.routes.public import public_app
 from support import small_model
-from support.worker.services import over_fake_engine
+from support.processes import children
+from support.worker.services import client_of, over_fake_engine
 
 TEMPLATE = (
     "{% set said = messages[0].content %}"
@@ -26,11 +27,9 @@ TEMPLATE = (
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     small_model.write_tokenizer(tmp_path, template=TEMPLATE)
-    async with over_fake_engine(tmp_path) as service:
-        transport = httpx.ASGITransport(public_app(service), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://worker") as made:
-            assert (await ask(made, "hi")).status_code == 200
-            yield made
+    async with over_fake_engine(tmp_path) as service, client_of(public_app(service)) as made:
+        assert (await ask(made, "hi")).status_code == 200
+        yield made
 
 
 async def ask(client: httpx.AsyncClient, content: str) -> httpx.Response:
@@ -39,9 +38,7 @@ async def ask(client: httpx.AsyncClient, content: str) -> httpx.Response:
 
 
 def signal_process(number: signal.Signals) -> None:
-    pids = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    children = [int(pid) for each in pids for pid in each.read_text().split()]
-    (pid,) = [pid for pid in children if b"template_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (pid,) = [pid for pid, words in children(os.getpid()).items() if "template_process" in words]
     os.kill(pid, number)
 
 

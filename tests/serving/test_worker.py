@@ -14,48 +14,24 @@ import httpx
 import openai
 import pytest
 
-from specdecode_worker.contract import CheckVerdict, Env, Plan, Report, Route, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import CheckVerdict, Env, Plan, Route, SyntheticKnobs, TreeShape
 from specdecode_worker.termination import ENV_PATH
-from support import small_model
-from support.worker_process import WorkerProcess, real
+from support.small_model import flags
+from support.worker_process import WorkerProcess, ready, real
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    small_model.write_target(target)
-    small_model.write_draft(draft)
-    return target, draft
-
-
-def flags(target: Path, draft: Path, *more: str) -> list[str]:
-    words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
-    return [*words, "--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "4", *more]
-
-
-@pytest.fixture(scope="module")
 def worker(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    with real(flags(*folders), tmp_path_factory.mktemp("log") / "log") as started:
-        started.wait_ready()
+    with ready(real(flags(*folders), tmp_path_factory.mktemp("log") / "log")) as started:
         yield started
 
 
 @pytest.fixture
 def client(worker: WorkerProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{worker.public}/v1", api_key="none", max_retries=0)
-
-
-def report(worker: WorkerProcess) -> Report:
-    return Report.model_validate(worker.call_admin(Route.report).json())
-
-
-def push(worker: WorkerProcess, shape: str, version: int) -> None:
-    plan = Plan(version=version, initial=TreeShape.parse(shape), max_depth=6, top_k=4, guard=False)
-    answer = worker.call_admin(Route.plan, "PUT", content=plan.model_dump_json(), timeout=10)
-    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.core
@@ -84,11 +60,10 @@ def test_stream_chunks_join_to_the_whole_answer(client: openai.OpenAI) -> None:
 @pytest.mark.core
 def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
     texts: dict[str, set[str]] = {"greedy": set(), "sampled": set()}
-    before = report(worker).drafts
-    version = 100
-    for shape in ("none", "chain:4", "tree:3,2", "none"):
-        version += 1
-        push(worker, shape, version)
+    before = worker.report().drafts
+    for version, shape in enumerate(("none", "chain:4", "tree:3,2", "none"), 101):
+        plan = Plan(version=version, initial=TreeShape.parse(shape), max_depth=6, top_k=4, guard=False)
+        worker.put_plan(plan)
         greedy = client.completions.create(model="small", prompt="once", **GREEDY)
         sampled = client.completions.create(
             model="small",
@@ -101,16 +76,15 @@ def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: Wor
         )
         texts["greedy"].add(greedy.choices[0].text)
         texts["sampled"].add(sampled.choices[0].text)
-    assert report(worker).drafts > before, "nothing was drafted"
+    assert worker.report().drafts > before, "nothing was drafted"
     assert {name: len(distinct) for name, distinct in texts.items()} == {"greedy": 1, "sampled": 1}
     assert texts["greedy"] != texts["sampled"]
 
 
 def test_environment_knobs_apply_before_the_first_request(folders: tuple[Path, Path], tmp_path: Path) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.1}]})
-    with real(flags(*folders), tmp_path / "log", {Env.synthetic: knobs.model_dump_json()}) as worker:
-        worker.wait_ready()
-        worker_report = report(worker)
+    with ready(real(flags(*folders), tmp_path / "log", {Env.synthetic: knobs.model_dump_json()})) as worker:
+        worker_report = worker.report()
         assert worker_report.synthetic == knobs
         assert {cell.draft_passes > 0 for cell in worker_report.steps} == {True, False}, (
             "plain steps and drafts were timed"
@@ -118,7 +92,7 @@ def test_environment_knobs_apply_before_the_first_request(folders: tuple[Path, P
         assert min(cell.t / cell.count for cell in worker_report.steps) >= 0.1
         assert "synthetic knobs are on" in worker.log
         worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
-        assert report(worker).synthetic is None
+        assert worker.report().synthetic is None
 
 
 @pytest.mark.core
@@ -145,9 +119,7 @@ def steps(worker: WorkerProcess) -> float:
 
 
 @pytest.mark.parametrize("stream", [pytest.param(True, marks=pytest.mark.core), False])
-def test_disconnect_with_several_choices_costs_one_step(
-    client: openai.OpenAI, worker: WorkerProcess, stream: bool
-) -> None:
+def test_disconnect_with_several_choices_costs_one_step(worker: WorkerProcess, stream: bool) -> None:
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.4}]})
     worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()
     body = {"model": "small", "prompt": "long", "n": 3, "max_tokens": 200, "ignore_eos": True, "stream": stream}
@@ -156,13 +128,13 @@ def test_disconnect_with_several_choices_costs_one_step(
         with socket.create_connection((request.url.host, request.url.port or 80)) as connection:
             head = f"POST {request.url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request.content)}\r\n\r\n"
             connection.sendall(head.encode() + request.content)
-            worker.wait_until(lambda: report(worker).running == 3, 20)
+            worker.wait_until(lambda: worker.report().running == 3, 20)
             before = steps(worker)
-        worker.wait_until(lambda: report(worker).running == 0, 20)
+        worker.wait_until(lambda: worker.report().running == 0, 20)
         # One step was running when the client disconnected, and one more began before the cancellation reached the
         # engine.
         assert steps(worker) - before <= 2
-        assert report(worker).kv_tokens_used == 0
+        assert worker.report().kv_tokens_used == 0
     finally:
         worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
 
@@ -170,22 +142,21 @@ def test_disconnect_with_several_choices_costs_one_step(
 def test_requests_that_end_by_a_stop_string_are_finished(worker: WorkerProcess, client: openai.OpenAI) -> None:
     asked: Any = {"model": "small", "prompt": "measure", "temperature": 0, "max_tokens": 60}
     text = client.completions.create(**asked).choices[0].text
-    before = report(worker)
+    before = worker.report()
     stopped = client.completions.create(**asked, stop=[text[20:23]]).choices[0]
     assert (stopped.finish_reason, text.startswith(stopped.text)) == ("stop", True)
 
     client.completions.create(model="small", prompt="next", max_tokens=1)  # the engine has read what was sent before
-    after = report(worker)
+    after = worker.report()
     assert sum(cell.finished for cell in after.traffic) == sum(cell.finished for cell in before.traffic) + 2
     assert sum(cell.n for cell in after.requests) == sum(cell.n for cell in before.requests) + 2
 
 
 def test_sigterm_under_load_loses_no_request(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    words = flags(*folders, "--endpoint-delay-seconds", "1")
+    words = [*flags(*folders), "--endpoint-delay-seconds", "1"]
     answers: list[httpx.Response] = []
     stop = threading.Event()
-    with real(words, tmp_path / "log") as worker:
-        worker.wait_ready()
+    with ready(real(words, tmp_path / "log")) as worker:
 
         def load() -> None:
             body = {"model": "small", "prompt": "load", "max_tokens": 60, "ignore_eos": True}
@@ -227,7 +198,7 @@ def test_insufficient_memory_writes_a_termination_message(folders: tuple[Path, P
     last_words = tmp_path / "termination-log"
     last_words.write_text("")
     environment = {ENV_PATH: str(last_words)}
-    with real(flags(*folders, "--kv-cache-tokens", str(10**12)), tmp_path / "log", environment) as worker:
+    with real([*flags(*folders), "--kv-cache-tokens", str(10**12)], tmp_path / "log", environment) as worker:
         assert worker.exit_code(240) == 1
         assert "- weights of the target" in worker.log, worker.log
     verdict = CheckVerdict.model_validate_json(last_words.read_text())

@@ -27,19 +27,14 @@ def free_port() -> int:
 def capturing(
     model_folder: Path, tokens: Path, address: str, admin_port: int, folder: Path, **server: Any
 ) -> Iterator[WorkerProcess]:
-    config = worker_config(model_folder)
-    changed = {"host": address, "port": 0, "admin_port": admin_port, "admin_tokens_path": str(tokens), **server}
-    config = config.model_copy(
-        update={
-            "server": config.server.model_copy(update=changed),
-            "capture": CaptureConfig(dir=str(folder), max_age_seconds=MAX_AGE_SECONDS),
-        }
-    )
+    changed = {"host": address, "admin_port": admin_port, "admin_tokens_path": str(tokens), **server}
+    capture = CaptureConfig(dir=str(folder), max_age_seconds=MAX_AGE_SECONDS)
+    config = worker_config(model_folder, server=changed).model_copy(update={"capture": capture})
     # A recorder that opens its folder deletes segments that nobody can read. Until then it would delete those of tests.
     unreadable = folder / segment_name(time.time())
     folder.mkdir(mode=0o700)
     unreadable.touch()
-    with fake(config.model_dump_json(), folder.with_suffix(".log")) as worker:
+    with fake(config, folder.with_suffix(".log")) as worker:
         worker.wait_until(lambda: not unreadable.exists() and _accepts(address, admin_port), 60)
         yield worker
 

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdecode_worker.contract import Plan, Report, Route, TreeShape
+from specdecode_worker.contract import Plan, TreeShape
 from support.worker_process import RouterProcess, WorkerProcess
 
 ROOT = Path(__file__).parents[2]
@@ -27,15 +27,13 @@ class Site:
     @property
     def drafts(self) -> int:
         """Number of drafts so far."""
-        answer = self.worker.call_admin(Route.report)
-        return Report.model_validate(answer.json()).drafts
+        return self.worker.report().drafts
 
     def push(self, shape: str) -> None:
         """Draft this shape in every step from now on. The guard is off: it would end speculation on a busy machine."""
         self.version += 1
         plan = Plan(version=self.version, initial=TreeShape.parse(shape), max_depth=4, top_k=2, explore=0, guard=False)
-        answer = self.worker.call_admin(Route.plan, "PUT", content=plan.model_dump_json())
-        assert answer.status_code == 200, answer.text
+        self.worker.put_plan(plan)
 
 
 @dataclass

@@ -6,7 +6,7 @@ The networks are fused as those of a serving worker are, so the engine runs the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from specdecode_worker.contract import DraftState, Plan, TreeShape
 from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BlockPool
-from specdecode_worker.core.messages import Submit
+from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.drafts.eagle import EagleDrafter
@@ -195,13 +195,38 @@ def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = VOCABULA
     )
 
 
-def texts(engine: Engine, requests: list[Submit]) -> dict[str, list[int]]:
-    """Return the tokens of all requests, and check that the idle engine accounts for all slots and blocks."""
-    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    while not engine.idle:
-        for new in engine.step():
-            tokens_by_request[new.request_id] += new.tokens
+Between = Callable[[int], Iterable[Tokens] | None]
+"""Function that is called before each step with the number of steps so far. It may return what the engine emitted."""
+
+
+def emitted(
+    engine: Engine, requests: Sequence[Submit], between: Between = lambda steps: None, *, every: int = 0
+) -> dict[str, list[Tokens]]:
+    """Run the requests to their ends, and return what the engine emitted for each.
+
+    One request more arrives every ``every`` steps; 0 adds all at once. Only requests with stop tokens may end before
+    their length, and the idle engine must account for all slots and blocks.
+    """
+    stoppable = {request.request_id for request in requests if engine.eos_token_ids or request.sampling.stop_token_ids}
+    by_request: dict[str, list[Tokens]] = {request.request_id: [] for request in requests}
+    coming, steps = list(requests), 0
+    while coming or not engine.idle:
+        arriving = int(steps % every == 0) if every else len(coming)
+        for request in coming[:arriving]:
+            engine.add(request)
+        del coming[:arriving]
+        for new in (*(between(steps) or ()), *engine.step()):
+            ends = new.finish in (None, "length") or (new.finish == "stop" and new.request_id in stoppable)
+            assert ends, new.error or new.finish
+            by_request[new.request_id].append(new)
+        steps += 1
     engine.check()
-    return tokens_by_request
+    return by_request
+
+
+def texts(
+    engine: Engine, requests: Sequence[Submit], between: Between = lambda steps: None, *, every: int = 0
+) -> dict[str, list[int]]:
+    """Run the requests as `emitted` does, and return their tokens."""
+    by_request = emitted(engine, requests, between, every=every)
+    return {name: [token for new in parts for token in new.tokens] for name, parts in by_request.items()}

@@ -96,6 +96,23 @@ def write_target(
     save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
 
 
+def write_pair(folder: Path, config: Mapping[str, Any] = _NOTHING) -> tuple[Path, Path]:
+    """Write a target with these other fields in its config, and a draft for it. Return their folders."""
+    target, draft = folder / "target", folder / "draft"
+    for made in (target, draft):
+        made.mkdir()
+    write_target(target, config=config)
+    write_draft(draft)
+    return target, draft
+
+
+def flags(target: Path, draft: Path | None = None) -> list[str]:
+    """Return the flags of a worker that serves a target as "small", in fp32 on one thread of a CPU."""
+    words = ["--model", f"file://{target}", "--served-model-name", "small", "--dtype", "float32", "--device", "cpu"]
+    words += ["--draft", f"file://{draft}"] if draft else []
+    return [*words, "--threads", "1", "--max-num-seqs", "4"]
+
+
 def write_varied_target(folder: Path, *, spread: float = 0.3, context: int = 256) -> None:
     """Write a target with an output layer of its own, whose answers vary.
 

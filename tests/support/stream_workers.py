@@ -20,6 +20,7 @@ from specdecode_worker.server.routes.admin import admin_app
 from specdecode_worker.server.service import Service
 from specdecode_worker.server.tools import Tokenizer
 from support.internal_client import Journal, all_of, answer_of
+from support.worker.services import client_of
 
 TOKEN = "token-of-the-tests"
 
@@ -46,13 +47,8 @@ async def start_worker(config: WorkerConfig, folder: Path, shape: str) -> Stream
     service.model_loaded(Model(Tokenizer.from_folder(folder), await engine.loaded))
     shutdown = GracefulShutdown(service.lifecycle, config.server, lambda: engine.in_flight, asyncio.Event())
     app = admin_app(service, shutdown, ReloadedSecrets("admin tokens", {Scope.router: TOKEN}))
-    client = httpx.AsyncClient(
-        transport=httpx.ASGITransport(app),
-        base_url="http://127.0.0.1:8001",
-        headers={"Authorization": f"Bearer {TOKEN}"},
-        timeout=60,
-    )
-    return StreamWorker(service, client)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return StreamWorker(service, client_of(app, "http://127.0.0.1:8001", headers=headers, timeout=60))
 
 
 def same(answer: Any, expected: Any) -> bool:

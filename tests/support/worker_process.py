@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from specdecode_worker.contract import EngineConfig, Env, ModelConfig, ServerConfig, WorkerConfig
+from specdecode_worker.contract import EngineConfig, Env, ModelConfig, Plan, Report, Route, ServerConfig, WorkerConfig
+from support.processes import spawned
 
 SERVE_FAKE = Path(__file__).parent / "worker" / "serve_fake.py"
 """Server around a fake engine."""
@@ -25,12 +26,17 @@ StartWorker = Callable[..., "WorkerProcess"]
 """Function that starts a worker with the given flags or fields and waits until it is ready."""
 
 
-def worker_config(folder: Path, **engine: int) -> WorkerConfig:
+SERVER: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "admin_port": 0, "max_waiting": 4}
+SERVER |= {"endpoint_delay_seconds": 0.1, "grace_period_seconds": 5}
+
+
+def worker_config(folder: Path, *, server: Mapping[str, Any] | None = None, **engine: int) -> WorkerConfig:
+    """Return the config of a worker on free ports of loopback, with other fields of its server and its engine."""
     return WorkerConfig(
         deployment_uid="uid-1",
         model=ModelConfig(uri=f"file://{folder}", served_name="small", dtype="bfloat16"),
         engine=EngineConfig(**{"max_num_seqs": 4, **engine}),
-        server=ServerConfig(max_waiting=4, endpoint_delay_seconds=0.1, grace_period_seconds=5),
+        server=ServerConfig(**SERVER | dict(server or {})),
     )
 
 
@@ -94,6 +100,7 @@ class WorkerProcess(ServerProcess):
 
     def __init__(self, words: Sequence[str], log: Path, environment: dict[str, str] | None = None) -> None:
         super().__init__(words, log, environment)
+        self._given_token = (environment or {}).get(Env.admin_token, "")
         self.admin = self._url("admin")
 
     @property
@@ -110,18 +117,27 @@ class WorkerProcess(ServerProcess):
     @property
     def engine_pid(self) -> int:
         """Pid of the engine process: the child that is not multiprocessing's resource tracker."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        (engine_pid,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        (engine_pid,) = spawned(self.process.pid)
         return engine_pid
 
     def call_admin(self, path: str, method: str = "GET", **fields: Any) -> httpx.Response:
-        """Call the admin port with the token that the worker made at start; ``fields`` are those of httpx.request."""
+        """Call the admin port with the worker's token; ``fields`` are those of httpx.request."""
         headers = {"Authorization": f"Bearer {self.admin_token}", **fields.pop("headers", {})}
         return httpx.request(method, self.admin + path, headers=headers, **{"timeout": 10, **fields})
 
+    def report(self) -> Report:
+        answer = self.call_admin(Route.report, timeout=30)
+        return Report.model_validate_json(answer.raise_for_status().content)
+
+    def put_plan(self, plan: Plan) -> None:
+        answer = self.call_admin(Route.plan, "PUT", content=plan.model_dump_json(), timeout=30)
+        assert answer.status_code == 200, answer.text
+
     @cached_property
     def admin_token(self) -> str:
-        """Admin token that the worker made at start, from the file that its log names."""
+        """Admin token of the environment, or that the worker made at start, from the file that its log names."""
+        if self._given_token:
+            return self._given_token
         self.wait_until(lambda: "admin token: " in self.log)
         match = re.search(r"admin token: .* is in (.+)", self.log)
         assert match
@@ -163,10 +179,10 @@ def running_worker(
 
 
 def fake(
-    config_json: str, log: Path, environment: dict[str, str] | None = None
+    config: WorkerConfig, log: Path, environment: dict[str, str] | None = None
 ) -> contextlib.AbstractContextManager[WorkerProcess]:
     """Return the server with the fake engine."""
-    return running_worker([sys.executable, str(SERVE_FAKE), config_json], log, environment)
+    return running_worker([sys.executable, str(SERVE_FAKE), config.model_dump_json()], log, environment)
 
 
 def real(
@@ -175,3 +191,11 @@ def real(
     """Return ``specdecode-worker serve``, started as a user would."""
     words = [sys.executable, "-m", "specdecode_worker", "serve", "--port", "0", "--admin-port", "0", *flags]
     return running_worker(words, log, environment)
+
+
+@contextlib.contextmanager
+def ready(starting: contextlib.AbstractContextManager[WorkerProcess]) -> Iterator[WorkerProcess]:
+    """Yield a worker once it is ready."""
+    with starting as worker:
+        worker.wait_ready()
+        yield worker

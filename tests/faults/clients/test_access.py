@@ -8,14 +8,16 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from support import small_model
-from support.worker_process import WorkerProcess, fake, real, worker_config
+from support.faults.bounds import seconds_until
+from support.faults.worker_flags import SMALL_FLAGS
+from support.worker_process import WorkerProcess, fake, ready, real, worker_config
 
 RELOAD_SECONDS = 3
 """Bound of the time from a change of the mounted files to its effect."""
@@ -44,15 +46,6 @@ def bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def seconds_until(condition: Callable[[], bool]) -> float:
-    """Return the time until ``condition`` is true, and fail after twice the bound of a reload."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < 2 * RELOAD_SECONDS, "the change has no effect"
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 # Sources of API keys that are given and hold none: flags, environment, text of the file at --api-keys-path.
 EMPTY = {
     "variable": ([], {"SPECDECODE_API_KEYS": " \n"}, None),
@@ -69,17 +62,11 @@ def test_empty_keys_refuse_to_start(
         (tmp_path / "keys").write_text(text)
         flags = ["--api-keys-path", str(tmp_path / "keys")]
     words = [sys.executable, "-m", "specdecode_worker", "serve", "--model", f"file://{small_folder}", "--port", "0"]
+    words += ["--admin-port", "0", *flags]
     variables = {**os.environ, "SPECDECODE_TERMINATION_LOG": str(tmp_path / "termination"), **environment}
     began = time.monotonic()
     try:
-        ended = subprocess.run(
-            [*words, "--admin-port", "0", *flags],
-            env=variables,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
+        ended = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         pytest.fail("the worker serves everyone")
     print(f"refused after {time.monotonic() - began:.1f} s: {ended.stderr.strip().splitlines()[-1]}")
@@ -95,12 +82,8 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerPr
     small_model.write_tokenizer(folder / "model")
     mount(folder / "keys", {"alice": "key-of-alice\n", "bob": "key-of-bob"})
     mount(folder / "tokens", {"operator": "all-of-it", "router": "internal-only", "capture": "segments-only"})
-    config = worker_config(folder / "model")
     paths = {"api_keys_path": str(folder / "keys"), "admin_tokens_path": str(folder / "tokens")}
-    server = config.server.model_copy(update={"host": "127.0.0.1", "port": 0, "admin_port": 0, **paths})
-    whole = config.model_copy(update={"server": server}).model_dump_json()
-    with fake(whole, folder / "log") as worker:
-        worker.wait_ready(30)
+    with ready(fake(worker_config(folder / "model", server=paths), folder / "log")) as worker:
         yield worker, folder
 
 
@@ -113,7 +96,7 @@ def test_replaced_keys_apply_without_a_restart(mounted: tuple[WorkerProcess, Pat
     assert accepts("key-of-alice")
     assert not accepts("key-of-carol")
     mount(folder / "keys", {"alice": "next-key-of-alice", "carol": "key-of-carol"})
-    took = seconds_until(lambda: accepts("key-of-carol") and accepts("next-key-of-alice"))
+    took = seconds_until(lambda: accepts("key-of-carol") and accepts("next-key-of-alice"), 2 * RELOAD_SECONDS)
     assert not accepts("key-of-alice")
     assert not accepts("key-of-bob")
     print(f"replaced keys apply after {took:.2f} s")
@@ -153,25 +136,21 @@ def test_replaced_admin_token_applies_without_a_restart(mounted: tuple[WorkerPro
     def status(token: str) -> int:
         return httpx.get(f"{worker.admin}/v1/plan", headers=bearer(token)).status_code
 
-    took = seconds_until(lambda: status("new-token") == 200)
+    took = seconds_until(lambda: status("new-token") == 200, 2 * RELOAD_SECONDS)
     print(f"a replaced admin token applies after {took:.2f} s")
     assert took <= RELOAD_SECONDS
     assert status("all-of-it") == 401
     mount(folder / "tokens", {"operator": "all-of-it", "router": "internal-only", "capture": "segments-only"})
-    seconds_until(lambda: status("all-of-it") == 200)
+    seconds_until(lambda: status("all-of-it") == 200, 2 * RELOAD_SECONDS)
 
 
 @pytest.fixture(scope="module")
 def two_clients(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WorkerProcess, Path]]:
     """Yield a worker with two API keys and no admin token, and the runtime folder of its user."""
     folder = tmp_path_factory.mktemp("two-clients")
-    flags = [
-        *("--model", f"file://{small_folder}", "--served-model-name", "small", "--dtype", "float32"),
-        *("--max-num-seqs", "4", "--kv-cache-tokens", "4096", "--api-key", "first-key", "second-key"),
-    ]
+    flags = ("--model", f"file://{small_folder}", *SMALL_FLAGS, "--api-key", "first-key", "second-key")
     environment = {"XDG_RUNTIME_DIR": str(folder), "SPECDECODE_TERMINATION_LOG": str(folder / "termination")}
-    with real(flags, folder / "log", environment) as worker:
-        worker.wait_ready()
+    with ready(real(flags, folder / "log", environment)) as worker:
         yield worker, folder
 
 

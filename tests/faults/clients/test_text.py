@@ -17,7 +17,7 @@ import pytest
 from support import small_model
 from support.faults.bounds import MEMORY_BYTES, assert_ttft_unaffected, healthy, resident_bytes, ttft_seconds
 from support.faults.worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
-from support.worker_process import WorkerProcess, fake, real, worker_config
+from support.worker_process import WorkerProcess, fake, ready, real, worker_config
 
 CONTEXT = 32_768
 SPECIAL_ID = 256
@@ -42,8 +42,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     config = {"max_position_embeddings": CONTEXT, "num_hidden_layers": 2}
     small_model.write_target(folder, config=config, template=TEMPLATE, added=[PAD])
     flags = ["--model", f"file://{folder}", *SMALL_FLAGS, "--kv-cache-tokens", str(2 * CONTEXT), "--method", "ngram"]
-    with real([*flags, "--depth", "8"], folder / "worker.log") as worker:
-        worker.wait_ready()
+    with ready(real([*flags, "--depth", "8"], folder / "worker.log")) as worker:
         ttft_seconds(worker, model="small")
         yield worker
 
@@ -112,9 +111,8 @@ def test_echo_special_of_clients_that_hung_up_delays_no_request(worker: WorkerPr
 def test_answer_special_delays_no_request(tmp_path: Path) -> None:
     """Answer with special tokens only, from a fake engine, because a model takes minutes for as many tokens."""
     small_model.write_tokenizer(tmp_path)
-    config = worker_config(tmp_path).model_dump_json()
-    with fake(config, tmp_path / "worker.log", {"FAKE_MAX_MODEL_LEN": str(2 * CONTEXT)}) as worker:
-        worker.wait_ready()
+    environment = {"FAKE_MAX_MODEL_LEN": str(2 * CONTEXT)}
+    with ready(fake(worker_config(tmp_path), tmp_path / "worker.log", environment)) as worker:
         idle_seconds = ttft_seconds(worker, model="small")
         fields = {"prompt": [20, 20, 20], "max_tokens": 30_000, "logprobs": 0, "n": 2}
         with bounded(worker), concurrent.futures.ThreadPoolExecutor(1) as clients:
@@ -135,45 +133,41 @@ def test_answer_special_delays_no_request(tmp_path: Path) -> None:
 def test_huge_text_is_refused_at_once(worker: WorkerProcess, path: str) -> None:
     text = "0123456789" * 400_000
     fields = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
-    _assert_four_refused_at_once(worker, path, fields)
+    seconds = _assert_refused_at_once(worker, path, fields, "context length", 4)
+    assert seconds <= 4 * REFUSAL_SECONDS
 
 
 def test_text_of_some_contexts_is_bounded_too(worker: WorkerProcess) -> None:
-    _assert_four_refused_at_once(worker, "/v1/completions", {"prompt": "0123456789" * 29_000})
+    fields = {"prompt": "0123456789" * 29_000}
+    seconds = _assert_refused_at_once(worker, "/v1/completions", fields, "context length", 4)
+    assert seconds <= 4 * REFUSAL_SECONDS
 
 
-def _assert_four_refused_at_once(worker: WorkerProcess, path: str, fields: dict[str, Any]) -> None:
-    body = json.dumps({"model": "small", **fields}).encode()
-    idle_seconds = ttft_seconds(worker, model="small")
-    with bounded(worker), concurrent.futures.ThreadPoolExecutor(4) as clients:
+def _assert_refused_at_once(worker: WorkerProcess, path: str, fields: dict[str, Any], reason: str, count: int) -> float:
+    """Assert that requests at once are refused and delay no other one. Return the time of the refusals."""
+    body = {"model": "small", **fields}
+    content, idle_seconds = json.dumps(body).encode(), ttft_seconds(worker, model=body["model"])
+    with bounded(worker), concurrent.futures.ThreadPoolExecutor(count) as clients:
         began = time.monotonic()
-        refusing = [clients.submit(httpx.post, worker.public + path, content=body, timeout=60) for _ in range(4)]
-        measured_seconds = ttft_seconds(worker, model="small")
+        asked = {"content": content, "timeout": 60}
+        refusing = [clients.submit(httpx.post, worker.public + path, **asked) for _ in range(count)]
+        measured_seconds = ttft_seconds(worker, model=body["model"])
         answers = [one.result() for one in refusing]
         seconds = time.monotonic() - began
-    print(f"{path}: four refused after {seconds:.2f} s")
+    print(f"{path}: {count} refused after {seconds:.2f} s")
     for answer in answers:
-        assert_refused(answer, "context length")
+        assert_refused(answer, reason)
     assert_ttft_unaffected(idle_seconds, measured_seconds)
-    assert seconds <= 4 * REFUSAL_SECONDS
+    return seconds
 
 
 @pytest.mark.proof("faults")
 def test_huge_text_with_a_real_tokenizer(tmp_path: Path) -> None:
-    with real(EMBEDDED_FLAGS, tmp_path / "worker.log") as worker:
-        worker.wait_ready()
+    with ready(real(EMBEDDED_FLAGS, tmp_path / "worker.log")) as worker:
         ttft_seconds(worker, model="smollm2")
         for characters in (4_000_000, 600_000):
-            text = "0123456789" * (characters // 10)
-            idle_seconds = ttft_seconds(worker, model="smollm2")
-            with bounded(worker), concurrent.futures.ThreadPoolExecutor(4) as clients:
-                fields = {"model": "smollm2", "prompt": text}
-                refusing = [clients.submit(post, worker, "/v1/completions", **fields) for _ in range(4)]
-                measured_seconds = ttft_seconds(worker, model="smollm2")
-                answers = [one.result() for one in refusing]
-            for answer in answers:
-                assert_refused(answer, "context length")
-            assert_ttft_unaffected(idle_seconds, measured_seconds)
+            fields = {"model": "smollm2", "prompt": "0123456789" * (characters // 10)}
+            _assert_refused_at_once(worker, "/v1/completions", fields, "context length", 4)
 
 
 @pytest.mark.parametrize(
@@ -183,37 +177,23 @@ def test_huge_text_with_a_real_tokenizer(tmp_path: Path) -> None:
         {"prompt": f"hello{PAD}"},
         {"prompt": "hello", "logit_bias": {str(PAD_ID): 5}},
         {"prompt": "hello", "stop_token_ids": [PAD_ID]},
+        {"messages": [{"role": "user", "content": PAD}]},
     ],
-    ids=["id", "text", "logit_bias", "stop_token_ids"],
+    ids=["id", "text", "logit_bias", "stop_token_ids", "chat"],
 )
 def test_out_of_vocabulary_is_refused_by_name(worker: WorkerProcess, fields: dict[str, Any]) -> None:
+    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     with bounded(worker):
-        answer = post(worker, "/v1/completions", max_tokens=2, **fields)
+        answer = post(worker, path, max_tokens=2, **fields)
     assert_refused(answer, PAD, str(PAD_ID))
     assert "no embedding" in worker.log
 
 
-def test_out_of_vocabulary_in_a_chat_is_refused_by_name(worker: WorkerProcess) -> None:
-    with bounded(worker):
-        answer = post(worker, "/v1/chat/completions", max_tokens=2, messages=[{"role": "user", "content": PAD}])
-    assert_refused(answer, PAD, str(PAD_ID))
-
-
 @pytest.mark.parametrize("said", ["loop", "output", "memory"])
 def test_template_loop_is_stopped(worker: WorkerProcess, said: str) -> None:
-    idle_seconds = ttft_seconds(worker, model="small")
-    with bounded(worker), concurrent.futures.ThreadPoolExecutor(3) as clients:
-        began = time.monotonic()
-        fields: dict[str, Any] = {"messages": [{"role": "user", "content": said}], "max_tokens": 1, "timeout": 20}
-        refusing = [clients.submit(post, worker, "/v1/chat/completions", **fields) for _ in range(3)]
-        measured_seconds = ttft_seconds(worker, model="small")
-        answers = [one.result() for one in refusing]
-        seconds = time.monotonic() - began
-    print(f"{said}: three refused after {seconds:.2f} s")
-    for answer in answers:
-        assert_refused(answer, "chat template")
+    fields = {"messages": [{"role": "user", "content": said}], "max_tokens": 1}
+    seconds = _assert_refused_at_once(worker, "/v1/chat/completions", fields, "chat template", 3)
     assert seconds <= TEMPLATE_SECONDS
-    assert_ttft_unaffected(idle_seconds, measured_seconds)
     chat = post(worker, "/v1/chat/completions", max_tokens=1, messages=[{"role": "user", "content": "hi"}])
     assert chat.status_code == 200, chat.text
 

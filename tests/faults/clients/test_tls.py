@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from support.faults.bounds import HEALTH_P99_SECONDS
+from support.faults import raw_clients
+from support.faults.bounds import HEALTH_P99_SECONDS, seconds_until
 from support.faults.fake_worker import ADMIN_HEADERS, ADMIN_TOKEN, fake_worker
 from support.worker_process import ServerProcess, WorkerProcess, running_router
 
@@ -66,7 +66,7 @@ def test_changed_certificate_is_used_without_a_restart(
         for url in _urls(server):
             assert open_client.get(url, headers=ADMIN_HEADERS).status_code == 200
         _install(certificates, "second", tmp_path)
-        seconds = _seconds_until(lambda: _is_trusted(server.public, trusts_second))
+        seconds = seconds_until(lambda: _is_trusted(server.public, trusts_second), RELOAD_SECONDS)
         print(f"the second certificate is used after {seconds:.1f} s")
         assert open_client.get(server.public + "/health").status_code == 200
     for url in _urls(server):
@@ -74,12 +74,12 @@ def test_changed_certificate_is_used_without_a_restart(
     assert not _is_trusted(server.public, trusts_first)
 
     (tmp_path / "tls.key").write_text("no key")
-    _seconds_until(lambda: "the previous one stays" in server.log)
+    seconds_until(lambda: "the previous one stays" in server.log, RELOAD_SECONDS)
     began = time.monotonic()
     assert httpx.get(server.public + "/health", verify=trusts_second).status_code == 200
     assert time.monotonic() - began <= HEALTH_P99_SECONDS
     _install(certificates, "first", tmp_path)
-    _seconds_until(lambda: _is_trusted(server.public, trusts_first))
+    seconds_until(lambda: _is_trusted(server.public, trusts_first), RELOAD_SECONDS)
 
 
 def test_old_protocol_versions_and_plain_http_are_refused(server: ServerProcess, certificates: Path) -> None:
@@ -93,8 +93,8 @@ def test_old_protocol_versions_and_plain_http_are_refused(server: ServerProcess,
 
 
 def test_handshake_that_never_ends_is_closed(server: ServerProcess) -> None:
-    url = httpx.URL(server.public)
-    with socket.create_connection((url.host, url.port or 443), timeout=HANDSHAKE_SECONDS + 1) as connection:
+    with raw_clients.connect(server.public) as connection:
+        connection.settimeout(HANDSHAKE_SECONDS + 1)
         began = time.monotonic()
         assert connection.recv(1) == b""
     print(f"closed after {time.monotonic() - began:.1f} s")
@@ -123,12 +123,3 @@ def _is_trusted(url: str, context: ssl.SSLContext) -> bool:
         return httpx.get(f"{url}/health", verify=context).status_code == 200
     except httpx.ConnectError:
         return False
-
-
-def _seconds_until(condition: Callable[[], bool]) -> float:
-    """Wait until ``condition`` is true, and return the seconds. Fail after RELOAD_SECONDS."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < RELOAD_SECONDS
-        time.sleep(0.1)
-    return time.monotonic() - began

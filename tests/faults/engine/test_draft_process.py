@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Plan, TreeShape
-from support.faults.bounds import SIGTERM_EXTRA_SECONDS, has_ended
+from support.faults.bounds import SIGTERM_EXTRA_SECONDS
+from support.processes import has_ended, spawned
 from support.worker import fake_engine
 from support.worker_process import StartWorker, WorkerProcess
 
@@ -27,16 +28,13 @@ PROMPTS = [f"request {i}: " + "abc " * i for i in range(6)]
 def worker(start_small: StartWorker, small_folder: Path) -> WorkerProcess:
     """Return a worker whose target is also its draft model, in a process of its own. Its guard is off."""
     worker = start_small("--method", "draft-model", "--draft", f"file://{small_folder}", "--draft-placement", "own")
-    draft = worker.call_admin("/v1/report").json()["draft"]["hash"]
-    plan = Plan(version=9, draft=draft, initial=TreeShape.chain(3), max_depth=3, explore=0, guard=False)
-    assert worker.call_admin("/v1/plan", "PUT", content=plan.model_dump_json()).is_success
+    draft = worker.report().draft.hash
+    worker.put_plan(Plan(version=9, draft=draft, initial=TreeShape.chain(3), max_depth=3, explore=0, guard=False))
     return worker
 
 
 def draft_pid(worker: WorkerProcess) -> int:
-    children = Path(f"/proc/{worker.engine_pid}/task")
-    pids = [pid for task in children.iterdir() for pid in (task / "children").read_text().split()]
-    (pid,) = [int(one) for one in pids if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    (pid,) = spawned(worker.engine_pid)
     return pid
 
 
@@ -54,25 +52,19 @@ def texts(worker: WorkerProcess, then: Callable[[], None] = lambda: None) -> lis
         return [answer.result()["choices"][0]["text"] for answer in answers]
 
 
-def accepted(worker: WorkerProcess) -> int:
-    return int(worker.call_admin("/v1/report").json()["accepted_tokens"])
-
-
-def problem(worker: WorkerProcess) -> str:
-    return worker.call_admin("/v1/report").json()["draft"]["problem"] or ""
-
-
 def test_a_killed_draft_process_fails_no_request(worker: WorkerProcess) -> None:
     wanted, pid = texts(worker), draft_pid(worker)
-    assert accepted(worker) > 50
-    worker.wait_until(lambda: not problem(worker))
+    assert worker.report().accepted_tokens > 50
+    worker.wait_until(lambda: not worker.report().draft.problem)
     assert texts(worker, lambda: os.kill(pid, signal.SIGKILL)) == wanted
     assert "the draft process ended with exit code -9; requests decode plainly" in worker.log
-    worker.wait_until(lambda: "Traceback" not in worker.log and texts(worker) == wanted and not problem(worker), 300)
+    worker.wait_until(
+        lambda: "Traceback" not in worker.log and texts(worker) == wanted and not worker.report().draft.problem, 300
+    )
     assert draft_pid(worker) != pid
-    before = accepted(worker)
+    before = worker.report().accepted_tokens
     assert texts(worker) == wanted
-    assert accepted(worker) - before > 50
+    assert worker.report().accepted_tokens - before > 50
 
 
 # Errors after which the device cannot be used: the engine process ends at once, wherever they are raised.
@@ -93,8 +85,7 @@ def put_draft(worker: WorkerProcess, folder: Path) -> None:
 
 
 def run_step(worker: WorkerProcess, folder: Path) -> None:
-    body = {"model": "small", "prompt": [fake_engine.STICKY_STEP], "max_tokens": 4}
-    httpx.post(f"{worker.public}/v1/completions", json=body, timeout=EXIT_SECONDS)
+    _ask(worker, [fake_engine.STICKY_STEP])
 
 
 @pytest.mark.parametrize("provoke", [put_plan, put_draft, run_step])
@@ -123,7 +114,7 @@ GRACE_SECONDS = 2.0
 def test_sigterm_with_busy_tokenizer_threads(start_fake: StartWorker) -> None:
     worker = start_fake(grace_period_seconds=GRACE_SECONDS, endpoint_delay_seconds=0)
     for _ in range(8):
-        threading.Thread(target=_complete, args=(worker, "BUSY"), daemon=True).start()
+        threading.Thread(target=_ask, args=(worker, "BUSY", 60), daemon=True).start()
     time.sleep(1)
     began = time.monotonic()
     worker.terminate()
@@ -140,11 +131,11 @@ def test_drained_worker_exits(start_fake: StartWorker) -> None:
     print(f"exit {time.monotonic() - began:.1f} s after the drain began")
 
 
-def _complete(worker: WorkerProcess, prompt: str) -> None:
+def _ask(worker: WorkerProcess, prompt: object, timeout: float = EXIT_SECONDS) -> None:
+    """Send a request that may get no answer."""
+    body = {"model": "small", "prompt": prompt, "max_tokens": 4}
     with contextlib.suppress(httpx.HTTPError):
-        httpx.post(
-            f"{worker.public}/v1/completions", json={"model": "small", "prompt": prompt, "max_tokens": 4}, timeout=60
-        )
+        httpx.post(f"{worker.public}/v1/completions", json=body, timeout=timeout)
 
 
 # Parts of the server process that must live: the worker ends when one of them ends with an exception.
@@ -157,15 +148,9 @@ def assert_ends(worker: WorkerProcess, began: float, reason: str) -> None:
     assert reason in worker.log
 
 
-def complete_of_vital_parts(worker: WorkerProcess, prompt: object) -> None:
-    body = {"model": "small", "prompt": prompt, "max_tokens": 4}
-    with contextlib.suppress(httpx.HTTPError):
-        httpx.post(f"{worker.public}/v1/completions", json=body, timeout=EXIT_SECONDS)
-
-
 def test_dead_reader_task_ends_the_worker(start_fake: StartWorker) -> None:
     worker, began = start_fake(), time.monotonic()
-    complete_of_vital_parts(worker, [fake_engine.UNREADABLE])
+    _ask(worker, [fake_engine.UNREADABLE])
     assert_ends(worker, began, "reader of the engine's messages")
 
 

@@ -8,12 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from support.faults.bounds import HUNG_ENGINE_EXTRA_SECONDS, has_ended
+from support.faults.bounds import HUNG_ENGINE_EXTRA_SECONDS
+from support.processes import has_ended, spawned
 from support.worker import fake_engine
 from support.worker_process import StartWorker, WorkerProcess
 
@@ -99,16 +101,12 @@ def test_hang_in_python_is_reported_with_stacks(start_fake: StartWorker) -> None
 def test_slow_step_recovers(start_fake: StartWorker) -> None:
     worker = start_fake(step_timeout_seconds=fake_engine.SLOW_SECONDS * 1.6)
     body = {"model": "small", "prompt": [fake_engine.SLOW], "max_tokens": 3}
-    answers: list[int] = []
-    request = threading.Thread(
-        target=lambda: answers.append(httpx.post(f"{worker.public}/v1/completions", json=body, timeout=30).status_code)
-    )
-    request.start()
-    worker.wait_until(lambda: worker.get("/ready").status_code == 503)
-    assert worker.get("/health").status_code == 200
-    worker.wait_ready(10)
-    request.join()
-    assert answers == [200]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, f"{worker.public}/v1/completions", json=body, timeout=30)
+        worker.wait_until(lambda: worker.get("/ready").status_code == 503)
+        assert worker.get("/health").status_code == 200
+        worker.wait_ready(10)
+    assert answer.result().status_code == 200
 
 
 def test_slow_draft_swap_is_no_hang(start_fake: StartWorker, tmp_path: Path) -> None:
@@ -126,8 +124,7 @@ def test_slow_draft_swap_is_no_hang(start_fake: StartWorker, tmp_path: Path) -> 
 def test_stopped_rank_ends_the_worker(start_small: StartWorker) -> None:
     worker = start_small("--step-timeout-seconds", str(STEP_TIMEOUT_SECONDS), "--tensor-parallel-size", "2")
     engine_pid = worker.engine_pid
-    children = Path(f"/proc/{engine_pid}/task/{engine_pid}/children").read_text().split()
-    (rank_pid,) = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (rank_pid,) = spawned(engine_pid)
     stream = OpenStream(worker, "hello")
     worker.wait_until(lambda: bool(stream.text))
     began = time.monotonic()

@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Plan, TreeShape
-from support.faults.bounds import SIGTERM_EXTRA_SECONDS, has_ended
+from support.faults.bounds import SIGTERM_EXTRA_SECONDS
+from support.processes import children, has_ended, spawned
 from support.tiers import crowding
 from support.worker_process import StartWorker, WorkerProcess
 
@@ -25,22 +26,11 @@ A process that still imports torch ends once it has, which takes some seconds.
 """
 
 
-def children(pid: int) -> dict[int, str]:
-    """Return the command lines of the children of a process, by their ids."""
-    pids = [int(pid) for thread in Path(f"/proc/{pid}/task").glob("*/children") for pid in thread.read_text().split()]
-    return {pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids}
-
-
 def descendants(pid: int) -> dict[int, str]:
     found = children(pid)
     for child in list(found):
         found |= descendants(child)
     return found
-
-
-def spawned(pid: int) -> list[int]:
-    """Return the children of a process without the template processes and multiprocessing's resource tracker."""
-    return [child for child, words in children(pid).items() if "spawn_main" in words]
 
 
 def assert_all_end(processes: dict[int, str]) -> None:
@@ -103,9 +93,8 @@ def test_after_sigterm(worker: WorkerProcess) -> None:
 
 @pytest.mark.parametrize("worker", ["draft"], indirect=True)
 def test_after_a_restart_of_the_draft_process(worker: WorkerProcess) -> None:
-    draft = worker.call_admin("/v1/report").json()["draft"]["hash"]
-    plan = Plan(version=9, draft=draft, initial=TreeShape.chain(3), max_depth=3, explore=0, guard=False)
-    assert worker.call_admin("/v1/plan", "PUT", content=plan.model_dump_json()).is_success
+    draft = worker.report().draft.hash
+    worker.put_plan(Plan(version=9, draft=draft, initial=TreeShape.chain(3), max_depth=3, explore=0, guard=False))
     (first,) = spawned(worker.engine_pid)
     os.kill(first, signal.SIGKILL)
 

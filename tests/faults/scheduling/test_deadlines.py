@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
-from support.faults.bounds import SHORT_BEHIND_LONG_SECONDS, assert_ttft_unaffected, healthy
-from support.worker_process import WorkerProcess, real
+from support.faults.bounds import SHORT_BEHIND_LONG_SECONDS, assert_ttft_unaffected, healthy, ttft_seconds
+from support.faults.raw_clients import Client, deaf_client
+from support.faults.worker_flags import SMALL_FLAGS
+from support.worker_process import WorkerProcess, ready, real
 
 EXTRA_SECONDS = 1.0
 """Bound of the time from a deadline to the response, which includes the step under way."""
@@ -30,27 +29,29 @@ DEFAULT_SECONDS, QUEUE_SECONDS = 3.0, 1.5
 @pytest.fixture(scope="module")
 def slow_worker(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
     """Yield a worker with slow steps and short deadlines. Four requests fit into its batch."""
-    flags = ("--model", f"file://{small_folder}", "--served-model-name", "small", "--dtype", "float32",
-             "--max-num-seqs", "4", "--kv-cache-tokens", "4096", "--request-timeout-seconds", str(DEFAULT_SECONDS),
-             "--queue-timeout-seconds", str(QUEUE_SECONDS))  # fmt: skip
+    times = ("--request-timeout-seconds", str(DEFAULT_SECONDS), "--queue-timeout-seconds", str(QUEUE_SECONDS))
+    flags = ("--model", f"file://{small_folder}", *SMALL_FLAGS, *times)
     knobs = {"SPECDECODE_SYNTHETIC": json.dumps({"step_time": [{"seconds": STEP_SECONDS}]})}
-    with real(flags, tmp_path_factory.mktemp("worker") / "worker.log", knobs) as worker:
-        worker.wait_ready()
+    with ready(real(flags, tmp_path_factory.mktemp("worker") / "worker.log", knobs)) as worker:
         yield worker
 
 
-def complete(worker: WorkerProcess, timeout: str | None = None) -> tuple[httpx.Response, float]:
-    """Send the long request and return the response and its time in seconds."""
+def complete(worker: WorkerProcess, timeout: str | None = None, **fields: object) -> tuple[httpx.Response, float]:
+    """Send the long request with further fields, and return the response and its time in seconds."""
     headers = {} if timeout is None else {"X-Request-Timeout": timeout}
     began = time.monotonic()
-    answer = httpx.post(f"{worker.public}/v1/completions", json=LONG, headers=headers, timeout=60)
+    answer = httpx.post(f"{worker.public}/v1/completions", json=LONG | fields, headers=headers, timeout=60)
     return answer, time.monotonic() - began
+
+
+def assert_ended(answer: httpx.Response, status: int, code: str) -> None:
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
 
 
 def wait_idle(worker: WorkerProcess) -> None:
     def is_idle() -> bool:
-        report = worker.call_admin("/v1/report").json()
-        return not report["running"] and not report["waiting"] and not report["kv_tokens_used"]
+        report = worker.report()
+        return not report.running and not report.waiting and not report.kv_tokens_used
 
     worker.wait_until(is_idle, EXTRA_SECONDS)
 
@@ -63,24 +64,16 @@ def assert_in_time(what: str, seconds: float, deadline: float) -> None:
 def test_header_cancels_a_running_request(slow_worker: WorkerProcess) -> None:
     with healthy(slow_worker):
         answer, seconds = complete(slow_worker, "0.5")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded"), answer.text
+    assert_ended(answer, 504, "deadline_exceeded")
     assert answer.headers["X-Should-Retry"] == "false"
     assert_in_time("running request", seconds, 0.5)
     wait_idle(slow_worker)
 
 
 def test_deadline_of_a_stream_is_its_last_event(slow_worker: WorkerProcess) -> None:
-    began = time.monotonic()
-    answer = httpx.post(
-        f"{slow_worker.public}/v1/completions",
-        json=LONG | {"stream": True},
-        headers={"X-Request-Timeout": "0.5"},
-        timeout=60,
-    )
-    seconds = time.monotonic() - began
-    events = [
-        json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")
-    ]
+    answer, seconds = complete(slow_worker, "0.5", stream=True)
+    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
     assert len(events) > 1, "the stream began before the deadline"
     assert events[-1]["error"]["code"] == "deadline_exceeded"
     assert "[DONE]" not in answer.text
@@ -95,24 +88,22 @@ def test_deadlines_while_the_batch_is_full(slow_worker: WorkerProcess) -> None:
         time.sleep(0.5)
         with_header, without = pool.submit(complete, slow_worker, "0.5"), pool.submit(complete, slow_worker)
         answer, seconds = with_header.result()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded"), answer.text
+        assert_ended(answer, 504, "deadline_exceeded")
         assert_in_time("waiting request with a header", seconds, 0.5)
         answer, seconds = without.result()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_timeout"), answer.text
+        assert_ended(answer, 503, "queue_timeout")
         assert int(answer.headers["Retry-After"]) >= 1
         assert_in_time("waiting request without a header", seconds, QUEUE_SECONDS)
         for one in running:
             answer, seconds = one.result()
-            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded"), answer.text
+            assert_ended(answer, 504, "deadline_exceeded")
             assert_in_time("running request without a header", seconds, DEFAULT_SECONDS)
     wait_idle(slow_worker)
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan", "inf", "soon", ""])
 def test_invalid_header_is_refused(slow_worker: WorkerProcess, timeout: str) -> None:
-    answer = httpx.post(
-        f"{slow_worker.public}/v1/completions", json=LONG, headers={"X-Request-Timeout": timeout}, timeout=60
-    )
+    answer, _ = complete(slow_worker, timeout)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "X-Request-Timeout"), answer.text
 
 
@@ -133,50 +124,28 @@ def keyed_worker(small_folder: Path, tmp_path: Path) -> Iterator[WorkerProcess]:
     keys.mkdir()
     for name in ("flood", "quiet"):
         (keys / name).write_text(f"secret-{name}")
-    flags = (
-        *("--model", f"file://{small_folder}", "--served-model-name", "small", "--dtype", "float32"),
-        *("--max-num-seqs", "4", "--kv-cache-tokens", "4096", "--max-waiting", str(MAX_WAITING)),
-        *("--api-keys-path", str(keys), "--api-key-metrics"),
-    )
+    flags = ("--max-waiting", str(MAX_WAITING), "--api-keys-path", str(keys), "--api-key-metrics")
     knobs = {"SPECDECODE_SYNTHETIC": json.dumps({"step_time": [{"seconds": FAIRNESS_STEP_SECONDS}]})}
-    with real(flags, tmp_path / "worker.log", knobs) as worker:
-        worker.wait_ready()
+    words = ("--model", f"file://{small_folder}", *SMALL_FLAGS, *flags)
+    with ready(real(words, tmp_path / "worker.log", knobs)) as worker:
         yield worker
 
 
-def client_of(worker: WorkerProcess, name: str) -> httpx.Client:
-    headers = {"Authorization": f"Bearer secret-{name}"}
-    limits = httpx.Limits(max_connections=2 * FLOOD)
-    return httpx.Client(base_url=worker.public, headers=headers, limits=limits, timeout=120)
-
-
-def ttft_seconds(client: httpx.Client) -> float:
-    began = time.monotonic()
-    with client.stream("POST", "/v1/completions", json=BODY | {"max_tokens": 2, "stream": True}) as response:
-        assert response.status_code == 200, response.read()
-        for line in response.iter_lines():
-            if line.startswith("data: {"):
-                return time.monotonic() - began
-    raise AssertionError("the stream ended without an event")
+def key_of(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer secret-{name}"}
 
 
 def test_a_flooding_client_does_not_delay_another(keyed_worker: WorkerProcess) -> None:
-    statuses: list[int] = []
-    with client_of(keyed_worker, "flood") as flood, client_of(keyed_worker, "quiet") as quiet:
-
-        def send() -> None:
-            statuses.append(flood.post("/v1/completions", json=BODY | {"max_tokens": 4}).status_code)
-
-        idle = ttft_seconds(quiet)
-        threads = [threading.Thread(target=send) for _ in range(FLOOD)]
-        with healthy(keyed_worker):
-            for thread in threads:
-                thread.start()
-            time.sleep(0.5)
-            measured = [ttft_seconds(quiet) for _ in range(3)]
-            unfinished = sum(thread.is_alive() for thread in threads)
-            for thread in threads:
-                thread.join()
+    quiet = {"model": "small", "headers": key_of("quiet")}
+    limits = httpx.Limits(max_connections=2 * FLOOD)
+    flood = httpx.Client(base_url=keyed_worker.public, headers=key_of("flood"), limits=limits, timeout=120)
+    idle = ttft_seconds(keyed_worker, **quiet)
+    with flood, ThreadPoolExecutor(FLOOD) as pool, healthy(keyed_worker):
+        sent = [pool.submit(flood.post, "/v1/completions", json=BODY | {"max_tokens": 4}) for _ in range(FLOOD)]
+        time.sleep(0.5)
+        measured = [ttft_seconds(keyed_worker, **quiet) for _ in range(3)]
+        unfinished = sum(not one.done() for one in sent)
+        statuses = [one.result().status_code for one in sent]
     print(f"{unfinished} requests of the flood unfinished; answers: { {one: statuses.count(one) for one in statuses} }")
     assert unfinished > 4, "the flood ended too early to delay anything"
     assert set(statuses) == {200, 429}, "the flood fills its share of the queue"
@@ -194,18 +163,10 @@ LONG_TOKENS = 6_000
 SHORT = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
 
-def send_long_prompt(worker: WorkerProcess, index: int) -> socket.socket:
+def send_long_prompt(worker: WorkerProcess, index: int) -> Client:
     """Send a prompt that shares no prefix with the others. The request ends when the connection is closed."""
     prompt = [1_000 + index, *((7 * position + index) % 4_000 + 300 for position in range(LONG_TOKENS - 1))]
-    body = json.dumps(SHORT | {"prompt": prompt, "max_tokens": 1}).encode()
-    url = urlsplit(worker.public)
-    assert url.hostname
-    assert url.port
-    connection = socket.create_connection((url.hostname, url.port))
-    connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: worker\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    )
-    return connection
+    return deaf_client(worker.public, "/v1/completions", SHORT | {"prompt": prompt, "max_tokens": 1})
 
 
 def complete_seconds(worker: WorkerProcess, prompt: str) -> float:
@@ -213,10 +174,6 @@ def complete_seconds(worker: WorkerProcess, prompt: str) -> float:
     answer = httpx.post(f"{worker.public}/v1/completions", json=SHORT | {"prompt": prompt}, timeout=240)
     assert answer.status_code == 200, answer.text
     return time.monotonic() - began
-
-
-def report(worker: WorkerProcess) -> dict[str, int]:
-    return worker.call_admin("/v1/report", timeout=60).json()  # type: ignore[no-any-return]
 
 
 def cpu_seconds(pid: int) -> float:
@@ -233,14 +190,14 @@ def test_short_request_behind_long_prompts(embedded_worker: WorkerProcess) -> No
         for index in range(2):
             open_connections.enter_context(contextlib.closing(send_long_prompt(embedded_worker, index)))
         time.sleep(1)
-        used, used_cpu = report(embedded_worker)["kv_tokens_used"], cpu_seconds(engine_pid)
+        used, used_cpu = embedded_worker.report().kv_tokens_used, cpu_seconds(engine_pid)
         behind = complete_seconds(embedded_worker, "The grass is")
-        after, used_cpu = report(embedded_worker), cpu_seconds(engine_pid) - used_cpu
+        after, used_cpu = embedded_worker.report(), cpu_seconds(engine_pid) - used_cpu
     print(
         f"short request: {alone:.2f} s alone, {behind:.2f} s behind long prompts ({used_cpu:.1f} s CPU of the engine)"
     )
-    print(f"tokens in the cache: {used} before the short request, {after['kv_tokens_used']} after it")
-    embedded_worker.wait_until(lambda: not report(embedded_worker)["running"], 60)
-    assert after["running"] + after["waiting"] == 2, "the prompts were not long enough to delay anything"
-    assert after["kv_tokens_used"] > used, "long prompts make progress meanwhile"
+    print(f"tokens in the cache: {used} before the short request, {after.kv_tokens_used} after it")
+    embedded_worker.wait_until(lambda: not embedded_worker.report().running, 60)
+    assert after.running + after.waiting == 2, "the prompts were not long enough to delay anything"
+    assert after.kv_tokens_used > used, "long prompts make progress meanwhile"
     assert behind <= SHORT_BEHIND_LONG_SECONDS

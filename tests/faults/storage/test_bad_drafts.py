@@ -184,11 +184,8 @@ def _swap_problem(worker: WorkerProcess, body: dict[str, str]) -> str:
 
 
 def _wait_for_swap(worker: WorkerProcess) -> dict[str, Any]:
-    deadline = time.monotonic() + LOAD_SECONDS
-    while (state := _drafts(worker)["draft"])["pending"] is not None:
-        assert time.monotonic() < deadline, state
-        time.sleep(0.05)
-    return dict(state)
+    worker.wait_until(lambda: _drafts(worker)["draft"]["pending"] is None, LOAD_SECONDS)
+    return dict(_drafts(worker)["draft"])
 
 
 def _put(worker: WorkerProcess, body: dict[str, str]) -> httpx.Response:

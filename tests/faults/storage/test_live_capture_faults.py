@@ -15,7 +15,7 @@ import httpx
 
 from specdecode_worker.capture import ReadStats, read_records
 from specdecode_worker.capture.segments import segment_name
-from specdecode_worker.contract import Plan, Report, Route
+from specdecode_worker.contract import Plan
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.faults.bounds import healthy
 from support.worker_process import StartWorker, WorkerProcess
@@ -26,13 +26,8 @@ ANSWER_SECONDS = 2.0
 
 
 def push(worker: WorkerProcess, **rules: object) -> None:
-    plan = Plan(uid="uid-1", version=next(versions), capture=CaptureRules(share=1.0, **rules))  # type: ignore[arg-type]
-    assert worker.call_admin(Route.plan, "PUT", content=plan.model_dump_json()).status_code == 200
-
-
-def push_off(worker: WorkerProcess) -> None:
-    plan = Plan(uid="uid-1", version=next(versions))
-    assert worker.call_admin(Route.plan, "PUT", content=plan.model_dump_json()).status_code == 200
+    made = CaptureRules.model_validate({"share": 1.0, **rules})
+    worker.put_plan(Plan(uid="uid-1", version=next(versions), capture=made))
 
 
 def ask(worker: WorkerProcess, requests: int = 1, n: int = 1) -> None:
@@ -46,7 +41,7 @@ def ask(worker: WorkerProcess, requests: int = 1, n: int = 1) -> None:
 
 
 def captured(worker: WorkerProcess) -> CaptureReport:
-    report = Report.model_validate(worker.call_admin(Route.report).json()).capture
+    report = worker.report().capture
     assert report is not None
     return report
 
@@ -126,7 +121,7 @@ def test_hook_that_hangs_stops_capture_only(tmp_path: Path, start_fake: StartWor
         ask(worker, 3)
         worker.wait_until(lambda: "has not returned" in (captured(worker).problem or ""), 30)
         ask(worker, 3)
-        push_off(worker)
+        worker.put_plan(Plan(uid="uid-1", version=next(versions)))
         worker.wait_until(lambda: captured(worker).problem is None and not list(folder.iterdir()))
         push(worker)
         ask(worker)

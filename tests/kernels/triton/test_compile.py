@@ -168,7 +168,6 @@ def test_planted_faults_are_detected() -> None:
 
 
 @pytest.mark.proof("compile")
-@pytest.mark.timeout(1200)
 def test_triton_of_the_gpu_image_makes_loops_as_cheap() -> None:
     """The hot loops of a bf16 model by Triton 3.6, which torch 2.11 wants."""
     launches = compile_all("90", "attention, a", "attention, 64", "small_linear", paths=(str(older_triton()),))

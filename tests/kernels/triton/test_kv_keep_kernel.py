@@ -6,7 +6,6 @@ program does not own all overlapping pairs, or writes before it reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdecode_kernels.kv_keep import kernel, op, reference
+from support.kernels.interpreted import Plant
 
 Moves = list[tuple[int, int]]
 NAMED: dict[str, list[Moves]] = {
@@ -93,13 +93,13 @@ BUGS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
     moves = [[(34, 33), (37, 34)], [(70, 65), (71, 66)]]
     assert not differs_from_reference(kernel, moves, 2, 3, 5)
     assert differs_from_reference(plant(kernel, *BUGS[bug]), moves, 2, 3, 5)
 
 
-def test_moving_pairs_one_by_one_is_detected(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_moving_pairs_one_by_one_is_detected(plant: Plant) -> None:
     """Groups of one pair, processed one after the other, give wrong results where pairs overlap."""
     module = plant(kernel, "block_s = triton", "group = 1; block_s = triton")
     assert differs_from_reference(module, NAMED["a shift ahead"], 2, 2, 4)

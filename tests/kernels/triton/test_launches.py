@@ -14,7 +14,7 @@ import pytest
 
 from support.kernels.interpreted import run_compiling
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "gpu"
 RECORDED: dict[str, Any] = json.loads((BENCHMARKS / "launches.json").read_text())
@@ -26,14 +26,12 @@ def traced() -> dict[str, Any]:
     return counted
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", RECORDED)
 def test_launches_are_those_of_the_table(case: str, traced: dict[str, Any]) -> None:
     """A step that needs more launches fails. One that needs fewer is recorded by ``launches.py --write``."""
     assert traced[case] == RECORDED[case]
 
 
-@pytest.mark.timeout(600)
 def test_the_table_has_every_case(traced: dict[str, Any]) -> None:
     assert set(traced) == set(RECORDED)
 
@@ -60,7 +58,6 @@ for code in {}:
 """
 
 
-@pytest.mark.timeout(120)
 def test_contact_with_the_host_is_refused() -> None:
     printed = run_compiling("-c", PLANTED.format(list(CONTACTS)), paths=(str(BENCHMARKS),))
     for words, line in zip(CONTACTS.values(), printed.splitlines(), strict=True):

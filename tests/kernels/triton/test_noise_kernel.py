@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 import torch
 from torch import Tensor
 
 from specdecode_kernels.noise import kernel, op, reference
+from support.kernels.interpreted import Plant
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -51,7 +49,7 @@ BUGS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
     wanted = reference.gumbel(SEEDS, POSITIONS, 100, 1)
     assert close(kernel.gumbel(SEEDS, POSITIONS, 100, 1, block=64), wanted)
     assert not close(plant(kernel, *BUGS[bug]).gumbel(SEEDS, POSITIONS, 100, 1, block=64), wanted)

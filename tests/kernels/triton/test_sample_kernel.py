@@ -6,7 +6,6 @@ A token at the edge of top-p may fall on either side, since sums are taken in an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdecode_kernels.sample import kernel, op, reference
+from support.kernels.interpreted import Plant
 
 Row = tuple[float, int, float, float]
 """(temperature, top-k, top-p, min-p)."""
@@ -195,9 +195,7 @@ BOUNDS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BOUNDS)
-def test_bugs_in_the_search_for_candidates_are_detected(
-    bug: str, plant: Callable[[ModuleType, str, str], ModuleType]
-) -> None:
+def test_bugs_in_the_search_for_candidates_are_detected(bug: str, plant: Plant) -> None:
     assert not shares(plant(kernel, *BOUNDS[bug]))
 
 
@@ -227,7 +225,7 @@ def finds_no_difference(module: ModuleType) -> bool:
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
     assert not finds_no_difference(plant(kernel, *BUGS[bug]))
 
 

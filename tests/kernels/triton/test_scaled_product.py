@@ -6,15 +6,14 @@ It runs in a process of its own, because Triton either compiles or interprets.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from support.kernels.interpreted import run_compiling
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks" / "gpu"
 TRACE = """
@@ -57,29 +56,21 @@ DEQUANTISED = {"dequantise": 1, "mm": 1}
 
 @pytest.fixture(scope="module")
 def traced() -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    path = os.pathsep.join(str(place) for place in (BENCHMARKS, *sys.path) if place)
     code = TRACE.replace("CASES", repr(CASES))
-    command = [sys.executable, "-c", code]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment | {"PYTHONPATH": path})
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    launches: dict[str, Any] = json.loads(ran.stdout)
+    launches: dict[str, Any] = json.loads(run_compiling("-c", code, paths=(str(BENCHMARKS),)))
     return launches
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES[:2])
 def test_many_rows_are_three_launches(case: tuple[int, int, int, bool], traced: dict[str, Any]) -> None:
     assert traced[str((*case, True))] == SCALED
 
 
-@pytest.mark.timeout(300)
 def test_sums_of_very_many_rows_are_bounded(traced: dict[str, Any]) -> None:
     """4,096 rows of 28,672 outputs would need 940 MB for sums; they are multiplied in four calls."""
     assert traced[str((*CASES[2], True))] == {name: 4 * count for name, count in SCALED.items()}
 
 
-@pytest.mark.timeout(300)
 def test_without_fp8_or_with_other_sizes_the_tiles_are_used(traced: dict[str, Any]) -> None:
     assert traced[str((*CASES[3], True))] == {"rows": 1}
     assert [traced[str((*case, False))] for case in CASES[:2]] == [{"rows": 1}] * 2

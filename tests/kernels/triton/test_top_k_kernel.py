@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.top_k import kernel, op, reference
+from support.kernels.interpreted import Plant
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -149,7 +149,7 @@ BUGS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
     mutant, seen = plant(kernel, *BUGS[bug]), []
     for seed in range(4):
         logits, ids = logits_of(200, seed=seed), ids_of(200)

@@ -30,8 +30,10 @@ from support.kernels.attention_cases import (
     chunk,
     close,
     make,
+    prepare,
     tree,
 )
+from support.kernels.interpreted import Plant
 
 pytestmark = pytest.mark.usefixtures("poisoned", "small_blocks")
 
@@ -219,20 +221,7 @@ def test_a_long_sequence_fills_the_device_once(monkeypatch: pytest.MonkeyPatch) 
 def test_the_op_runs_the_kernel() -> None:
     case = make_case(MIXED)
     assert dispatch.on_gpu(case.q_THD)
-    prepared = op.prepare(
-        blocks=case.blocks,
-        block_table_BM=case.table_BM,
-        block_size=BLOCK,
-        query_counts=[len(s.queries) for s in case.sequences],
-        key_bounds=[s.keys + s.slack for s in case.sequences],
-        prefix_len_B=case.prefix_B,
-        ancestors_T=case.ancestors_T,
-        key_starts=[s.start for s in case.sequences],
-        dense=False,
-        groups=3,
-        dtype=torch.float32,
-        kv_heads=2,
-    )
+    prepared = prepare(case)
     assert prepared.plan is not None
     assert close(op.attend(case.q_THD, case.cache_2NPKD, prepared), by_definition(case))
 
@@ -330,23 +319,21 @@ def differs_from_reference(run: Callable[[Case], Tensor], sequences: tuple[Seque
         return True
 
 
-def test_unmodified_kernel_passes_the_bug_check(plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_unmodified_kernel_passes_the_bug_check(plant: Plant) -> None:
     mutant = plant(kernel, "kernel", "kernel")
     mutant.BLOCK_N, mutant.CHUNKS = 16, 1
     assert not differs_from_reference(lambda case: attended(case, of=mutant))
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_planted_bugs_are_detected(bug: str, plant: Plant) -> None:
     mutant = plant(kernel, *BUGS[bug])
     mutant.BLOCK_N, mutant.CHUNKS = 16, 1
     assert differs_from_reference(lambda case: attended(case, of=mutant))
 
 
 @pytest.mark.parametrize("bug", LARGE_BUGS)
-def test_bugs_planted_for_large_tiles_are_detected(
-    bug: str, plant: Callable[[ModuleType, str, str], ModuleType]
-) -> None:
+def test_bugs_planted_for_large_tiles_are_detected(bug: str, plant: Plant) -> None:
     assert not differs_from_reference(attended, LARGE)
     mutant = plant(kernel, *LARGE_BUGS[bug])
     mutant.BLOCK_N = 16
@@ -354,7 +341,7 @@ def test_bugs_planted_for_large_tiles_are_detected(
 
 
 @pytest.mark.parametrize("bug", PLAN_BUGS)
-def test_bugs_planted_in_the_plan_are_detected(bug: str, plant: Callable[[ModuleType, str, str], ModuleType]) -> None:
+def test_bugs_planted_in_the_plan_are_detected(bug: str, plant: Plant) -> None:
     mutant = plant(plan, *PLAN_BUGS[bug])
     mutant.BLOCK_N, mutant.LEAST_BLOCKS, mutant.processors = 16, 1, lambda _: 16
     assert differs_from_reference(lambda case: kernel.attend(case.q_THD, case.cache_2NPKD, planned(case, of=mutant)))

@@ -13,7 +13,7 @@ import pytest
 
 from support.kernels.interpreted import run_compiling
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SUPPORT = Path(__file__).parents[2] / "support" / "kernels"
 MOST = {
@@ -35,19 +35,16 @@ def counted() -> dict[str, Any]:
     return count()
 
 
-@pytest.mark.timeout(600)
 def test_sizes_of_a_batch_make_no_variants(counted: dict[str, Any]) -> None:
     """Numbers of rows, tokens and nodes, and the addresses of tables, are no properties that Triton compiles for."""
     assert {name: kernel["varying"] for name, kernel in counted.items() if kernel["varying"]} == {}
 
 
-@pytest.mark.timeout(600)
 def test_constants_make_few_variants(counted: dict[str, Any]) -> None:
     variants = {name: kernel["variants"] for name, kernel in counted.items()}
     assert {name: number for name, number in variants.items() if number > MOST.get(name, 5)} == {}
 
 
-@pytest.mark.timeout(600)
 def test_specialised_arguments_are_detected() -> None:
     """The same launches with Triton's default for a number of rows and for a table."""
     counted = count("_small_linear_kernel.rows", "_rope_cache_kernel.slots_T")

@@ -15,27 +15,24 @@ from specdecode_operator.types import Defaults, Deployment, Observation, Worker
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import (
-    DraftConfig,
     DraftState,
-    EngineConfig,
     MergedDraft,
-    ModelConfig,
     NamedDraft,
     Plan,
     TaskMatch,
     TreeShape,
-    WorkerConfig,
 )
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import scheduler as prompt_shares
 from specdecode_worker.engine.cuda_graphs import OutsideReason
 from specdecode_worker.guided.grammars import GrammarCompiler, choice_grammar, regex_grammar
-from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.server.service import PlanStore, parse_plan
 from support.char_tokenizer import END, tokenizer_json
-from support.lossless.small_requests import plan_of, submit, texts
+from support.lossless.embedded import embedded_engine
+from support.lossless.small_requests import plan_of, submit
+from support.small_llama import texts
 
 MIX = [TreeShape.parse(text) for text in ("chain:3", "tree:3,2,1", "none", "tree:4", "chain:1")]
 TOKENS = 40
@@ -169,20 +166,17 @@ def test_equal_drafts_get_equal_credit(
 def test_drafts_are_swapped_while_they_are_merged(make_engine: Any, plain: Any, drafter: Any) -> None:
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
     engine = make_engine(["eagle3", "ngram"], plan=plan_of(MIX[:2], tasks=tasks_of(["", ""], 2)))
-    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    steps = 0
-    while not engine.idle:
-        new, steps = engine.step(), steps + 1
-        swap = {5: ("d1", "suffix", "s"), 9: ("", "copy", "new"), 14: ("d1", "ngram", "n")}.get(steps)
-        if swap is not None:
-            name, method, identity = swap
-            new += engine.set_draft(name, LoadedDraft(drafter(engine, method), DraftState(hash=identity)))
-            engine.set_plan(plan_of(MIX[:2], version=steps, draft=engine.draft.hash, tasks=tasks_of(["", ""], 2)))
-        for tokens in new:
-            tokens_by_request[tokens.request_id] += tokens.tokens
-    assert tokens_by_request == plain(requests)
+    swaps = {5: ("d1", "suffix", "s"), 9: ("", "copy", "new"), 14: ("d1", "ngram", "n")}
+
+    def swap(steps: int) -> Any:
+        if steps not in swaps:
+            return ()
+        name, method, identity = swaps[steps]
+        emitted = engine.set_draft(name, LoadedDraft(drafter(engine, method), DraftState(hash=identity)))
+        engine.set_plan(plan_of(MIX[:2], version=steps, draft=engine.draft.hash, tasks=tasks_of(["", ""], 2)))
+        return emitted
+
+    assert texts(engine, requests, swap) == plain(requests)
     assert {cell.draft for cell in engine.report().credit} >= {"d", "1", "s", "new", "n"}
 
 
@@ -192,19 +186,15 @@ def test_plans_drop_drafts_and_take_them_back_while_requests_run(
 ) -> None:
     requests = [submit(i, sampled=i % 2 == 0, tokens=90, shapes=2) for i in range(6)]
     engine = make_engine(drafts, plan=plan_of(MIX[:2], tasks=tasks_of(drafts, 2)))
-    tokens_by_request: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        engine.add(request)
-    steps, counts = 0, []
-    while not engine.idle:
-        new, steps = engine.step(), steps + 1
+    counts = []
+
+    def change(steps: int) -> None:
         if steps in (8, 16):
             counts.append(sum(sum(cell.ranks) for cell in engine.report().credit))
             running = drafts if steps == 16 else drafts[:1]
             engine.set_plan(plan_of(MIX[:2], version=steps, tasks=tasks_of(running, 2)))
-        for tokens in new:
-            tokens_by_request[tokens.request_id] += tokens.tokens
-    assert tokens_by_request == plain(requests)
+
+    assert texts(engine, requests, change) == plain(requests)
     counts.append(sum(sum(cell.ranks) for cell in engine.report().credit))
     assert 0 < counts[0] == counts[1] < counts[2], "a draft that was dropped gets no credit"
 
@@ -218,7 +208,7 @@ def test_answers_that_follow_a_grammar(make_engine: Any, graphs: tuple[int, ...]
         structs.replace(request, sampling=structs.replace(request.sampling, grammar=grammars[i % 3]))
         for i, request in enumerate(requests)
     ]
-    texts: list[dict[str, list[int]]] = []
+    found = []
     for drafts in ([], ["copy", "ngram", "eagle3"]):
         engine = make_engine(
             drafts,
@@ -227,14 +217,8 @@ def test_answers_that_follow_a_grammar(make_engine: Any, graphs: tuple[int, ...]
             graphs=graphs,
             plan=plan_of(MIX[:2], tasks=tasks_of(drafts, 2, depth=6)),
         )
-        texts.append({request.request_id: [] for request in guided})
-        for request in guided:
-            engine.add(request)
-        while not engine.idle:
-            for new in engine.step():
-                assert new.finish in (None, "stop", "length"), new.error
-                texts[-1][new.request_id] += new.tokens
-    assert texts[1] == texts[0]
+        found.append(texts(engine, guided))
+    assert found[1] == found[0]
     assert len(engine.report().credit) > 0
 
 
@@ -272,13 +256,8 @@ SPECULATION: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def local() -> LocalEngine:
-    config = WorkerConfig(
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="float32", max_model_len=512),
-        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
-        drafts=(NamedDraft(name="lookup", method="ngram"),),
-        engine=EngineConfig(max_num_seqs=2, device="cpu", threads=1, kv_cache_tokens=2048),
-    )
-    return LocalEngine(config, default_cache_dir())
+    lookup = NamedDraft(name="lookup", method="ngram")
+    return embedded_engine(drafts=(lookup,), max_num_seqs=2, threads=1, kv_cache_tokens=2048)
 
 
 def planned(local: LocalEngine, session: Session, now: float) -> tuple[Plan, Session]:

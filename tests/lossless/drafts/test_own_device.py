@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine.cuda_graphs import OutsideReason
 from support.lossless.small_requests import plan_of, submit
+from support.small_llama import texts
 
 LOCAL = {"own-eagle3": "eagle3-steep", "own-model": "draft-model"}
 """Shared form of each draft that runs in a process of its own."""
@@ -24,7 +26,7 @@ SHAPES = [TreeShape.parse(text) for text in ("chain:3", "tree:4,2,1", "none", "c
 Text = dict[str, list[int]]
 
 
-def requests_of(submit: Any, count: int = 10, tokens: int = 40) -> list[Submit]:
+def requests_of(count: int = 10, tokens: int = 40) -> list[Submit]:
     """Return requests with every kind of sampling; every third one has penalties, and two share a long prefix."""
     requests = [submit(i, sampled=i % 2 == 0, tokens=tokens, shapes=len(SHAPES)) for i in range(count)]
     for i in range(0, count, 3):
@@ -38,21 +40,12 @@ def requests_of(submit: Any, count: int = 10, tokens: int = 40) -> list[Submit]:
     return requests
 
 
-def run(engine: Any, requests: Sequence[Submit], after: Callable[[int], None] = lambda step: None) -> Text:
+def run(engine: Any, requests: Sequence[Submit], after: Callable[[int], None] = lambda steps: None) -> Text:
     """Run the requests, the second half of them behind the first, and return their tokens."""
-    tokens: Text = {request.request_id: [] for request in requests}
-    half, step = len(requests) // 2, 0
-    for group in (requests[:half], requests[half:]):
-        for request in group:
-            engine.add(request)
-        while not engine.idle:
-            for new in engine.step():
-                tokens[new.request_id] += new.tokens
-                assert new.finish in (None, "length", "stop")
-            step += 1
-            after(step)
-    engine.check()
-    return tokens
+    half, steps = len(requests) // 2, count()
+    groups = requests[:half], requests[half:]
+    first, second = (texts(engine, group, lambda _: after(next(steps))) for group in groups)
+    return first | second
 
 
 FEW_BLOCKS = {"max_num_seqs": 5, "blocks": 11, "budget": 40}
@@ -72,9 +65,9 @@ def test_proposals_equal_those_of_the_shared_draft(make_engine: Any, method: str
     results = []
     for draft in (method, LOCAL[method], None):
         engine = make_engine(draft, **fields, plan=plan_of(SHAPES))
-        texts = run(engine, requests_of(submit))
+        text = run(engine, requests_of())
         report = engine.report()
-        results.append((texts, report.drafts, report.accepted_tokens, report.acceptance))
+        results.append((text, report.drafts, report.accepted_tokens, report.acceptance))
         assert engine.preemptions > 0 or "blocks" not in fields
     own, local, plain = results
     assert own == local
@@ -84,9 +77,9 @@ def test_proposals_equal_those_of_the_shared_draft(make_engine: Any, method: str
 
 @pytest.mark.parametrize("method", LOCAL)
 def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, plain: Any, method: str) -> None:
-    wanted = plain(requests_of(submit))
+    wanted = plain(requests_of())
     engine = make_engine(method, graphs=(2, 8), plan=plan_of(SHAPES[:2]))
-    assert run(engine, requests_of(submit)) == wanted
+    assert run(engine, requests_of()) == wanted
     assert engine._graphs.outside[OutsideReason.METHOD] > 10
 
 
@@ -96,7 +89,7 @@ def test_own_and_shared_drafts_replace_each_other(
     make_engine: Any, plain: Any, drafter: Any, method: str, first: str
 ) -> None:
     """The text is the same when a shared draft is replaced by one in a process of its own, and back."""
-    requests = requests_of(submit)
+    requests = requests_of()
     wanted = plain(requests)
     order = [method, "copy", method] if first == "own" else ["copy", method, "copy"]
     engine = make_engine(order[0], plan=plan_of(SHAPES))
@@ -139,7 +132,7 @@ def test_a_killed_process_fails_no_request_and_comes_back(
     own_engine: Any, make_engine: Any, plain: Any, pipelined: bool
 ) -> None:
     """Prefixes that were cached before the loss are no longer taken for known to the draft."""
-    engine, requests = own_engine, requests_of(submit)
+    engine, requests = own_engine, requests_of()
     wanted = plain(requests)
     engine._ahead = 1 if pipelined else 0
     pid, problems = drafter_in(engine).pid, set()
@@ -176,7 +169,7 @@ def marked_blocks(engine: Any) -> int:
 @pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
 def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, make_engine: Any, plain: Any) -> None:
     """Requests that began with the old process draft with the new one, which has none of their keys yet."""
-    requests = [replace_tokens(request, 100) for request in requests_of(submit, count=4, tokens=10)]
+    requests = [replace_tokens(request, 100) for request in requests_of(count=4, tokens=10)]
     wanted = plain(requests)
     engine, counts = own_engine, []
 
@@ -195,7 +188,7 @@ def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, m
 
 @pytest.mark.parametrize("own_engine", ["own-model"], indirect=True)
 def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, plain: Any) -> None:
-    engine, requests = own_engine, requests_of(submit)
+    engine, requests = own_engine, requests_of()
     wanted = plain(requests)
     drafter_in(engine)._supervisor._process._reply_seconds = 0.5
     problems = set()

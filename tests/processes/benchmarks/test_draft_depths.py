@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -21,18 +21,16 @@ from specdecode_worker.training.heads import new_dflash
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def draft_depths(monkeypatch: pytest.MonkeyPatch) -> Any:
+def program(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a program of benchmarks/ as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    spec = importlib.util.spec_from_file_location("draft_depths", ROOT / "benchmarks" / "draft_depths.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "draft_depths", module)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(name)
 
 
 @pytest.fixture
-def run(draft_depths: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    draft_depths = program("draft_depths", monkeypatch)
+
     def call(*words: str) -> None:
         monkeypatch.setattr(sys, "argv", ["draft_depths.py", *words])
         draft_depths.main()
@@ -83,15 +81,9 @@ def test_a_run_continues_where_it_stopped(
 # The measurement of host time runs, and its steps are those that it says.
 
 
-PATH = Path(__file__).parents[3] / "benchmarks" / "host_cost.py"
-
-
 @pytest.fixture
 def host_cost(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("host_cost", PATH)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(__import__("sys").modules, "host_cost", module)
-    spec.loader.exec_module(module)
+    module = program("host_cost", monkeypatch)
     small = {"PROMPT_TOKENS": 20, "WARM_STEPS": 4, "STEPS": 4, "POOL_BLOCKS": 2000, "OWNERS": 4, "TURNOVERS": 2}
     for name, value in small.items():
         monkeypatch.setattr(module, name, value)
@@ -125,10 +117,7 @@ TEXTS = {("easy", "a"): '{"type": "object"}', ("hard", "b"): '{"type":\n "string
 
 @pytest.fixture
 def guided_cases(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import guided_cases
-
-    return guided_cases
+    return program("guided_cases", monkeypatch)
 
 
 @pytest.fixture

@@ -19,6 +19,11 @@ GPU = ROOT / "benchmarks" / "gpu"
 STAGES = ("engine-8b",)
 
 
+@pytest.fixture(autouse=True)
+def _modules_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(GPU)
+
+
 def hack_gpu(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": sys.executable}
     environment.pop("OUT", None)
@@ -26,9 +31,8 @@ def hack_gpu(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
-def judge(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], bool | None]:
+def judge(rows: list[dict[str, Any]]) -> dict[tuple[str, str], bool | None]:
     """Return whether each target was met, by target and case. None means that it was not measured."""
-    monkeypatch.syspath_prepend(GPU)
     import targets
 
     return {(verdict.target, verdict.case): verdict.met for verdict in targets.judge(rows)}
@@ -84,30 +88,27 @@ SHORT = STEP | {"context": 128}
 
 
 @pytest.mark.parametrize(("over", "met"), [(1.10, True), (1.11, False)])
-def test_bound_is_met_or_missed(over: float, met: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = judge([SHORT | {"over_roofline": over}, STEP], monkeypatch)
+def test_bound_is_met_or_missed(over: float, met: bool) -> None:
+    verdicts = judge([SHORT | {"over_roofline": over}, STEP])
     assert verdicts["P1 plain step over its floor, batch 1, short", "batch 1, 128 tokens"] is met
     assert verdicts["plain step over its roofline, 8k", "not measured"] is None
 
 
-def test_step_of_another_stage_meets_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = judge([STEP | {"stage": "engine-8b-eager", "over_roofline": 1.0}], monkeypatch)
+def test_step_of_another_stage_meets_no_target() -> None:
+    verdicts = judge([STEP | {"stage": "engine-8b-eager", "over_roofline": 1.0}])
     assert set(verdicts.values()) == {None}
 
 
 @pytest.mark.parametrize(("milliseconds", "met"), [(5.0, True), (5.1, False)])
-def test_chain_is_judged_at_the_published_tokens_per_step(
-    milliseconds: float, met: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chain_is_judged_at_the_published_tokens_per_step(milliseconds: float, met: bool) -> None:
     rate = 1e3 * 3.52 / milliseconds
     row = {**SHORT, "shape": "chain:5", "step_milliseconds": milliseconds}
-    verdicts = judge([row | {"tokens_per_second_at_3_52": rate}], monkeypatch)
+    verdicts = judge([row | {"tokens_per_second_at_3_52": rate}])
     assert verdicts["P2 chain:5 at 3.52 tokens a step, tokens/s", "batch 1, 128 tokens"] is met
 
 
-def test_figure_without_a_goal_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figure_without_a_goal_is_reported() -> None:
     row = {"stage": "texts", "kind": "texts", "case": "chain:3", "temperature": 0.0, "share_differing": 0.25}
-    monkeypatch.syspath_prepend(GPU)
     import targets
 
     measured = [verdict for verdict in targets.judge([row]) if verdict.measured is not None]
@@ -116,7 +117,7 @@ def test_figure_without_a_goal_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
-def test_sampling_is_a_share_of_the_smallest_and_largest_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_is_a_share_of_the_smallest_and_largest_plain_step() -> None:
     sampled = [
         {"stage": "sampling", "kind": "sampling", "rows": count, "choice_microseconds": took}
         | {"cut_choice_microseconds": 2 * took}
@@ -124,7 +125,7 @@ def test_sampling_is_a_share_of_the_smallest_and_largest_plain_step(monkeypatch:
     ]
     rows = [*sampled, SHORT | {"step_milliseconds": 10.0}]
     rows += [{**STEP, "batch": batch, "step_milliseconds": 10.0} for batch in (1, 8, 64)]
-    verdicts = judge(rows, monkeypatch)
+    verdicts = judge(rows)
     share, with_cuts = "P5 sampling, share of a plain step", "P5 sampling with top-k and top-p, share of a plain step"
     assert verdicts[share, "batch 1, 128 tokens"] is True
     assert verdicts[share, "batch 64, 8192 tokens"] is False
@@ -132,24 +133,21 @@ def test_sampling_is_a_share_of_the_smallest_and_largest_plain_step(monkeypatch:
     assert (share, "batch 8, 8192 tokens") not in verdicts
 
 
-def test_attention_is_compared_with_the_available_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_compared_with_the_available_baseline() -> None:
     """Attention is compared with FlashInfer's decode if it is installed, else with the rate of reading."""
     case = {"stage": "attention", "batch": 1, "context": 8192, "nodes": 6}
     ours = case | {"kind": "attention", "microseconds": 10.0, "share_of_copy_rate": 0.5, "over_prefix_pass": 1.2}
     rows = [ours | {"flash_decode_microseconds": 9.5}]
-    verdicts = judge(rows, monkeypatch)
+    verdicts = judge(rows)
     name = "batch 1, 8192 tokens, 6 nodes"
     assert verdicts["tree attention over FlashInfer's unmasked decode", name] is True
     assert verdicts["tree attention, share of the copy rate (no FlashInfer)", "not measured"] is None
     assert verdicts["P4 tree of 6 nodes over the prefix pass", name] is False
     rows[0]["flash_decode_microseconds"] = None
-    assert judge(rows, monkeypatch)["tree attention, share of the copy rate (no FlashInfer)", name] is False
+    assert judge(rows)["tree attention, share of the copy rate (no FlashInfer)", name] is False
 
 
-def test_the_estimate_reads_all_weights_of_a_rank_once_and_is_near_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(GPU)
+def test_the_estimate_reads_all_weights_of_a_rank_once_and_is_near_what_was_measured() -> None:
     import roofline
 
     gpu, model = roofline.Gpu(1e12, 1e18), roofline.LLAMA_70B
@@ -166,9 +164,8 @@ def test_the_estimate_reads_all_weights_of_a_rank_once_and_is_near_what_was_meas
     assert sum(line.count("|") == 12 for line in roofline.steps_table(gpu)) == 2 + 3 * 3 * 3 * 2
 
 
-def test_the_computed_maverick_has_its_published_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_computed_maverick_has_its_published_size() -> None:
     """400 billion weights, 17 of them for a token; all bytes of a plain step are read once by the eight ranks."""
-    monkeypatch.syspath_prepend(GPU)
     import roofline
 
     model = roofline.MAVERICK
@@ -181,9 +178,8 @@ def test_the_computed_maverick_has_its_published_size(monkeypatch: pytest.Monkey
     assert scout.whole + scout.experts * 48 * roofline._EXPERT + 2 * table == pytest.approx(107.8e9, rel=0.005)
 
 
-def test_the_simulator_has_the_computed_steps_of_llama4(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_has_the_computed_steps_of_llama4() -> None:
     """A plain step of one row is that of the roofline, and more rows read the experts that they choose."""
-    monkeypatch.syspath_prepend(GPU)
     import roofline
 
     document = json.loads((ROOT / "benchmarks/recordings/steps-composed.json").read_text())

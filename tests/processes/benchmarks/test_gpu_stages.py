@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)
+
 ROOT = Path(__file__).parents[3]
 GPU = ROOT / "benchmarks" / "gpu"
 ALL_STAGES = ROOT / "tests" / "support" / "all_gpu_stages.py"
@@ -48,19 +50,16 @@ def rows(stages: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for results in stages.values() for row in results["rows"]]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_stage_runs_to_its_end(name: str, stages: dict[str, Any]) -> None:
     assert not stages[name]["error"], stages[name]["error"]
     assert stages[name]["rows"]
 
 
-@pytest.mark.timeout(900)
 def test_every_stage_is_run(stages: dict[str, Any]) -> None:
     assert set(stages) == set(NAMES)
 
 
-@pytest.mark.timeout(900)
 def test_every_figure_is_measured(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of the stages have what the table of figures reads."""
     monkeypatch.syspath_prepend(GPU)
@@ -72,7 +71,6 @@ def test_every_figure_is_measured(rows: list[dict[str, Any]], monkeypatch: pytes
     assert None not in judged
 
 
-@pytest.mark.timeout(900)
 def test_steps_of_the_engine_stages_run_through_graphs(rows: list[dict[str, Any]]) -> None:
     graphs = {row["stage"]: row["graphs"] for row in rows if row["kind"] == "step"}
     assert graphs == {
@@ -87,14 +85,12 @@ def test_steps_of_the_engine_stages_run_through_graphs(rows: list[dict[str, Any]
     }
 
 
-@pytest.mark.timeout(900)
 def test_texts_of_exact_arithmetic_do_not_differ(rows: list[dict[str, Any]]) -> None:
     results = [row for row in rows if row["kind"] == "texts"]
     assert {row["case"] for row in results} == {"plain again", "plain, fewer at a time", "chain:3", "tree:4,2,1"}
     assert {row["share_differing"] for row in results} == {0.0}
 
 
-@pytest.mark.timeout(900)
 def test_two_drafts_share_the_texts(rows: list[dict[str, Any]]) -> None:
     """All texts are drafted for, whichever draft is theirs."""
     results = {
@@ -113,7 +109,6 @@ def test_differences_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert results == {"texts": 2, "share_differing": 0.5, "share_of_tokens_before": 6 / 8}
 
 
-@pytest.mark.timeout(300)
 def test_stage_that_dies_takes_no_other_along(tmp_path: Path) -> None:
     """The process of the first stage is ended by a signal; the next stage runs."""
     copied = tmp_path / "gpu"

@@ -15,6 +15,7 @@ from specdecode_worker.drafts import own_device as process_supervisor
 from specdecode_worker.drafts.own_device import DraftProcess, ProcessSupervisor, Regions
 from specdecode_worker.drafts.own_device_process import Propose, TensorRegion
 from specdecode_worker.models.errors import ModelError
+from support.kube import wait_for
 from support.worker.draft_children import die, double, refuse
 
 
@@ -37,13 +38,6 @@ class ScriptedProcess:
 
     def kill(self) -> None:
         self.killed = True
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +72,7 @@ def test_restarts_back_off_until_a_process_is_ready(monkeypatch: pytest.MonkeyPa
     assert first.killed
     assert not supervisor.usable
     assert "ended with exit code -9; requests decode plainly" in supervisor.problem
-    wait_for(lambda: supervisor._restarted is not None)
+    wait_for("a process is ready", lambda: supervisor._restarted is not None, every_s=0.005)
     assert supervisor.problem.startswith("the file is gone; requests decode plainly")
     assert delays == [0.02, 0.04, 0.05, 0.05, 0.05]
     assert [process.killed for process in made] == [True] * 4 + [False]
@@ -109,7 +103,7 @@ def test_close_ends_a_process_that_loads() -> None:
     class LoadingProcess(ScriptedProcess):
         def wait_ready(self) -> None:
             loading.set()
-            wait_for(lambda: self.killed)
+            wait_for("it is killed", lambda: self.killed, every_s=0.005)
             raise ModelError("the draft process ended with exit code -9")
 
     made: list[LoadingProcess] = []

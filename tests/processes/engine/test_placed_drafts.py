@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import eagle_config
 from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.errors import ModelError
-from support.worker.small_engine import drain, plan_of, submit, texts
+from support.kube import wait_for
+from support.processes import has_ended
+from support.worker.graph_ranks import serve
 from support.worker.small_folders import SHAPE, config_of, write, write_head, write_target, write_tokenizer
 
-PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(6)]
 CPU = torch.device("cpu")
 
 
@@ -64,12 +64,7 @@ def config(folders: dict[str, Path], method: str, placement: str, **engine: Any)
 
 
 def generate(engine: Engine) -> dict[str, list[int]]:
-    """Return the tokens of all prompts."""
-    report = engine.report()
-    engine.set_plan(plan_of("tree:2,1,1", version=report.plan.version + 1, draft=report.draft.hash))
-    for i, prompt in enumerate(PROMPTS):
-        engine.add(submit(f"{i}", prompt, max_tokens=24))
-    return texts(drain(engine))
+    return serve(engine, "tree:2,1,1", range(6), max_tokens=24)
 
 
 def pid_of(engine: Engine) -> int:
@@ -78,10 +73,7 @@ def pid_of(engine: Engine) -> int:
 
 
 def wait_until_gone(pid: int) -> None:
-    stat, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + 30
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "the draft process still runs"
-        time.sleep(0.05)
+    wait_for("the draft process ends", lambda: has_ended(pid), timeout_s=30, every_s=0.05)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ and numbers of accepted draft tokens are compared exactly.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +20,11 @@ import httpx
 import pytest
 
 from specdecode_kernels.cpu.native import library
-from specdecode_worker.contract import Plan, Route, TreeShape
+from specdecode_worker.contract import Plan, TreeShape
+from support.lossless.embedded import heldout_prompts
 from support.processor import FASTEST_DTYPE
 from support.tiers import by_effort, skip_reason
-from support.worker_process import WorkerProcess, real
+from support.worker_process import WorkerProcess, ready, real
 
 pytestmark = [
     pytest.mark.embedded,
@@ -33,7 +32,6 @@ pytestmark = [
     pytest.mark.skipif(library() is None, reason=skip_reason("native", "nothing is compiled here")),
 ]
 
-PROMPTS = Path(__file__).parents[3] / "benchmarks" / "prompts" / "heldout.jsonl"
 COUNT = by_effort(quick=8, full=8, nightly=200)
 FLAGS = (
     *("--model", "embedded://smollm2-135m-instruct", "--served-model-name", "smollm2", "--host", "127.0.0.1"),
@@ -43,7 +41,6 @@ FLAGS = (
 AT_ONCE = 4
 TOKENS = 24
 ENVIRONMENT = {"SPECDECODE_ADMIN_TOKEN": "token-of-the-deployment"}
-HEADERS = {"Authorization": f"Bearer {ENVIRONMENT['SPECDECODE_ADMIN_TOKEN']}"}
 
 
 class Prefill:
@@ -57,8 +54,7 @@ class Prefill:
         self._starts += 1
         log = self._folder / f"prefill-{self._starts}.log"
         flags = (*FLAGS, "--role", "prefill", "--block-port", str(self.port))
-        self.worker = self._stack.enter_context(real(flags, log, ENVIRONMENT))
-        self.worker.wait_ready()
+        self.worker = self._stack.enter_context(ready(real(flags, log, ENVIRONMENT)))
         self.port = int(re.search(r"block port: (\d+)", self.worker.log)[1])  # type: ignore[index]
 
     def kill(self) -> None:
@@ -78,8 +74,7 @@ def prefill(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefill]:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    with real(FLAGS, tmp_path_factory.mktemp("worker") / "worker.log", ENVIRONMENT) as started:
-        started.wait_ready()
+    with ready(real(FLAGS, tmp_path_factory.mktemp("worker") / "worker.log", ENVIRONMENT)) as started:
         yield started
 
 
@@ -88,16 +83,14 @@ VERSIONS = iter(range(1, 1000))
 
 def ask_of(worker: WorkerProcess, peers: Sequence[str]) -> None:
     """Push a plan with one shape for all steps, and with these prefill workers."""
-    report = httpx.get(worker.admin + Route.report, headers=HEADERS).json()
-    plan = Plan(draft=report["draft"]["hash"], version=next(VERSIONS), initial=TreeShape.chain(3), max_depth=3,
-                explore=0, guard=False, prefill=tuple(peers))  # fmt: skip
-    answer = httpx.put(worker.admin + Route.plan, content=plan.model_dump_json(), headers=HEADERS)
-    assert answer.status_code < 300, answer.text
+    shape = {"initial": TreeShape.chain(3), "max_depth": 3, "explore": 0, "guard": False}
+    draft = worker.report().draft.hash
+    worker.put_plan(Plan(draft=draft, version=next(VERSIONS), prefill=tuple(peers), **shape))
 
 
 def prompt(index: int) -> str:
     """Return a prompt of several hundred tokens that shares no beginning with another one."""
-    lines = [json.loads(text)["messages"][0]["content"] for text in PROMPTS.read_text().splitlines()]
+    lines = [line["messages"][0]["content"] for line in heldout_prompts()]
     return f"Number {index}. " + " ".join(lines[(7 * index + k) % len(lines)] for k in range(16))
 
 
@@ -119,8 +112,8 @@ def run(worker: WorkerProcess, salt: str, count: int = COUNT) -> list[tuple[str,
 
 def counters(worker: WorkerProcess) -> tuple[int, int, int]:
     """Return how many requests asked for blocks, how many did not get them all, and the tokens that came."""
-    report = httpx.get(worker.admin + Route.report, headers=HEADERS).json()
-    return report["remote_prefills"], report["remote_prefill_failures"], report["remote_prefill_tokens"]
+    report = worker.report()
+    return report.remote_prefills, report.remote_prefill_failures, report.remote_prefill_tokens
 
 
 def reasons(worker: WorkerProcess) -> str:
@@ -178,19 +171,18 @@ def test_lost_prefill_worker_costs_no_request(
     ask_of(worker, (f"127.0.0.1:{prefill.port}",))
     wait_for_blocks(worker)
     asked, failures, _ = counters(worker)
-    undo: list[Callable[[], None]] = []
 
-    def harm() -> None:
+    def harm() -> Callable[[], None]:
         deadline = time.monotonic() + 60
         while counters(worker)[0] < asked + 1 and time.monotonic() < deadline:
             time.sleep(0.05)
-        undo.append(fault(prefill))
+        return fault(prefill)
 
-    harming = threading.Thread(target=harm)
-    harming.start()
-    during = run(worker, fault.__name__)
-    harming.join()
+    with ThreadPoolExecutor(1) as pool:
+        harming = pool.submit(harm)
+        during = run(worker, fault.__name__)
     assert during == local, "same text and acceptance, whatever part of a prompt had come"
     assert counters(worker)[1] > failures, "the fault was in time"
-    undo[0]()
+    undo = harming.result()
+    undo()
     wait_for_blocks(worker)

@@ -31,7 +31,7 @@ from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.tensor_parallel import LeaderBackend, RankGraphs, StepShape
 from support.worker.graph_ranks import FailingBackend, ShortBackend, fail_to_record, fail_to_rehearse, serve, set_plan
 from support.worker.small_engine import submit
-from support.worker.small_folders import exact_config_of, write_head, write_target
+from support.worker.small_folders import exact_config_of, write_head
 
 SHAPES = ("none", "chain:3", "tree:3,2,1")
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -39,19 +39,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0},
     "truncated": {"temperature": 0.8, "top_p": 0.9, "top_k": 30},
 }
-EIGHT = range(8)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return write_target(folder / "target"), write_head(folder / "head")
-
-
-@pytest.fixture(scope="module")
-def whole(folders: tuple[Path, Path]) -> Engine:
-    """Return an engine of one rank without graphs."""
-    return load_engine(exact_config_of(*folders, 1), Path)
 
 
 @contextmanager
@@ -91,27 +78,27 @@ class TestTexts:
         """Add a request every second step, so that steps have prompt chunks and replayed graphs."""
         graphs = graphs_of(split)
         before, mixed, eager = graphs.replayed, graphs.mixed, graphs.eager.copy()
-        text = serve(split, shape, EIGHT, every=2, **SAMPLING[sampling])
-        assert text == serve(whole, "none", EIGHT, **SAMPLING[sampling])
+        text = serve(split, shape, every=2, **SAMPLING[sampling])
+        assert text == serve(whole, "none", **SAMPLING[sampling])
         assert graphs.replayed - before > 10
         assert graphs.mixed > mixed
         assert set(graphs.eager - eager) <= {"prefill", "new"}
 
     def test_siblings_are_accepted_and_moved(self, split: Engine) -> None:
         """Without accepted siblings no key would move on the other rank, and the texts would prove nothing of it."""
-        serve(split, "tree:3,2,1", EIGHT)
+        serve(split, "tree:3,2,1")
         cells = split.report().acceptance
         assert [cell for cell in cells if cell.depth == 1 and sum(cell.ranks[1:3])]
 
     def test_cached_prefixes_are_read_by_graphs(self, whole: Engine, split: Engine) -> None:
         before = split.report().prefix_hit_tokens
-        text = serve(split, "chain:3", EIGHT)
+        text = serve(split, "chain:3")
         assert split.report().prefix_hit_tokens > before
-        assert text == serve(whole, "none", EIGHT)
+        assert text == serve(whole, "none")
 
     def test_a_step_sends_one_short_message_and_no_tensor(self, split: Engine, monkeypatch: Any) -> None:
         """The other rank gets the number of the graph; inputs travel inside of the graph."""
-        serve(split, "chain:3", EIGHT)
+        serve(split, "chain:3")
         set_plan(split, "chain:3")
         split.add(submit("one", (1, 2, 3)))
         split.step()
@@ -142,9 +129,9 @@ class TestTexts:
         graphs = graphs_of(split)
         before = {key.passes for key in graphs._graphs}
         with caplog.at_level(logging.INFO):
-            text = serve(split, "none", EIGHT, every=2, between=lambda: set_plan(split, "chain:2"))
+            text = serve(split, "none", every=2, between=lambda: set_plan(split, "chain:2"))
         assert f"{len(graphs)} graphs on each of 2 ranks" in caplog.text
-        assert text == serve(whole, "none", EIGHT)
+        assert text == serve(whole, "none")
         assert {key.passes for key in graphs._graphs} - before - {0} == {2}, "plain steps may have been captured before"
 
     def test_a_draft_swap_replaces_its_graphs_on_all_ranks(self, whole: Engine, split: Engine, tmp_path: Path) -> None:
@@ -165,10 +152,10 @@ class TestTexts:
             assert len(after) == len(backend._graphs) < backend._captures  # type: ignore[attr-defined]
             set_plan(split, "chain:3")
 
-        expected = serve(whole, "none", EIGHT)
-        assert serve(split, "chain:3", EIGHT, every=2, between=swap) == expected
+        expected = serve(whole, "none")
+        assert serve(split, "chain:3", every=2, between=swap) == expected
         assert len(graphs_of(split)) > 0
-        assert serve(split, "tree:3,2,1", EIGHT) == expected
+        assert serve(split, "tree:3,2,1") == expected
 
 
 def test_texts_are_those_of_two_eager_ranks(folders: tuple[Path, Path]) -> None:
@@ -178,7 +165,7 @@ def test_texts_are_those_of_two_eager_ranks(folders: tuple[Path, Path]) -> None:
         with captured_ranks(folders, **settings) as engine:
             assert (engine._graphs is None) is bool(settings)
             engine._ahead = 1
-            texts.append([serve(engine, shape, EIGHT, every=2, **SAMPLING["truncated"]) for shape in SHAPES])
+            texts.append([serve(engine, shape, every=2, **SAMPLING["truncated"]) for shape in SHAPES])
     assert texts[0] == texts[1]
 
 
@@ -201,11 +188,11 @@ class TestFailure:
         self, whole: Engine, folders: tuple[Path, Path], main: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         with captured_ranks(folders, main=main) as engine, caplog.at_level(logging.WARNING):
-            text = serve(engine, "chain:3", EIGHT, every=2)
+            text = serve(engine, "chain:3", every=2)
             graphs = graphs_of(engine)
             assert len(graphs) == graphs.replayed == 0
             assert graphs.eager["failed"] > 5
-            assert serve(engine, "tree:3,2,1", EIGHT) == text == serve(whole, "none", EIGHT)
+            assert serve(engine, "tree:3,2,1") == text == serve(whole, "none")
         (line,) = [one.getMessage() for one in caplog.records if "without graphs" in one.getMessage()]
         assert "rank 1: RuntimeError: " in line
 
@@ -218,7 +205,7 @@ class TestFailure:
         self, whole: Engine, folders: tuple[Path, Path], backend: Any, reason: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         with captured_ranks(folders, own=backend()) as engine, caplog.at_level(logging.WARNING):
-            assert serve(engine, "chain:3", EIGHT) == serve(whole, "none", EIGHT)
+            assert serve(engine, "chain:3") == serve(whole, "none")
             assert graphs_of(engine).replayed == 0
         assert f"rank 0: RuntimeError: {reason}" in caplog.text
 
@@ -228,11 +215,11 @@ def test_a_killed_rank_ends_the_replica(folders: tuple[Path, Path], when: str) -
     with captured_ranks(folders) as engine:
         (process,) = engine._target._ranks._processes  # type: ignore[attr-defined]
         if when == "replay":
-            serve(engine, "chain:3", EIGHT)
+            serve(engine, "chain:3")
         with pytest.raises(RankLost, match="rank 1: ended with exit code -9"):  # noqa: PT012 - raised at any time
             os.kill(process.pid, signal.SIGKILL)
             while True:
-                serve(engine, "chain:3", EIGHT)
+                serve(engine, "chain:3")
 
 
 def test_draft_passes_alone_are_captured_on_the_first_rank() -> None:

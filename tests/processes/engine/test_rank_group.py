@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from specdecode_worker.contract import WorkerConfig
+from specdecode_worker.contract import ModelConfig, WorkerConfig
 from specdecode_worker.core.errors import RankLost
 from specdecode_worker.core.request import Request
 from specdecode_worker.engine import tensor_parallel as rank_process
@@ -25,19 +24,13 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.tensor_parallel import Assignment, LeaderTarget, RankGroup
 from specdecode_worker.models.errors import ConfigMismatch
+from support.processes import spawned
 from support.small_llama4 import save_llama4
 from support.tiers import by_effort
 from support.worker import graph_ranks
-from support.worker.small_engine import drain, plan_of, submit, texts
-from support.worker.small_folders import SHAPE, config_of, exact_config_of, write_head, write_target
-
-PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return write_target(folder / "target"), write_head(folder / "head")
+from support.worker.graph_ranks import PROMPTS, serve
+from support.worker.small_engine import drain, submit
+from support.worker.small_folders import SHAPE, config_of, exact_config_of, write_head
 
 
 @pytest.fixture(scope="module")
@@ -47,21 +40,6 @@ def split(folders: tuple[Path, Path]) -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.fixture(scope="module")
-def whole(folders: tuple[Path, Path]) -> Engine:
-    return load_engine(exact_config_of(*folders, 1), Path)
-
-
-VERSIONS = itertools.count(1)
-
-
-def run(engine: Engine, shape: str, count: int, **sampling: Any) -> dict[str, list[int]]:
-    engine.set_plan(plan_of(shape, draft=engine.report().draft.hash, version=next(VERSIONS)))
-    for index in range(count):
-        engine.add(submit(str(index), PROMPTS[index], seed=index, **sampling))
-    return texts(drain(engine))
-
-
 def numbers(nested: Any) -> list[float]:
     """Return all numbers of nested lists, in order."""
     return [x for each in nested for x in numbers(each)] if isinstance(nested, list | tuple) else [nested]
@@ -69,8 +47,8 @@ def numbers(nested: Any) -> list[float]:
 
 def test_blocks_of_all_ranks_move_whole(split: Engine, whole: Engine) -> None:
     """The prefix of one prompt is exported, erased and imported on two ranks, and continues as on one device."""
-    expected = run(whole, "chain:3", 8)["7"]
-    run(split, "chain:3", 8)
+    expected = serve(whole, "chain:3")["7"]
+    serve(split, "chain:3")
     target, scheduler = split._target.cache, split._scheduler
     request = Request.of(submit("7", PROMPTS[7]), (), arrived_seconds=0.0)
     blocks = [one.block for one in scheduler.reuse.stored(request, 0, len(PROMPTS[7]) // 16)]
@@ -82,7 +60,7 @@ def test_blocks_of_all_ranks_move_whole(split: Engine, whole: Engine) -> None:
     assert not target.read_blocks(blocks).any()
     target.write_blocks(blocks, kept)
     assert torch.equal(target.read_blocks(blocks), kept)
-    again = run(split, "chain:3", 8)
+    again = serve(split, "chain:3")
     assert again["7"] == expected
     assert scheduler.counters.prefix_hit_tokens > 0
 
@@ -96,8 +74,8 @@ TRUNCATED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 30}
 def test_two_ranks_emit_the_same_tokens_as_one(
     whole: Engine, split: Engine, shape: str, sampling: dict[str, Any]
 ) -> None:
-    expected = run(whole, "none", 8, **sampling)
-    assert run(split, shape, 8, **sampling) == expected
+    expected = serve(whole, "none", **sampling)
+    assert serve(split, shape, **sampling) == expected
     assert all(len(tokens) == 20 for tokens in expected.values())
 
 
@@ -121,7 +99,7 @@ def test_siblings_of_the_main_path_were_accepted(split: Engine) -> None:
     Otherwise no key would have moved on the other rank, and the tests above would prove nothing.
     """
     before = split.report()
-    run(split, "tree:3,2,1", 8)
+    serve(split, "tree:3,2,1")
     after = split.report()
     assert after.accepted_tokens > before.accepted_tokens
     siblings = [cell for cell in after.acceptance if cell.depth == 1 and sum(cell.ranks[1:3])]
@@ -145,12 +123,6 @@ def test_heads_that_cannot_be_split_are_refused_before_anything_starts(folders: 
         load_engine(exact_config_of(*folders, 3), Path)
 
 
-def children(pid: int, name: bytes = b"spawn_main") -> list[int]:
-    """Return the processes that ``pid`` spawned, without multiprocessing's resource tracker."""
-    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in pids if name in Path(f"/proc/{child}/cmdline").read_bytes()]
-
-
 def served(target: Path, head: Path) -> WorkerConfig:
     """Return the config of an engine process, with models given by URI."""
     worker_config = config_of(target, head, tensor_parallel_size=2)
@@ -167,9 +139,9 @@ def doomed(folders: tuple[Path, Path], split: Engine) -> Iterator[tuple[Engine, 
     The shared engine is closed first, because a process can have only one open.
     """
     split.close()
-    before = set(children(os.getpid()))
+    before = set(spawned(os.getpid()))
     engine = load_engine(exact_config_of(*folders, 2), Path)
-    (second,) = set(children(os.getpid())) - before
+    (second,) = set(spawned(os.getpid())) - before
     yield engine, second
     engine.close()
 
@@ -183,7 +155,7 @@ class TestLoss:
         with pytest.raises(RankLost, match="rank 1: ended with exit code -9"):  # noqa: PT012 - raised at any time
             os.kill(second, signal.SIGKILL)
             while busy:
-                run(engine, "chain:3", 8)
+                serve(engine, "chain:3")
             time.sleep(20)
 
     @pytest.mark.parametrize(
@@ -215,7 +187,7 @@ class TestLoss:
             client = EngineClient(served(*folders), None)
             try:
                 await asyncio.wait_for(client.loaded, 120)
-                (second,) = children(client.child.pid)
+                (second,) = spawned(client.child.pid)
                 os.kill(second, signal.SIGKILL)
                 return await asyncio.wait_for(client.ended, 30), second
             finally:
@@ -228,13 +200,27 @@ class TestLoss:
         async def shut_down() -> tuple[int, int | None]:
             client = EngineClient(served(*folders), None)
             await asyncio.wait_for(client.loaded, 120)
-            (second,) = children(client.child.pid)
+            (second,) = spawned(client.child.pid)
             await client.close()
             return second, client.child.exit_code
 
         second, exit_code = asyncio.run(shut_down())
         assert exit_code == 0
         assert not Path(f"/proc/{second}").exists()
+
+
+def test_quantised_ranks_speculate_without_changing_the_text(split: Engine, folders: tuple[Path, Path]) -> None:
+    split.close()  # a process can have only one open
+    config = exact_config_of(*folders, 2)
+    model = ModelConfig.model_construct(**dict(config.model) | {"quantization": "int8"})
+    engine = load_engine(config.model_copy(update={"model": model}), Path)
+    try:
+        expected = serve(engine, "none", range(4))
+        assert serve(engine, "tree:3,2,1", range(4)) == expected
+        assert engine.report().accepted_tokens
+        assert all(len(tokens) == 20 for tokens in expected.values())
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -245,12 +231,12 @@ def test_ranks_of_llama4_emit_the_same_tokens_as_one(split: Engine, ranks: int, 
     shape = json.loads((tmp_path / "config.json").read_text())
     fields = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     head = write_head(tmp_path / "head", target=shape, **fields)
-    expected = run(load_engine(exact_config_of(tmp_path, head, 1), Path), "none", 8)
+    expected = serve(load_engine(exact_config_of(tmp_path, head, 1), Path), "none")
     engine = load_engine(exact_config_of(tmp_path, head, ranks), Path)
     try:
         trees = ("none", "chain:3", "tree:3,2,1")
         for tree in trees if ranks == 2 else by_effort(quick=trees, full=trees[2:], nightly=trees):
-            assert run(engine, tree, 8) == expected
+            assert serve(engine, tree) == expected
         assert isinstance(engine._target, LeaderTarget)
         assert engine._target.cache.data.shape[4] == max(2 // ranks, 1)
     finally:

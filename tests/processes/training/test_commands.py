@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from specdecode_worker.models.headers import infer_method, read_tensor_headers
 from specdecode_worker.training import rollout
 from specdecode_worker.training.conversations import DataSet, answer_length
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS, VALIDATION_PER_DOMAIN
+from specdecode_worker.training.rollout import read_texts, texts_paths
 from support.small_model import write_target
 
 
@@ -47,16 +50,31 @@ def train(model: Path, out: Path, *more: str) -> int:
     return main(["train", "--model", f"file://{model}", "--out", str(out), *flags, *more])
 
 
+Evaluate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def evaluate(model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Evaluate:
+    """Return a function that runs ``eval`` with more flags, and returns its document."""
+
+    def run(*flags: str) -> dict[str, Any]:
+        words = ["eval", "--model", f"file://{model}", "--dtype", "float32", "--cache-dir", str(tmp_path)]
+        capsys.readouterr()
+        assert main([*words, "--prompts", str(prompts), *flags, "--json"]) == 0
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
+
+    return run
+
+
 def test_train_then_eval_with_prompts(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], evaluate: Evaluate
 ) -> None:
     out = tmp_path / "out"
     assert train(model, out, "--prompts", str(prompts)) == 0
     assert capsys.readouterr().out.strip() == str(out / "head")
     assert len(json.loads((out / "history.json").read_text())) == 1
-    flags = ["--model", f"file://{model}", "--draft", f"file://{out / 'head'}", "--dtype", "float32", "--json"]
-    assert main(["eval", *flags, "--prompts", str(prompts), "--tree", "tree:2,1", "--max-tokens", "20"]) == 0
-    (document,) = json.loads(capsys.readouterr().out)["runs"]
+    (document,) = evaluate("--draft", f"file://{out / 'head'}", "--tree", "tree:2,1", "--max-tokens", "20")["runs"]
     assert set(document["domains"]) == {"qa", "code"}
     assert 1.0 <= document["overall"]["tokens_per_step"] <= 3.0
     assert len(document["overall"]["acceptance"]) == 2
@@ -127,19 +145,15 @@ def test_eval_without_prompts_is_a_usage_error(capsys: pytest.CaptureFixture[str
     assert "--prompts" in capsys.readouterr().err
 
 
-def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(model: Path, prompts: Path, evaluate: Evaluate) -> None:
     """The target drafts for itself, so that every draft is accepted at every temperature.
 
     After its first token, each answer takes two steps; one answer's second step begins behind 257 tokens.
     """
     with prompts.open("a") as file:
         file.write("\n" + json.dumps({"prompt": "x" * 253, "domain": "long"}))
-    flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "3"]
-    flags += ["--dtype", "float32", "--max-tokens", "9", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
-    assert main(["eval", *flags, "--temperature", "0,0.8", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    drafted = ("--method", "draft-model", "--draft", f"file://{model}", "--depth", "3")
+    document = evaluate(*drafted, "--max-tokens", "9", "--temperature", "0,0.8")
     assert [run["temperature"] for run in document["runs"]] == [0.0, 0.8]
     for run in document["runs"]:
         assert run["overall"]["acceptance"] == [1.0, 1.0, 1.0]
@@ -152,14 +166,11 @@ def test_eval_of_a_draft_model_counts_the_steps_of_the_engine(
     assert "in 1 steps at a context of 257-1024 tokens" in engine_evaluation.table(document)
 
 
-def test_eval_compares_formats_of_the_target(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval_compares_formats_of_the_target(model: Path, evaluate: Evaluate) -> None:
     """A draft that is the plain target drafts worse for the rounded one, and without an error for itself."""
-    flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "3"]
-    flags += ["--dtype", "float32", "--max-tokens", "33", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
-    assert main(["eval", *flags, "--quantization", "fp8", "--against", f"file://{model}", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    drafted = ("--method", "draft-model", "--draft", f"file://{model}", "--depth", "3")
+    compared = ("--quantization", "fp8", "--against", f"file://{model}")
+    document = evaluate(*drafted, *compared, "--max-tokens", "33")
     assert document["target_format"] == "fp8, rounded at load"
     assert document["against"]["target_format"] == "float32"
     (rounded,), (plain,) = (part["runs"] for part in (document, document["against"]))
@@ -171,57 +182,57 @@ def test_eval_compares_formats_of_the_target(
 
 
 def test_trained_parallel_head_drafts_in_the_engine(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, prompts: Path, tmp_path: Path, evaluate: Evaluate
 ) -> None:
     """After 40 steps the first two of four depths are accepted now and then, and the text is that of plain decoding."""
     out = tmp_path / "out"
     flags = ("--method", "peagle", "--prompts", str(prompts), "--depth", "4", "--steps", "40")
     assert train(model, out, *flags, "--learning-rate", "0.01") == 0
-    capsys.readouterr()
-    served = ["--model", f"file://{model}", "--method", "peagle", "--draft", f"file://{out / 'head'}", "--depth", "4"]
-    served += ["--dtype", "float32", "--max-tokens", "30", "--prompts", str(prompts), "--cache-dir", str(tmp_path)]
-    assert main(["eval", *served, "--temperature", "0,0.8", "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    drafted = ("--method", "peagle", "--draft", f"file://{out / 'head'}", "--depth", "4")
+    runs = evaluate(*drafted, "--max-tokens", "30", "--temperature", "0,0.8")["runs"]
     assert [run["overall"]["identical_texts"] for run in runs] == [1.0, 1.0]
     assert all(share > 0 for share in runs[0]["overall"]["acceptance"][:2])
 
 
-def test_eval_of_prompt_lookup_needs_no_draft(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--model", f"file://{model}", "--method", "ngram", "--dtype", "float32", "--max-tokens", "6"]
-    assert main(["eval", *flags, "--cache-dir", str(tmp_path), "--prompts", str(prompts), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_eval_of_prompt_lookup_needs_no_draft(evaluate: Evaluate) -> None:
+    document = evaluate("--method", "ngram", "--max-tokens", "6")
     assert (document["method"], document["draft"]) == ("ngram", None)
     overall = document["runs"][0]["overall"]
     assert overall["identical_texts"] == 1.0
     assert 1.0 <= overall["tokens_per_step"] <= overall["tokens_per_drafted_step"] or not overall["drafted_steps"]
 
 
-def test_eval_of_suffix_decoding_does_not_draft_from_the_answers_it_compares_with(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--model", f"file://{model}", "--method", "suffix", "--dtype", "float32", "--max-tokens", "12"]
-    flags += ["--temperature", "0.9,0.9", "--cache-dir", str(tmp_path), "--prompts", str(prompts), "--json"]
-    assert main(["eval", *flags]) == 0
-    first, second = (run["overall"] for run in json.loads(capsys.readouterr().out)["runs"])
+def test_eval_of_suffix_decoding_does_not_draft_from_the_answers_it_compares_with(evaluate: Evaluate) -> None:
+    document = evaluate("--method", "suffix", "--max-tokens", "12", "--temperature", "0.9,0.9")
+    first, second = (run["overall"] for run in document["runs"])
     assert first["tokens_per_step"] == second["tokens_per_step"] < 1.5, "sampled text of a random model has no repeats"
 
 
-def test_eval_with_two_ranks_counts_the_same_steps(
-    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["--model", f"file://{model}", "--method", "draft-model", "--draft", f"file://{model}", "--depth", "2"]
-    flags += ["--dtype", "float32", "--max-tokens", "10", "--cache-dir", str(tmp_path), "--prompts", str(prompts)]
-    flags += ["--temperature", "0,0.8", "--device", "cpu", "--threads", "2", "--json"]
-    documents = []
-    for size in ("1", "2"):
-        assert main(["eval", *flags, "--tensor-parallel-size", size]) == 0
-        documents.append(json.loads(capsys.readouterr().out))
+def test_eval_with_two_ranks_counts_the_same_steps(model: Path, evaluate: Evaluate) -> None:
+    flags = ["--method", "draft-model", "--draft", f"file://{model}", "--depth", "2", "--max-tokens", "10"]
+    flags += ["--temperature", "0,0.8", "--device", "cpu", "--threads", "2"]
+    documents = [evaluate(*flags, "--tensor-parallel-size", size) for size in ("1", "2")]
     for one, two in zip(*(document["runs"] for document in documents), strict=True):
         assert two["overall"]["identical_texts"] == 1.0
         assert two["overall"]["tokens_per_step"] == one["overall"]["tokens_per_step"] == 3.0
         assert two["domains"].keys() == one["domains"].keys()
+
+
+def test_train_with_two_ranks_learns_what_one_learns(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "texts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"text {i}", "domain": "a"}) for i in range(12)))
+    flags = ["--prompts", str(prompts), "--tokens", "200", "--max-tokens", "24", "--rows", "4", "--depth", "2"]
+    flags += ["--validate-steps", "3", "--threads", "1", "--device", "cpu"]
+    heads, texts = {}, {}
+    for size in ("1", "2"):
+        out = tmp_path / f"out-{size}"
+        assert train(model, out, *flags, "--tensor-parallel-size", size) == 0
+        heads[size] = load_file(out / "head" / "model.safetensors")
+        texts[size] = [read_texts(path) for path in texts_paths(out / "recorded")]
+    assert texts["2"] == texts["1"], "the engine's answers do not depend on the number of ranks"
+    assert heads["1"].keys() == heads["2"].keys()
+    for name, tensor in heads["1"].items():
+        torch.testing.assert_close(heads["2"][name].float(), tensor.float(), rtol=1e-2, atol=1e-3)
 
 
 def test_tokens_per_step_is_clustered_by_request() -> None:

@@ -18,9 +18,9 @@ import jsonschema
 import openai
 import pytest
 
-from specdecode_worker.contract import Plan, Report, Route, TreeShape
+from specdecode_worker.contract import Plan, TreeShape
 from support import small_model
-from support.worker_process import WorkerProcess, real
+from support.worker_process import WorkerProcess, ready, real
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 SCHEMA = {
@@ -43,18 +43,12 @@ TOOLS: Any = [
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerProcess]:
-    target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
-    small_model.write_target(target, config={"max_position_embeddings": 1024})
-    small_model.write_draft(draft)
-    words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
-    words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "4"]
-    with real(words, tmp_path_factory.mktemp("log") / "log") as started:
-        started.wait_ready()
-        plan = Plan(version=1, initial=TreeShape.parse("tree:4,2,1"), max_depth=6, top_k=4, guard=False)
-        answer = started.call_admin(Route.plan, "PUT", content=plan.model_dump_json(), timeout=10)
-        assert answer.status_code == 200, answer.text
+    folder = tmp_path_factory.mktemp("models")
+    flags = small_model.flags(*small_model.write_pair(folder, {"max_position_embeddings": 1024}))
+    with ready(real(flags, folder / "log")) as started:
+        started.put_plan(Plan(version=1, initial=TreeShape.parse("tree:4,2,1"), max_depth=6, top_k=4, guard=False))
         yield started
-        report = Report.model_validate(started.call_admin(Route.report).json())
+        report = started.report()
         assert (report.running, report.waiting, report.kv_tokens_used) == (0, 0, 0)
 
 
@@ -168,13 +162,6 @@ def test_a_bad_schema_is_refused_with_field_and_reason(
     assert refused.value.param == "structured_outputs.json"
 
 
-def test_bad_parameters_of_a_function_are_refused_with_their_field(client: openai.OpenAI) -> None:
-    bad: Any = [*TOOLS, {"type": "function", "function": {"name": "f", "strict": True, "parameters": BAD[0][0]}}]
-    with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, tools=bad, tool_choice="required")
-    assert refused.value.param == "tools[2].function.parameters"
-
-
 def test_unsupported_keywords_are_ignored_without_strict(client: openai.OpenAI) -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 1, "maxItems": 2}
     content = ask(client, response_format=schema_format(schema, strict=False)).message.content
@@ -219,11 +206,8 @@ def test_other_requests_do_not_wait_for_a_compilation(client: openai.OpenAI) -> 
         count = first
         while not stop.is_set() and count < first + 400:
             count += 1
-            schema = {
-                "type": "object",
-                "properties": {**properties, f"extra_{count}": {}},
-                "additionalProperties": False,
-            }
+            extended = {**properties, f"extra_{count}": {}}
+            schema = {"type": "object", "properties": extended, "additionalProperties": False}
             compiled.append(seconds(response_format=schema_format(schema)))
 
     def seconds(**fields: Any) -> float:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,9 @@ import pytest
 
 from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.capture.segments import MAGIC, RETENTION_FILE, list_segments, segment_name
-from specdecode_worker.contract import (
-    Env,
-    Plan,
-    Report,
-    Route,
-    TaskMatch,
-)
+from specdecode_worker.contract import Env, Plan, Route, TaskMatch
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
-from support.worker_process import WorkerProcess, fake, worker_config
+from support.worker_process import WorkerProcess, fake, ready, worker_config
 
 TOKENS = {"operator": "operators", "capture": "captures"}
 ANN = "ann@example.org"
@@ -44,12 +38,10 @@ def running(model_folder: Path, capture_dir: Path, **environment: str) -> Iterat
     tokens.mkdir(exist_ok=True)
     for name, token in TOKENS.items():
         (tokens / name).write_text(token)
-    config = worker_config(model_folder)
-    server = {"host": "127.0.0.1", "port": 0, "admin_port": 0, "admin_tokens_path": str(tokens)}
-    changed = {"server": config.server.model_copy(update=server), "capture_dir": str(capture_dir)}
-    log = capture_dir.parent / f"{next(versions)}.log"
-    with fake(config.model_copy(update=changed).model_dump_json(), log, environment) as worker:
-        worker.wait_ready()
+    config = worker_config(model_folder, server={"admin_tokens_path": str(tokens)})
+    config = config.model_copy(update={"capture_dir": str(capture_dir)})
+    with ready(fake(config, capture_dir.parent / f"{next(versions)}.log", environment)) as worker:
+        worker.admin_token = TOKENS["operator"]
         yield worker
 
 
@@ -63,21 +55,18 @@ def running_worker_of_live_capture(model_folder: Path, folder: Path) -> Iterator
 def worker(running_worker_of_live_capture: WorkerProcess, folder: Path) -> WorkerProcess:
     """Return the worker with an empty folder, while capture is off."""
     push(running_worker_of_live_capture, None)
-    wait(lambda: not folder.exists() or not list(folder.iterdir()))
+    running_worker_of_live_capture.wait_until(lambda: not folder.exists() or not list(folder.iterdir()))
     return running_worker_of_live_capture
 
 
 def admin(
     worker: WorkerProcess, path: str, method: str = "GET", token: str = "operators", **more: Any
 ) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {token}"}
-    return httpx.request(method, worker.admin + path, headers=headers, timeout=30, **more)
+    return worker.call_admin(path, method, headers={"Authorization": f"Bearer {token}"}, timeout=30, **more)
 
 
 def push(worker: WorkerProcess, rules: CaptureRules | None) -> None:
-    plan = Plan(uid="uid-1", version=next(versions), tasks=(TaskMatch(name="code"),), capture=rules)
-    answer = admin(worker, Route.plan, "PUT", content=plan.model_dump_json())
-    assert answer.status_code == 200, answer.text
+    worker.put_plan(Plan(uid="uid-1", version=next(versions), tasks=(TaskMatch(name="code"),), capture=rules))
 
 
 def ask(worker: WorkerProcess, headers: dict[str, str] | None = None, **more: Any) -> None:
@@ -87,7 +76,7 @@ def ask(worker: WorkerProcess, headers: dict[str, str] | None = None, **more: An
 
 
 def captured(worker: WorkerProcess) -> CaptureReport:
-    report = Report.model_validate(admin(worker, Route.report).json()).capture
+    report = worker.report().capture
     assert report is not None
     return report
 
@@ -96,18 +85,11 @@ def records(folder: Path) -> list[Record]:
     return list(read_records([folder], ReadStats()))
 
 
-def wait(condition: Callable[[], object], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_pushed_plan_switches_capture_on_and_off(worker: WorkerProcess, folder: Path) -> None:
     ask(worker)
     push(worker, RULES)
     ask(worker, n=2)
-    wait(lambda: captured(worker).conversations == 2)
+    worker.wait_until(lambda: captured(worker).conversations == 2)
     report = captured(worker)
     assert (report.problem, report.stored_bytes) == (None, sum(one.size for one in list_segments(folder)))
     assert report.oldest == min(one.time_seconds for one in records(folder))
@@ -115,7 +97,7 @@ def test_pushed_plan_switches_capture_on_and_off(worker: WorkerProcess, folder: 
     assert f'specdecode_capture_stored_bytes{{model_name="fake"}} {float(report.stored_bytes)}' in page
     push(worker, None)
     ask(worker)
-    wait(lambda: not list(folder.iterdir()))
+    worker.wait_until(lambda: not list(folder.iterdir()))
     assert captured(worker).conversations == 0
     assert 'specdecode_capture_stored_bytes{model_name="fake"} 0.0' in worker.get("/metrics").text
     assert worker.process.poll() is None
@@ -125,7 +107,7 @@ def test_listing_has_all_records_and_later_ones_in_other_segments(worker: Worker
     push(worker, RULES)
     for stored in (1, 2):
         ask(worker)
-        wait(lambda: captured(worker).conversations == stored)  # noqa: B023  # read in this turn
+        worker.wait_until(lambda: captured(worker).conversations == stored)  # noqa: B023  # read in this turn
         listed = admin(worker, Route.captures, token="captures").json()["segments"]
         assert [one["name"] for one in listed] == [one.path.name for one in list_segments(folder)]
         assert len(listed) == stored
@@ -133,7 +115,7 @@ def test_listing_has_all_records_and_later_ones_in_other_segments(worker: Worker
         sent = admin(worker, f"{Route.captures}/{one['name']}", token="captures")
         assert hashlib.sha256(sent.content).hexdigest() == one["sha256"]
     ask(worker)
-    wait(lambda: captured(worker).conversations == 3)
+    worker.wait_until(lambda: captured(worker).conversations == 3)
     (newest,) = {one.path.name for one in list_segments(folder)} - {one["name"] for one in listed}
     assert admin(worker, f"{Route.captures}/{newest}", token="captures").status_code == 404, "it is still open"
 
@@ -150,7 +132,7 @@ def test_opt_in_needs_every_permission_that_is_given(
     more = {} if metadata is None else {"metadata": {"capture": metadata}}
     ask(worker, headers=None if header is None else {"X-Specdecode-Capture": header}, **more)
     ask(worker, headers={"X-Specdecode-Capture": "on"})
-    wait(lambda: captured(worker).conversations == taken + 1)
+    worker.wait_until(lambda: captured(worker).conversations == taken + 1)
     assert all(one.permitted for one in records(folder))
     is_forbidden = (header, metadata) in [("on", False), ("off", True)]
     assert captured(worker).dropped.get("opted_out", 0) == dropped + is_forbidden, "silence is no refusal"
@@ -160,7 +142,7 @@ def test_records_of_a_user_are_deleted(worker: WorkerProcess, folder: Path) -> N
     push(worker, RULES)
     for user in (ANN, "bob", ANN):
         ask(worker, user=user)
-    wait(lambda: captured(worker).conversations == 3)
+    worker.wait_until(lambda: captured(worker).conversations == 3)
     answer = admin(worker, Route.capture_deletions, "POST", json={"user": ANN})
     assert answer.status_code == 200, answer.text
     assert answer.json() == {"records": 2, "queued": 0, "segments": 1, "unreadable": 0, "undecidable": 0}
@@ -186,7 +168,7 @@ def add(folder: Path, content: bytes) -> str:
 def test_segments_are_served_while_capture_is_on(worker: WorkerProcess, folder: Path) -> None:
     assert admin(worker, Route.captures, token="captures").status_code == 404
     push(worker, RULES.model_copy(update={"max_age_seconds": 7200.0}))
-    wait(lambda: (folder / RETENTION_FILE).exists())
+    worker.wait_until(lambda: (folder / RETENTION_FILE).exists())
     time.sleep(0.2)  # the rules are applied
     name = add(folder, MAGIC + os.urandom(1000))
     listing = admin(worker, Route.captures, token="captures").json()
@@ -194,7 +176,7 @@ def test_segments_are_served_while_capture_is_on(worker: WorkerProcess, folder: 
     sent = admin(worker, f"{Route.captures}/{name}", token="captures")
     assert sent.content == (folder / name).read_bytes()
     push(worker, RULES.model_copy(update={"delete_before": time.time()}))
-    wait(lambda: not (folder / name).exists())
+    worker.wait_until(lambda: not (folder / name).exists())
     assert admin(worker, f"{Route.captures}/{name}", token="captures").status_code == 404
     push(worker, None)
     assert admin(worker, Route.captures, token="captures").status_code == 404
@@ -202,7 +184,7 @@ def test_segments_are_served_while_capture_is_on(worker: WorkerProcess, folder: 
 
 def test_segment_that_is_deleted_while_it_is_pulled_ends(worker: WorkerProcess, folder: Path) -> None:
     push(worker, RULES)
-    wait(lambda: (folder / RETENTION_FILE).exists())
+    worker.wait_until(lambda: (folder / RETENTION_FILE).exists())
     time.sleep(0.2)  # the rules are applied
     name = add(folder, bytes(64 * 2**20))
     host, port = worker.admin.removeprefix("http://").split(":")
@@ -211,7 +193,7 @@ def test_segment_that_is_deleted_while_it_is_pulled_ends(worker: WorkerProcess, 
         pulled.sendall(request.encode())
         assert pulled.recv(15) == b"HTTP/1.1 200 OK"
         push(worker, None)
-        wait(lambda: not (folder / name).exists())
+        worker.wait_until(lambda: not (folder / name).exists())
         size = 0
         while piece := pulled.recv(2**20):
             size += len(piece)
@@ -226,13 +208,13 @@ def test_mounted_plan_holds_from_the_start(model_folder: Path, tmp_path: Path) -
     with running(model_folder, folder, **{Env.plan_path: str(mounted)}) as worker:
         ask(worker, user=ANN)
         ask(worker)
-        wait(lambda: captured(worker).conversations == 2)
+        worker.wait_until(lambda: captured(worker).conversations == 2)
         worker.process.kill()
     old = [one.time_seconds for one in records(folder)]
     rules = RULES.model_copy(update={"delete_before": old[1]})
     mounted.write_text(Plan(uid="uid-1", version=2, capture=rules).model_dump_json())
     with running(model_folder, folder, **{Env.plan_path: str(mounted)}) as worker:
-        wait(lambda: captured(worker).conversations == 1)
+        worker.wait_until(lambda: captured(worker).conversations == 1)
         assert [one.time_seconds for one in records(folder)] == old[1:], "the others outlive the process"
         ask(worker)
-        wait(lambda: captured(worker).conversations == 2)
+        worker.wait_until(lambda: captured(worker).conversations == 2)

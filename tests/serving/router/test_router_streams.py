@@ -19,7 +19,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from specdecode_worker.contract import Env, Report, Route, SyntheticKnobs
+from specdecode_worker.contract import Env, SyntheticKnobs
 from support import small_model
 from support.internal_client import answer_of
 from support.numbered_client import Event, events_of
@@ -60,26 +60,14 @@ class Site:
         for worker in self.workers * 20:
             # A worker without its engine ends a second later.
             with contextlib.suppress(httpx.TransportError):
-                if worker.process.poll() is None and Report.model_validate_json(call_report(worker)).running:
+                if worker.process.poll() is None and worker.report().running:
                     return worker
         raise AssertionError("no worker runs a request")
 
 
-def call_report(worker: WorkerProcess) -> bytes:
-    answer = httpx.get(worker.admin + Route.report, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=5)
-    return answer.raise_for_status().content
-
-
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("site")
-    target, draft = folder / "target", folder / "draft"
-    target.mkdir()
-    draft.mkdir()
-    small_model.write_target(target)
-    small_model.write_draft(draft)
-    flags = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
-    flags += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "4"]
+def site(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder, flags = tmp_path_factory.mktemp("site"), small_model.flags(*folders)
     environment = {Env.admin_token: TOKEN, Env.synthetic: KNOBS}
     with contextlib.ExitStack() as stack:
         workers = [stack.enter_context(real(flags, folder / f"log-{number}", environment)) for number in range(3)]
@@ -182,7 +170,7 @@ def test_stopped_engine(site: Site, unbroken: str) -> None:
     assert text == unbroken
     assert gap < 3.5, "the bound of the silence and a second, and the second worker's prompt"
     assert site.metric("specdecode_router_hedges_total") >= 1
-    victim.wait_until(lambda: not Report.model_validate_json(call_report(victim)).running)
+    victim.wait_until(lambda: not victim.report().running)
 
 
 def test_killed_engine(site: Site, unbroken: str) -> None:

@@ -120,13 +120,9 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
     """Yield the plain and the drafting worker."""
     folder = tmp_path_factory.mktemp("target")
     small_model.write_varied_target(folder, context=512)
-    config = worker_config(folder, max_num_seqs=AT_ONCE, threads=1)
-    config = config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"dtype": "float32"}),
-            "server": config.server.model_copy(update={"max_waiting": 4 * AT_ONCE, "reasoning_parser": "qwen3"}),
-        }
-    )
+    server = {"max_waiting": 4 * AT_ONCE, "reasoning_parser": "qwen3"}
+    config = worker_config(folder, server=server, max_num_seqs=AT_ONCE, threads=1)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
     draft = DraftConfig(method="draft-model", uri=f"file://{folder}", required=True)
     started = await asyncio.gather(
         start_worker(config, folder, "none"),

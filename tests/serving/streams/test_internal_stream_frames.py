@@ -202,7 +202,7 @@ async def test_continued_request_keeps_the_time_of_its_start(admin: httpx.AsyncC
     assert json.loads(continued.end.body)["created"] == 1234
 
 
-async def test_report_has_the_compatibility_key(admin: httpx.AsyncClient, service: Service) -> None:
+async def test_report_has_the_compatibility_key(admin: httpx.AsyncClient) -> None:
     journal = await Journal(opened()).follow(admin)
     assert isinstance(journal.start, Open)
     report = Report.model_validate((await admin.get(Route.report)).json())

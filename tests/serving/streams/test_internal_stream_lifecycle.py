@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from specdecode_worker.contract import Route
 from specdecode_worker.contract.internal_stream import (
     INTERNAL_STREAMS,
     ROUTER_HEADER,
@@ -28,9 +26,10 @@ from specdecode_worker.engine.client import EngineChild
 from specdecode_worker.engine.process import Heartbeat, Phase
 from specdecode_worker.server.listening import GracefulShutdown
 from specdecode_worker.server.service import Service
+from support.faults import raw_clients
 from support.internal_client import Journal, frames, opened
 from support.worker import fake_engine
-from support.worker_process import WorkerProcess, fake, worker_config
+from support.worker_process import WorkerProcess, fake, ready, worker_config
 
 SILENT = [fake_engine.SILENT, 1, 2]
 
@@ -92,7 +91,7 @@ async def test_a_load_has_the_requests_by_tenant_and_the_routers_that_ask(
 
 
 async def test_alive_frames_follow_the_heartbeat(
-    admin: httpx.AsyncClient, service: Service, shutdown: GracefulShutdown, monkeypatch: pytest.MonkeyPatch
+    admin: httpx.AsyncClient, service: Service, shutdown: GracefulShutdown
 ) -> None:
     async with _running(admin, service) as (beating,):
         await asyncio.sleep(0.8)
@@ -123,8 +122,7 @@ async def test_full_queue_is_retryable_and_says_when(admin: httpx.AsyncClient, s
 
 @pytest.fixture
 def worker(model_folder: Path, tmp_path: Path) -> Iterator[WorkerProcess]:
-    with fake(worker_config(model_folder).model_dump_json(), tmp_path / "log") as started:
-        started.wait_ready()
+    with ready(fake(worker_config(model_folder), tmp_path / "log")) as started:
         yield started
 
 
@@ -137,39 +135,21 @@ async def test_hang_up_cancels_the_request_at_once(worker: WorkerProcess) -> Non
     async with _admin_client(worker) as client:
         stream = frames(client, opened(prompt=SILENT))
         assert isinstance(await anext(stream), Alive), "frames arrive one by one"
-        assert worker.call_admin(Route.report).json()["running"] == 1
+        assert worker.report().running == 1
         await stream.aclose()
-    worker.wait_until(lambda: worker.call_admin(Route.report).json()["running"] == 0, 2)
+    worker.wait_until(lambda: worker.report().running == 0, 2)
 
 
 def test_router_that_does_not_read_is_cut_off(model_folder: Path, tmp_path: Path) -> None:
-    config = worker_config(model_folder)
-    settings = {"write_timeout_seconds": 1, "grace_period_seconds": 30}
-    config = config.model_copy(update={"server": config.server.model_copy(update=settings)})
+    config = worker_config(model_folder, server={"write_timeout_seconds": 1, "grace_period_seconds": 30})
     request = opened(prompt="SAY:" + "x" * 200, max_tokens=200, logprobs=20, n=8, stream=True)
-    with fake(config.model_dump_json(), tmp_path / "log") as worker:
-        worker.wait_ready()
-        token, url = worker.admin_token, httpx.URL(worker.admin)
-        body = encode_document(request)
-        head = (
-            f"POST {INTERNAL_STREAMS} HTTP/1.1\r\nHost: {url.host}:{url.port}\r\nAuthorization: Bearer {token}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        )
-        with socket.create_connection((url.host, url.port)) as deaf:
-            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            deaf.sendall(head.encode() + body)
+    with ready(fake(config, tmp_path / "log")) as worker:
+        headers = f"Authorization: Bearer {worker.admin_token}\r\n"
+        with raw_clients.deaf_client(worker.admin, INTERNAL_STREAMS, encode_document(request), headers):
             worker.wait_until(lambda: "does not read its answer" in worker.log)
-            worker.wait_until(lambda: worker.call_admin(Route.report).json()["running"] == 0, 2)
+            worker.wait_until(lambda: worker.report().running == 0, 2)
             worker.terminate()
             assert worker.exit_code(15) == 0, "its unread answers delay no drain"
-
-
-async def test_killed_engine_is_a_retryable_error(worker: WorkerProcess) -> None:
-    async with _admin_client(worker) as client:
-        stream = frames(client, opened(prompt=[fake_engine.CRASH]))
-        *_, last = [frame async for frame in stream]
-    assert isinstance(last, Error)
-    assert (last.status, last.retryable) == (500, True)
 
 
 async def test_sigterm_moves_streams_and_loses_none(worker: WorkerProcess) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -83,11 +83,15 @@ def healthy(server: ServerProcess) -> Iterator[Health]:
     assert health.p99_seconds <= HEALTH_P99_SECONDS
 
 
-def ttft_seconds(server: ServerProcess, *, model: str, prompt: str = "The sky is", timeout: float = 120) -> float:
+def ttft_seconds(
+    server: ServerProcess, *, model: str, timeout: float = 120, headers: dict[str, str] | None = None
+) -> float:
     """Return the time to the first event with text of a short streamed completion, in seconds."""
-    body = {"model": model, "prompt": prompt, "max_tokens": 4, "stream": True, "temperature": 0, "ignore_eos": True}
+    body = {"model": model, "prompt": "The sky is", "max_tokens": 4, "stream": True}
+    body |= {"temperature": 0, "ignore_eos": True}
+    asked = {"json": body, "headers": headers, "timeout": timeout}
     began = time.monotonic()
-    with httpx.stream("POST", f"{server.public}/v1/completions", json=body, timeout=timeout) as response:
+    with httpx.stream("POST", f"{server.public}/v1/completions", **asked) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -99,6 +103,21 @@ def assert_ttft_unaffected(idle_seconds: float, measured_seconds: float) -> None
     """Assert the bound of the time to first token of an unaffected client."""
     print(f"time to first token: {idle_seconds:.2f} s idle, {measured_seconds:.2f} s during the fault")
     assert measured_seconds <= (TTFT_FACTOR * idle_seconds + TTFT_EXTRA_SECONDS) * crowding()
+
+
+@contextlib.contextmanager
+def unaffected(server: ServerProcess, *, model: str = "small") -> Iterator[float]:
+    """Hold health, memory and the other clients' time to first token to their bounds while the block runs.
+
+    Yield the time to first token before it, in seconds.
+    """
+    idle, memory = ttft_seconds(server, model=model), resident_bytes(server)
+    with healthy(server):
+        yield idle
+        assert_ttft_unaffected(idle, ttft_seconds(server, model=model))
+    growth = resident_bytes(server) - memory
+    print(f"{growth >> 20} MiB")
+    assert growth <= MEMORY_BYTES
 
 
 def resident_bytes(server: ServerProcess) -> int:
@@ -113,9 +132,10 @@ def _resident_bytes(pid: int) -> int:
     raise AssertionError(f"process {pid} has no VmRSS")
 
 
-def has_ended(pid: int) -> bool:
-    """Return whether a process is gone, or is a zombie that its parent has not collected yet."""
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
+def seconds_until(condition: Callable[[], object], limit_seconds: float) -> float:
+    """Return the time until ``condition`` is true, and fail after ``limit_seconds``."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_seconds, "the change has no effect"
+        time.sleep(0.05)
+    return time.monotonic() - began

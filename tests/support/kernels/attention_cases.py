@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specdecode_kernels.tree_attention import op
 from specdecode_kernels.tree_attention.reference import CAUSAL
 
 BLOCK = 4
@@ -110,6 +112,27 @@ def make(
     count = sum(len(s.queries) for s in sequences)
     q = 2 * torch.randn(count, kv * groups, size, generator=generator).to(dtype)
     return Case(sequences, blocks, q, cache, torch.tensor([s.ancestors(row) for s in sequences for row in s.queries]))
+
+
+def prepare(case: Case, *, dense: bool = False, **more: Any) -> op.Prepared:
+    """Return the operation's input for a case; ``more`` are further arguments of ``op.prepare``."""
+    kv_heads, size = case.cache_2NPKD.shape[3:]
+    return op.prepare(
+        blocks=case.blocks,
+        block_table_BM=case.table_BM,
+        block_size=BLOCK,
+        query_counts=[len(s.queries) for s in case.sequences],
+        key_bounds=[s.keys + s.slack for s in case.sequences],
+        prefix_len_B=case.prefix_B,
+        ancestors_T=case.ancestors_T,
+        key_starts=[s.start for s in case.sequences],
+        dense=dense,
+        groups=case.q_THD.shape[1] // kv_heads,
+        dtype=case.q_THD.dtype,
+        kv_heads=kv_heads,
+        head_dim=size,
+        **more,
+    )
 
 
 def by_definition(case: Case) -> Tensor:

@@ -8,12 +8,10 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-from specdecode_kernels.noise.reference import gumbel
-from specdecode_kernels.sample.reference import processed
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.models.causal_lm import CausalLM
 from support.char_tokenizer import END, tokenizer_json
-from support.lossless.plain_decoding import PlainDecoding, _adjusted
+from support.lossless.plain_decoding import PlainDecoding, with_processors
 
 
 class GuidedDecoding(PlainDecoding):
@@ -38,25 +36,13 @@ class GuidedDecoding(PlainDecoding):
             mask = rest if rest.any() else mask
         return mask
 
-    def logp(self, request: Submit, answer: list[int]) -> Tensor:
-        """Return the log-probabilities of the token after ``answer``, [1, V]."""
+    def moved(self, request: Submit, answer: list[int]) -> Tensor:
+        """Return the logits of the token after ``answer``, of which a grammar leaves the allowed ones, [1, V]."""
         if not request.sampling.grammar:
-            return super().logp(request, answer)
-        sampling = request.sampling
-        moved = _adjusted(self.logits([*request.prompt, *answer])[-1:], request, answer, blocks=False)
-        moved = moved.masked_fill(~self.allowed(request, answer), -math.inf)
-        cuts = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p]), torch.tensor([sampling.min_p])
-        return processed(moved, torch.tensor([sampling.temperature]), *cuts)
+            return super().moved(request, answer)
+        moved = with_processors(self.logits([*request.prompt, *answer])[-1:], request, answer, blocks=False)
+        return moved.masked_fill(~self.allowed(request, answer), -math.inf)
 
-    def _text(self, request: Submit) -> list[int]:
-        if not request.sampling.grammar:
-            return super()._text(request)
-        answer: list[int] = []
-        seed, sampling = torch.tensor([request.sampling.seed]), request.sampling
-        while len(answer) < sampling.max_tokens:
-            logp = self.logp(request, answer)
-            noise = gumbel(seed, torch.tensor([len(request.prompt) + len(answer)]), logp.shape[-1])
-            answer.append(int((logp + noise).argmax()))
-            if answer[-1] == END or (answer[-1] in sampling.stop_token_ids and len(answer) >= sampling.min_tokens):
-                break
-        return answer
+    def is_end(self, request: Submit, answer: list[int]) -> bool:
+        """Return whether the last token of ``answer`` ends it."""
+        return (bool(request.sampling.grammar) and answer[-1] == END) or super().is_end(request, answer)

@@ -9,12 +9,13 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from specdecode_kernels.noise.reference import gumbel
 from specdecode_kernels.sample.reference import adjusted, processed
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.sampling.params import Sampling
+from support.worker.dense_attention import dense
 
 
 class PlainDecoding:
@@ -34,10 +35,17 @@ class PlainDecoding:
 
         For a greedy request all probability is on one token.
         """
-        sampling = request.sampling
-        moved = _adjusted(self.logits([*request.prompt, *answer])[-1:], request, answer)
+        sampling, moved = request.sampling, self.moved(request, answer)
         cuts = torch.tensor([sampling.top_k]), torch.tensor([sampling.top_p]), torch.tensor([sampling.min_p])
         return processed(moved, torch.tensor([sampling.temperature]), *cuts)
+
+    def moved(self, request: Submit, answer: list[int]) -> Tensor:
+        """Return the logits of the token after ``answer`` with bias, penalties and blocked tokens, [1, V]."""
+        return with_processors(self.logits([*request.prompt, *answer])[-1:], request, answer)
+
+    def is_end(self, request: Submit, answer: list[int]) -> bool:
+        """Return whether the last token of ``answer`` ends it."""
+        return answer[-1] in request.sampling.stop_token_ids and len(answer) >= request.sampling.min_tokens
 
     def _text(self, request: Submit) -> list[int]:
         answer: list[int] = []
@@ -46,12 +54,12 @@ class PlainDecoding:
             logp = self.logp(request, answer)
             noise = gumbel(seed, torch.tensor([len(request.prompt) + len(answer)]), logp.shape[-1])
             answer.append(int((logp + noise).argmax()))
-            if answer[-1] in request.sampling.stop_token_ids and len(answer) >= request.sampling.min_tokens:
+            if self.is_end(request, answer):
                 break
         return answer
 
 
-def _adjusted(logits: Tensor, request: Submit, answer: list[int], *, blocks: bool = True) -> Tensor:
+def with_processors(logits: Tensor, request: Submit, answer: list[int], *, blocks: bool = True) -> Tensor:
     sampling, words = request.sampling, range(logits.shape[-1])
     bias = torch.zeros_like(logits)
     for token, value in sampling.logit_bias:
@@ -72,8 +80,11 @@ def _adjusted(logits: Tensor, request: Submit, answer: list[int], *, blocks: boo
     )
 
 
-def dense(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    """Attend causally over the tokens of this pass only. Implements layers.Attend."""
-    groups = q_THD.shape[1] // k_TKD.shape[1]
-    k, v = (t.repeat_interleave(groups, dim=1).transpose(0, 1) for t in (k_TKD, v_TKD))
-    return F.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True).transpose(0, 1)
+def noised(logits_RV: Tensor, sampling: Sampling, position_R: Tensor) -> Tensor:
+    """Return the scores, [R, V], of which the largest is emitted: logits, or noised log-probabilities if sampled."""
+    if sampling.temperature == 0:
+        return logits_RV
+    rows = len(logits_RV)
+    params = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
+    logp = processed(logits_RV, *params, torch.full((rows,), sampling.top_p))
+    return logp + gumbel(torch.full((rows,), sampling.seed), position_R, logits_RV.shape[-1])

@@ -23,9 +23,14 @@ Text = dict[str, list[int]]
 
 
 def serve(
-    engine: Engine, shape: str, requests: range, *, every: int = 0, between: Callable[[], None] | None = None,
+    engine: Engine,
+    shape: str,
+    requests: range = range(len(PROMPTS)),
+    *,
+    every: int = 0,
+    between: Callable[[], None] | None = None,
     **sampling: Any,
-) -> Text:  # fmt: skip
+) -> Text:
     """Set a plan with one shape, run the requests and return their tokens.
 
     One request more arrives every ``every`` steps, so that prompt chunks run beside decoding rows; 0 adds all at once.
