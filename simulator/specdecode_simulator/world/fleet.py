@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specdecode_simulator.records.acceptance_walks import rounded
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.traces.job import Job
 from specdecode_simulator.traces.trace import Trace, demand
@@ -101,7 +102,7 @@ class Fleet:
         return Truth(
             table=self.library.tables[trace.tables(index) or trace.table],
             records=self.library.records,
-            quality=lambda kind, t, context: trace.kinds[kind].quality_at(t, context),
+            quality=lambda kind, t, context: rounded(trace.kinds[kind].quality_at(t, context)),
             factor=lambda t: trace.factor(index, t) * (1 + weather[int(t / _WEATHER_SECONDS)]),
         )
 
@@ -179,6 +180,6 @@ class Fleet:
         kinds = self.trace.kinds
 
         def tails(kind: int) -> Any:
-            return self.library.records.tail_ranks(kinds[kind].domain, kinds[kind].quality(self.now))
+            return self.library.records.tail_ranks(kinds[kind].domain, rounded(kinds[kind].quality(self.now)))
 
         return Names(self.trace.labels, tuple(kind.domain for kind in kinds), tails)
