@@ -108,6 +108,31 @@ def test_runs_that_ended_are_not_run_again(
     assert len(asked) == 2, "what was lost of the second seed, and nothing of the first"
 
 
+def test_runs_without_trees_repeat_only_what_trees_change(
+    recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [*SHORT, "--hours", "0.02", "--seeds", "1", "--policy", "ours", "--policy", "ours-chains"]
+    command += ["--json", "--recordings", str(recordings)]
+    assert main([*command, "--chains"]) == 0
+    alone = capsys.readouterr().out
+    assert main([*command, "--keep", str(tmp_path)]) == 0
+    with_trees = capsys.readouterr().out
+    asked: list[str] = []
+    original = run.one
+
+    def counting(name: str, *rest: Any) -> run.Run:
+        asked.append(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(run, "one", counting)
+    assert main([*command, "--chains", "--keep", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == alone
+    assert asked == ["constrained", "clairvoyant"], "ours without trees ran beside ours, and fixed-2 has none"
+    assert main([*command, "--keep", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == with_trees
+    assert len(asked) == 2
+
+
 def test_runs_of_another_version_are_refused(
     recordings: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
