@@ -84,6 +84,9 @@ simulate: venv ## the operator's decisions beside other systems' rules and oracl
 	$(BIN)/specdecode-simulate $(SIMULATE) --keep $(SIMULATED) --json --plot benchmarks/results > benchmarks/results/simulate.json.part
 	@mv benchmarks/results/simulate.json.part benchmarks/results/simulate-$$(date -u +%F).json
 
+simulate-record: venv ## the planner's figures of record, with trees and without, into benchmarks/results (hours); it goes on after a stop
+	@hack/simulate-record $(COMMIT)
+
 simulate-quick: venv ## the planner of this tree beside that of AGAINST (default: HEAD), in five minutes
 	@hack/simulate-quick $(AGAINST)
 

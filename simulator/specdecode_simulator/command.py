@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write PNG plots and a Markdown table there")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="write every run there as it ends, and do not repeat what is there"
+        "--keep",
+        type=Path,
+        metavar="DIR",
+        help="write every run there as it ends, and do not repeat what is there; with and without --chains alike",
     )
     parser.add_argument(
         "--against", type=Path, metavar="DIR", help="compare ours with the runs that --keep of an earlier version wrote"
@@ -120,7 +123,7 @@ def _simulate(args: argparse.Namespace) -> int:
     runs = matrix.by_trace(_run_with_progress(matrix, args.jobs))
     document = matrix.document(runs, decisions=args.decisions)
     if args.against:
-        document["against"] = compared(runs, args.against, args.hours, args.poll_seconds)
+        document["against"] = compared(matrix, runs, args.against)
     if args.plot:
         _write(document, args.plot)
     print(json.dumps(document, indent=1) if args.json else text(document))

@@ -56,7 +56,7 @@ class Bounds:
     def nearest(self, shape: TreeShape) -> TreeShape:
         """Return ``shape`` if it is within the bounds, else the chain of the nearest depth."""
         allowed = self.least <= shape.depth <= self.most and shape.nodes <= self.max_nodes
-        if allowed and max(shape.ranks) < self.top_k:
+        if allowed and (shape.is_chain or max(shape.ranks) < self.top_k):
             return shape
         return TreeShape.chain(max(self.least, min(self.most, shape.depth)))
 
@@ -417,12 +417,12 @@ class Objective:
         A prompt waits for half a step under way, and is then read. Waiting for a slot is left to scaling.
         """
         worst = 1.0
-        if self.asked.itl_seconds is not None:
+        if (most := self.asked.itl_seconds) is not None:
             itl = self.itl_ratio * step_seconds / min(tokens, default=1.0)
-            worst = max(worst, itl / self.asked.itl_seconds)
-        if self.asked.ttft_seconds is not None:
+            worst = max(worst, itl / most)
+        if (most := self.asked.ttft_seconds) is not None:
             first = 0.5 * step_seconds + self.prompt.steps * (step_seconds + self.prompt.seconds)
-            worst = max(worst, self.ttft_ratio * first / self.asked.ttft_seconds)
+            worst = max(worst, self.ttft_ratio * first / most)
         return worst - 1
 
 

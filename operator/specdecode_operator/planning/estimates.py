@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import mul
 from statistics import NormalDist
 from typing import NamedTuple, TypeVar
 
@@ -379,7 +380,7 @@ class StepTimeModel:
 
     def linear(self, x: Sequence[float]) -> float:
         """Return the seconds by the linear model for features in the order of contract.FEATURES."""
-        return float(sum(map(float.__mul__, map(float, _extended(x)), self.coefficients)))
+        return float(sum(map(mul, _extended(x), self.coefficients)))
 
     def drafting_share(self, load: Load, batch: Batch) -> float:
         """Return the share of a step that its draft passes surely take: the lower bound of 90 % confidence."""
@@ -429,12 +430,10 @@ class StepTimeModel:
 
     def _own(self, load: Load, batch: Batch) -> _Cell | None:
         """Return the kind of step that is nearest in verified tokens (by halves), then in sequences."""
-        ratio = TUNING.load_ratio
-        cells = (cell for cell in self.near(load) if cell.passes == batch.passes)
-        close = (
-            cell for cell in cells if cell.verified < ratio * batch.verified and batch.verified < ratio * cell.verified
-        )
-        return min(close, key=lambda cell: int(2 * abs(cell.verified - batch.verified)), default=None)
+        ratio, (passes, verified) = TUNING.load_ratio, batch
+        cells = [cell for cell in self.near(load) if cell.passes == passes]
+        close = [cell for cell in cells if cell.verified < ratio * verified and verified < ratio * cell.verified]
+        return min(close, key=lambda cell: int(2 * abs(cell.verified - verified)), default=None)
 
 
 def features(load: Load, passes: int, verified: float | None = None) -> tuple[float, ...]:
@@ -445,7 +444,7 @@ def features(load: Load, passes: int, verified: float | None = None) -> tuple[fl
 
 def _extended(x: Sequence[float]) -> tuple[float, ...]:
     """Return the features and the further terms of the model, in the order of `_terms`."""
-    return (*x, min(1.0, x[_PASSES]), *(min(x[_TOKENS], knot) for knot in TUNING.knots))
+    return (*x, min(1.0, x[_PASSES]), *[min(x[_TOKENS], knot) for knot in TUNING.knots])
 
 
 def _terms(mean_x: Array) -> Array:
@@ -496,7 +495,7 @@ def _rising(order: Sequence[Batch], lines: Sequence[float], found: Sequence[Esti
     first in the shape in use. The older one becomes the newer times the ratio of the linear model, with a wide error.
     """
     rising = list(found)
-    for newest in sorted(range(len(found)), key=lambda index: -found[index].at):
+    for newest in sorted((index for index, one in enumerate(found) if one.at), key=lambda index: -found[index].at):
         for index, other in enumerate(rising):
             known = rising[newest]
             direction = _direction(order[newest], order[index]) if other.at < known.at else 0
@@ -506,7 +505,7 @@ def _rising(order: Sequence[Batch], lines: Sequence[float], found: Sequence[Esti
                 # The correction itself is all the doubt that it adds, where that is less.
                 carried = (known.relative_variance + TUNING.carried_error**2) * mean**2
                 variance = min(carried, other.variance + (mean - other.mean) ** 2)
-                rising[index] = other._replace(mean=mean, variance=variance)
+                rising[index] = Estimate(mean, variance, other.weight, other.at)
     return rising
 
 

@@ -222,7 +222,7 @@ class ShapeSearch:
                 deepest = max(deepest, len(node.path))
             if deepest == depth:
                 seconds = self.times.mean(self.load, Batch(passes, verified))
-                mean = sum(task.share * tokens[task.name] for task in self.tasks)
+                mean = sum([task.share * tokens[task.name] for task in self.tasks])
                 rank = self.objective.violation(seconds, tokens.values()), seconds / mean
                 best, lowest = (count, rank) if rank < lowest else (best, lowest)
         if best is None:
@@ -269,7 +269,7 @@ def batches(
             below = share**others
         often = [one for one in met if one.weight >= TUNING.least_share]
         total = sum(one.weight for one in often)
-        found += [one._replace(weight=one.weight / total) for one in often]
+        found += [Met(name, one.batch, one.weight / total) for one in often]
     return found
 
 
@@ -617,7 +617,8 @@ def choose(
     speculation at the loads ``held_back``.
     """
     rows = list(rows_of(speculation, learned, found))
-    changes = [change for row in rows if (change := _within_bounds(row, speculation, now))]
+    bounds = {name: bounds_of(speculation, name) for name in names(speculation)}
+    changes = [change for row in rows if (change := _within_bounds(row, bounds[row.task], now))]
     after, bounded = {_key(row): row for row in rows}, {change.row.load for change in changes}
     after.update((_key(change.row), change.row) for change in changes)
     due, swept_at = _due(rows, learned, found, now)
@@ -669,7 +670,7 @@ def rows_of(speculation: SpeculationSpec, learned: LearnedState, found: Buckets)
             if row.since:
                 changed[context] = row.shape
             else:
-                shape = start.shape if start and start.since and not is_own else TreeShape.chain(bounds.initial)
+                shape = start.shape if start and start.since and not is_own else chain_of(bounds.initial)
                 least = min(shape, changed.get(context, shape), key=attrgetter("depth", "nodes"))
                 row = row.running(bounds.nearest(least))
             yield row
@@ -709,8 +710,7 @@ def _followed(row: RowState, before: TreeShape, changes: Collection[Change]) -> 
     return [replace(change, row=row, before=before, follows=True) for change in alike[:1] if row.shape != before]
 
 
-def _within_bounds(row: RowState, speculation: SpeculationSpec, now: float) -> Change | None:
-    bounds = bounds_of(speculation, row.task)
+def _within_bounds(row: RowState, bounds: Bounds, now: float) -> Change | None:
     shape = bounds.nearest(row.shape)
     if shape == row.shape:
         return None

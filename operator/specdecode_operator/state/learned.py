@@ -171,6 +171,8 @@ class RowState(Stored):
     def running(self, shape: TreeShape, **more: Any) -> RowState:
         """Return this row with another shape, and with ``more`` fields replaced."""
         parents = () if shape.is_chain else shape.parents
+        if not more and (self.depth, self.parents) == (shape.depth, parents):
+            return self
         return self.model_copy(update={"depth": shape.depth, "parents": parents, **more})
 
 

@@ -82,10 +82,8 @@ class AdaptiveVerification:
     def next(self, load: Load) -> Segment:
         others, context = load.sequences - 1, 256.0 * max(0.5, round(load.kv_tokens / load.sequences / 256))
         verified = load.sequences + round(2 * others * self._verified) / 2
-        seconds = [
-            self.table.seconds(load.sequences, verified + count, self.drafted, context * load.sequences)
-            for count in range(self.drafted + 1)
-        ]
+        step = self.table.at_load(load.sequences, context * load.sequences)
+        seconds = [step(verified + count, self.drafted) for count in range(self.drafted + 1)]
         trim = Trim(
             slope=round(self.estimator.slope, 1),
             intercepts=tuple(round(float(each), 1) for each in self.estimator.intercepts),
@@ -135,8 +133,9 @@ class StepTiers:
 
     def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
         accepted = sum(float(sums[8]) for sums in outcome.runs.values())
+        slot = self._slot(load.sequences)
         for _ in range(outcome.steps):
-            self._slot(load.sequences).update(accepted / max(1.0, outcome.sequences * outcome.steps))
+            slot.update(accepted / max(1.0, outcome.sequences * outcome.steps))
 
     def _slot(self, sequences: int) -> StepSlot:
         size = slot_of(sorted(self.table), sequences)

@@ -11,7 +11,7 @@ import numpy as np
 
 from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, SpeculationSpec, Status, TreeSpec
 from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import LearnedState, Session, parse_state, render_state
+from specdecode_operator.state.learned import LastReport, LearnedState, Session, parse_state, render_state
 from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Workload
 from specdecode_operator.types import Worker as Seen
 from specdecode_simulator.records.acceptance_walks import PLAIN, Form, form_of
@@ -20,7 +20,7 @@ from specdecode_simulator.world.counters import DRAFT
 from specdecode_simulator.world.fleet import Fleet, Pod
 from specdecode_simulator.world.plan_pilot import PlanPilot
 from specdecode_simulator.world.worker import CALIBRATION_CONTEXT
-from specdecode_worker.contract import Plan, suppressed_loads
+from specdecode_worker.contract import Plan, Report, suppressed_loads
 
 START = 1_800_000_000.0
 """The operator's clock at the start of a trace."""
@@ -69,6 +69,18 @@ def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | Non
     return Deployment(
         namespace="simulated", name=trace.name[:40], uid="simulated", generation=1, spec=validated, status=Status()
     )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptReport(LastReport):
+    """Last report of a worker that is not compressed: a fleet has few."""
+
+    kept: Report | None = None
+
+    @property
+    def report(self) -> Report:
+        assert self.kept is not None
+        return self.kept
 
 
 class Look(NamedTuple):
@@ -199,5 +211,6 @@ class Ours:
             ready=is_ready,
             leaving=pod.leaving,
             report=report,
+            baseline=KeptReport(b"", report.clock_seconds, kept=report) if report else None,
             report_problem="no answer" if is_ready and lost else None,
         )

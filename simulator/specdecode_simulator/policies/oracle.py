@@ -6,9 +6,10 @@ spec.speculation.stability asks of every row: a dwell, a least gain, so many cha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from specdecode_operator.api.v1alpha1 import STABILITY, StabilityLimits, TreeSpec
@@ -25,6 +26,8 @@ from specdecode_simulator.world.truth import Truth
 from specdecode_worker.contract import Buckets, Plan, PlanRow
 
 HOUR_SECONDS = 3600.0
+Pace = Callable[[Sequence[float], Sequence[int], int], float]
+"""Tokens a second, by tokens and nodes of each part of a batch, and by passes."""
 LIMITS, TREE = STABILITY["Medium"], TreeSpec()
 _FIRST_CONTEXT = 400.0
 
@@ -44,34 +47,33 @@ class Text(NamedTuple):
     share: float = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Shapes:
-    """The best shapes for known acceptance, within bounds of trees. Answers are kept."""
+    """The best shapes for known acceptance, within bounds of trees. The latest answers are kept."""
 
     records: Records
     table: StepTable
     tree: TreeSpec
     deepest: int = DEEPEST
-    _known: dict[tuple[tuple[Part, ...], float], tuple[Form, ...]] = field(default_factory=dict)
 
+    @lru_cache(maxsize=20_000)
     def best(self, parts: tuple[Part, ...], kv_tokens: float) -> tuple[Form, ...]:
         """Shapes of most tokens a second: for each number of passes, nodes by falling survival, every prefix tried."""
-        key = parts, kv_tokens
-        if key not in self._known:
-            options = [(PLAIN,) * len(parts), *self._chains(parts, kv_tokens), *self._trees(parts, kv_tokens)]
-            self._known[key] = max(options, key=lambda forms: self.pace(parts, forms, kv_tokens))
-        return self._known[key]
+        pace = self._pace(parts, kv_tokens)
+        options = [(PLAIN,) * len(parts), *self._chains(parts, pace), *self._trees(parts, pace)]
+        return max(options, key=lambda forms: self.pace(parts, forms, kv_tokens))
 
     def pace(self, parts: Sequence[Part], forms: Sequence[Form], kv_tokens: float) -> float:
         """Tokens a second, where every part runs its shape."""
         tokens = [1 + self.accepted(part, form) for part, form in zip(parts, forms, strict=True)]
-        return self._pace(parts, tokens, [form.nodes for form in forms], max(form.depth for form in forms), kv_tokens)
+        nodes, passes = [form.nodes for form in forms], max(form.depth for form in forms)
+        return self._pace(parts, kv_tokens)(tokens, nodes, passes)
 
     def accepted(self, part: Part, form: Form) -> float:
         """Accepted tokens of a step."""
         return sum(text.share * self.records.mean_accepted(text.domain, text.quality, form) for text in part.kinds)
 
-    def _chains(self, parts: Sequence[Part], kv_tokens: float) -> Iterator[tuple[Form, ...]]:
+    def _chains(self, parts: Sequence[Part], pace: Pace) -> Iterator[tuple[Form, ...]]:
         gains = [[self.accepted(part, chain(depth)) for depth in range(self.deepest + 1)] for part in parts]
         nodes = sorted(
             (own[depth - 1] - own[depth], depth, index)
@@ -80,51 +82,62 @@ class Shapes:
         )
         for passes in range(1, self.deepest + 1):
             depths, found = [0] * len(parts), list[tuple[float, tuple[int, ...]]]()
+            tokens = [1 + own[0] for own in gains]
             for _, depth, index in nodes:
                 if depth <= passes and depth == depths[index] + 1:
-                    depths[index] = depth
+                    depths[index], tokens[index] = depth, 1 + gains[index][depth]
                     # The deepest level may not be reached by this prefix: then fewer passes are drafted.
-                    tokens = [1 + own[depth] for own, depth in zip(gains, depths, strict=True)]
-                    found.append((self._pace(parts, tokens, depths, max(depths), kv_tokens), tuple(depths)))
+                    found.append((pace(tokens, depths, max(depths)), tuple(depths)))
             yield tuple(map(chain, max(found)[1]))
 
-    def _trees(self, parts: Sequence[Part], kv_tokens: float) -> Iterator[tuple[Form, ...]]:
+    def _trees(self, parts: Sequence[Part], pace: Pace) -> Iterator[tuple[Form, ...]]:
         """The best trees by number of passes, by the survival of their nodes."""
         if self.tree.top_k == 1:
             return
-        nodes = sorted((node for part in enumerate(parts) for node in self._nodes(*part)), key=lambda node: node[:2])
+        nodes = [(*node[:2], index, node[2]) for index, part in enumerate(parts) for node in self._likely(part.kinds)]
+        nodes.sort(key=itemgetter(0, 1))
         for passes in range(1, self.deepest + 1):
             paths: list[list[Path]] = [[] for _ in parts]
-            tokens, best, most, deepest = [1.0] * len(parts), [len(own) for own in paths], 0.0, 0
+            counts, tokens, most, deepest = [0] * len(parts), [1.0] * len(parts), 0.0, 0
+            best = counts.copy()
             for survival, depth, index, path in nodes:
-                if depth <= passes and len(paths[index]) < self.tree.max_nodes:
+                if depth <= passes and counts[index] < self.tree.max_nodes:
                     paths[index].append(path)
-                    tokens[index], deepest = tokens[index] - survival, max(deepest, depth)
-                    counts = [len(own) for own in paths]
-                    rate = self._pace(parts, tokens, counts, deepest, kv_tokens)
-                    best, most = (counts, rate) if rate > most else (best, most)
+                    counts[index], tokens[index] = counts[index] + 1, tokens[index] - survival
+                    deepest = max(deepest, depth)
+                    rate = pace(tokens, counts, deepest)
+                    if rate > most:
+                        best, most = counts.copy(), rate
             yield tuple(tree_of(frozenset(own[:count])) for own, count in zip(paths, best, strict=True))
+            if deepest < passes:
+                return  # No deeper node is among the likeliest either.
 
-    def _nodes(self, index: int, part: Part) -> Iterator[tuple[float, int, int, Path]]:
-        """(-survival, depth, index, path) of nodes that may be in the best tree of a part, level by level."""
-        level: list[Path] = [()]
+    @lru_cache(maxsize=1000)
+    def _likely(self, kinds: tuple[Text, ...]) -> list[tuple[float, int, Path]]:
+        """(-survival, depth, path) of nodes that may be in the best tree of these texts, level by level."""
+        found, level = list[tuple[float, int, Path]](), list[Path]([()])
         for depth in range(1, self.deepest + 1):
-            found = [
-                (-sum(text.share * self.records.survival(text.domain, text.quality, path) for text in part.kinds), path)
+            nodes = [
+                (-sum(text.share * self.records.survival(*text[:2], path) for text in kinds), depth, path)
                 for parent in level
                 for path in ((*parent, rank) for rank in range(self.tree.top_k))
             ]
-            best = sorted(found)[: self.tree.max_nodes]
-            level = [path for _, path in best]
-            yield from ((survival, depth, index, path) for survival, path in best)
+            best = sorted(nodes)[: self.tree.max_nodes]
+            level = [path for _, _, path in best]
+            found += best
+        return found
 
-    def _pace(
-        self, parts: Sequence[Part], tokens: Sequence[float], nodes: Sequence[int], passes: int, kv_tokens: float
-    ) -> float:
-        sequences = sum(part.sequences for part in parts)
-        verify = sum(part.sequences * (1 + count) for part, count in zip(parts, nodes, strict=True))
-        emitted = sum(part.sequences * count for part, count in zip(parts, tokens, strict=True))
-        return emitted / self.table.seconds(sequences, verify, passes, kv_tokens)
+    def _pace(self, parts: Sequence[Part], kv_tokens: float) -> Pace:
+        """Return the tokens a second by the tokens and the nodes of each part, and by the passes."""
+        weights = [part.sequences for part in parts]
+        seconds = self.table.at_load(sum(weights), kv_tokens)
+
+        def pace(tokens: Sequence[float], nodes: Sequence[int], passes: int) -> float:
+            verify = sum([weight * (1 + count) for weight, count in zip(weights, nodes, strict=True)])
+            emitted = sum([weight * count for weight, count in zip(weights, tokens, strict=True)])
+            return emitted / seconds(verify, passes)
+
+        return pace
 
 
 @lru_cache(maxsize=4096)
@@ -149,7 +162,7 @@ class ClairvoyantPilot:
     def next(self, load: Load) -> Segment:
         """Choose the best shapes. Loads that differ by a few requests of many share one computed answer."""
         texts = (
-            Text(self.trace.kinds[group.kind].domain, rounded(self.truth.quality(group.kind, load.now, group.context)))
+            Text(self.trace.kinds[group.kind].domain, self.truth.quality(group.kind, load.now, group.context))
             for group in load.groups
         )
         parts = tuple(Part(_coarse(count), (text,)) for text, count in zip(texts, load.groups.values(), strict=True))

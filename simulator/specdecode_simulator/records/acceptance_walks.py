@@ -8,8 +8,8 @@ record away from the head that was recorded: above 0 so many misses become hits,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,8 +23,10 @@ _BITS = 7
 _LEVELS = 0.05
 """Qualities are rounded to this, so that a drift takes few tables."""
 _STEPS_OF_MEAN = 48
-_MOST_WALKS = 64
-"""Walks in memory: each takes up to 5 MB."""
+_MOST_WALKS = 256
+"""Walks in memory: each takes 0.3 to 5 MB."""
+_LOOKUPS_OF_A_DOUBLING = 64
+"""Look-ups of a few requests that take as long as one doubling of a walk."""
 VERIFIED = 9
 """Column of the verified draft tokens in the sums of a trimmed chain."""
 BESIDE = 9
@@ -70,30 +72,38 @@ def chain(depth: int) -> Form:
 PLAIN = chain(0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Walk:
     """``jump[b][i]`` is the root after 2^b steps from root i; ``sums[b][i]`` adds up over those steps: in columns 0..7
     the roots whose main path was right for 1..8 tokens or more, in column 8 the accepted tokens. Those of a tree go on
     with a pair for each of the depths 2..8: accepted parents beside the main path that have children, and those of them
-    whose first child was right.
+    whose first child was right. Doublings are made once they pay.
     """
 
-    jump: tuple[Array, ...]
-    sums: tuple[Array, ...]
+    jump: list[Array]
+    sums: list[Array]
+    _looked_up: int = 0
+    """Look-ups since the last doubling was made."""
 
     def advance(self, roots: Array, steps: int) -> tuple[Array, Array]:
         """(roots afterwards [n], sums [n, 9 or 23]) of at most MOST_STEPS steps."""
-        total = None
-        for bit in range(_BITS):
-            if steps >> bit & 1:
-                added = self.sums[bit][roots]
-                total = added if total is None else total + added
-                roots = self.jump[bit][roots]
-        assert total is not None, "a walk of no steps"
+        assert steps, "a walk of no steps"
+        if self._looked_up >= _LOOKUPS_OF_A_DOUBLING and len(self.jump) < _BITS:
+            self._looked_up = 0
+            self.sums.append(self.sums[-1] + self.sums[-1].take(self.jump[-1], axis=0))
+            self.jump.append(self.jump[-1].take(self.jump[-1]))
+        last = len(self.jump) - 1
+        bits = [bit for bit in range(last) if steps >> bit & 1] + [last] * (steps >> last)
+        self._looked_up += len(bits)
+        total = self.sums[bits[0]].take(roots, axis=0)
+        roots = self.jump[bits[0]].take(roots)
+        for bit in bits[1:]:
+            total += self.sums[bit].take(roots, axis=0)
+            roots = self.jump[bit].take(roots)
         return roots, total
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Records:
     """All recorded answers end to end. ``starts`` are the roots where answers of a domain begin, with their lengths."""
 
@@ -103,15 +113,8 @@ class Records:
     """[roots] index where the answer of this root begins."""
     length: Array
     answers: Mapping[str, tuple[tuple[int, int], ...]]
-    confidence: tuple[tuple[float, float], ...] = ()
-    """Bins of equal size: probability of the draft's likeliest token, and share that is accepted."""
-    _features: dict[float, Array] = field(default_factory=dict)
-    _qualities: dict[float, Array] = field(default_factory=dict)
-    _walks: dict[tuple[float, Form], Walk] = field(default_factory=dict)
-    _means: dict[tuple[str, float, Form], float] = field(default_factory=dict)
-    _visits: dict[tuple[str, float], Array] = field(default_factory=dict)
-    _survivals: dict[tuple[str, float], dict[Path, float]] = field(default_factory=dict)
-    _tails: dict[tuple[str, float], Array] = field(default_factory=dict)
+    confidence: Array
+    """[bins, 2] of bins of equal size: probability of the draft's likeliest token, and share that is accepted."""
 
     @classmethod
     def of(cls, document: Mapping[str, Any], confidence: Sequence[tuple[float, float]] = ()) -> Records:
@@ -130,60 +133,59 @@ class Records:
             first=np.repeat(firsts, lengths),
             length=np.repeat(lengths, lengths),
             answers={domain: tuple(spans) for domain, spans in answers.items()},
-            confidence=tuple((top, share) for top, share in confidence),
+            confidence=np.array(confidence),
         )
 
+    @lru_cache(maxsize=_MOST_WALKS)
     def walk(self, quality: float, form: Form) -> Walk:
-        key = (rounded(quality), form)
-        walk = self._walks.pop(key, None) or self._made(*key)
-        self._walks[key] = walk
-        while len(self._walks) > _MOST_WALKS:
-            del self._walks[next(iter(self._walks))]
-        return walk
+        """Return the walk of requests that run a shape."""
+        if form.trim is not None:
+            whole = self.walk(quality, replace(form, trim=None)).sums[0]
+            verified = self._verified(quality, form.trim)
+            columns = [whole[:, :8], np.minimum(whole[:, 8], verified)[:, None], verified[:, None]]
+        else:
+            ranks = self._of_quality(quality)
+            accepted, beside = _accepted(ranks, form)
+            columns = [np.cumprod(ranks == 0, axis=1), accepted[:, None], *([] if form.shape.is_chain else [beside])]
+        sums = np.concatenate(columns, axis=1, dtype=np.int16)
+        return Walk([self._jump(sums[:, 8])], [sums])
 
+    @cache
     def mean_accepted(self, domain: str, quality: float, form: Form) -> float:
         """Accepted tokens of a step, over all requests of a domain by the tokens that they bring."""
-        key = (domain, rounded(quality), form)
         if form.nodes == 0:
             return 0.0
-        if key not in self._means:
-            accepted = _accepted(self._of_quality(key[1]), form)[0]
-            total = sum(accepted[roots] for roots in self._stepped(domain, accepted))
-            # Answers end by tokens: one that is accepted more takes fewer steps for as many.
-            steps = _STEPS_OF_MEAN / (_STEPS_OF_MEAN + total)
-            self._means[key] = float(1 / steps.mean() - 1)
-        return self._means[key]
+        accepted = _accepted(self._of_quality(quality), form)[0]
+        total = sum(accepted[roots] for roots in self._stepped(domain, accepted))
+        # Answers end by tokens: one that is accepted more takes fewer steps for as many.
+        steps = _STEPS_OF_MEAN / (_STEPS_OF_MEAN + total)
+        return float(1 / steps.mean() - 1)
 
+    @cache
     def survival(self, domain: str, quality: float, path: Path) -> float:
         """Return the share of steps in which the target's tokens have the ranks of ``path``, while chains of 3 run."""
-        key = (domain, rounded(quality))
-        known = self._survivals.setdefault(key, {})
-        if path not in known:
-            ranks = self._of_quality(key[1])
-            known[path] = float(self._visited(*key)[(ranks[:, : len(path)] == path).all(axis=1)].sum())
-        return known[path]
+        ranks = self._of_quality(quality)
+        return float(self._visited(domain, quality)[(ranks[:, : len(path)] == path).all(axis=1)].sum())
 
+    @cache
     def tail_ranks(self, domain: str, quality: float) -> Array:
         """Return how often each rank above 0 is the target's token, by depth: [2, DEPTH, MAX_RANKS + 1].
 
         The first row is of nodes on the main path, the second of all others.
         """
-        key = (domain, rounded(quality))
-        if key not in self._tails:
-            ranks, visits = self._of_quality(key[1]), self._visited(*key)
-            main = np.cumprod(np.hstack([np.ones_like(ranks[:, :1]), ranks[:, :-1] == 0]), axis=1, dtype=bool)
-            beside = np.cumprod(np.hstack([np.ones_like(ranks[:, :1]), ranks[:, :-1] < MAX_RANKS]), axis=1, dtype=bool)
-            parents = np.stack([main, beside & ~main])
-            counts = np.array(
-                [
-                    [np.bincount(ranks[:, k], visits * of[:, k], minlength=MAX_RANKS + 1) for k in range(DEPTH)]
-                    for of in parents
-                ]
-            )
-            counts[..., 0] = 0
-            counts[..., MAX_RANKS] += 1e-9
-            self._tails[key] = counts / counts.sum(axis=-1, keepdims=True)
-        return self._tails[key]
+        ranks, visits = self._of_quality(quality), self._visited(domain, quality)
+        main = np.cumprod(np.hstack([np.ones_like(ranks[:, :1]), ranks[:, :-1] == 0]), axis=1, dtype=bool)
+        beside = np.cumprod(np.hstack([np.ones_like(ranks[:, :1]), ranks[:, :-1] < MAX_RANKS]), axis=1, dtype=bool)
+        parents = np.stack([main, beside & ~main])
+        counts = np.array(
+            [
+                [np.bincount(ranks[:, k], visits * of[:, k], minlength=MAX_RANKS + 1) for k in range(DEPTH)]
+                for of in parents
+            ]
+        )
+        counts[..., 0] = 0
+        counts[..., MAX_RANKS] += 1e-9
+        return counts / counts.sum(axis=-1, keepdims=True)
 
     def _stepped(self, domain: str, accepted: Array) -> Iterator[Array]:
         """Yield the roots of requests of a domain that start everywhere, step by step."""
@@ -193,80 +195,78 @@ class Records:
             yield roots
             roots = jump[roots]
 
+    @cache
     def _visited(self, domain: str, quality: float) -> Array:
         """[roots] share of the steps that begin there, while chains of 3 run."""
-        key = (domain, quality)
-        if key not in self._visits:
-            accepted = _accepted(self._of_quality(quality), chain(3))[0]
-            steps = np.stack(list(self._stepped(domain, accepted)))
-            weights = 1 / (_STEPS_OF_MEAN + accepted[steps].sum(axis=0))
-            counts = np.bincount(steps.ravel(), np.tile(weights, len(steps)), minlength=len(self.ranks))
-            self._visits[key] = counts / counts.sum()
-        return self._visits[key]
+        accepted = _accepted(self._of_quality(quality), chain(3))[0]
+        steps = np.stack(list(self._stepped(domain, accepted)))
+        weights = 1 / (_STEPS_OF_MEAN + accepted[steps].sum(axis=0))
+        counts = np.bincount(steps.ravel(), np.tile(weights, len(steps)), minlength=len(self.ranks))
+        return counts / counts.sum()
+
+    @cache
+    def _visited_before(self, domain: str, quality: float) -> Array:
+        """[roots] share of the steps that begin there or at an earlier root."""
+        shares = self._visited(domain, quality).cumsum()
+        return shares / shares[-1]
 
     def _jump(self, accepted: Array) -> Array:
         """[roots] the root after a step that accepts ``accepted`` tokens."""
         place = np.arange(len(self.ranks)) - self.first
         return (self.first + (place + 1 + accepted) % self.length).astype(np.int32)
 
-    def _made(self, quality: float, form: Form) -> Walk:
-        ranks = self._of_quality(quality)
-        runs = np.cumprod(ranks == 0, axis=1)
-        accepted, beside = _accepted(ranks, form)
-        if form.trim is not None:
-            verified = self._verified(quality, form.trim)
-            accepted, beside = np.minimum(accepted, verified), verified[:, None]
-        columns = (
-            [runs, accepted[:, None]]
-            if form.trim is None and form.shape.is_chain
-            else [runs, accepted[:, None], beside]
-        )
-        sums = np.concatenate(columns, axis=1, dtype=np.int16)
-        jumps, totals = [self._jump(accepted)], [sums]
-        for _ in range(_BITS - 1):
-            totals.append(totals[-1] + totals[-1][jumps[-1]])
-            jumps.append(jumps[-1][jumps[-1]])
-        return Walk(tuple(jumps), tuple(totals))
-
     def sample(self, domain: str, quality: float, count: int, generator: Any) -> tuple[Array, Array]:
         """Return log-odds of drafts' likeliest tokens [count, DEPTH], and how many tokens are right [count]."""
-        key = (domain, rounded(quality))
-        roots = generator.choice(len(self.ranks), count, p=self._visited(*key))
-        return self.features(key[1])[roots], np.cumprod(self._of_quality(key[1])[roots] == 0, axis=1).sum(axis=1)
+        roots = self._visited_before(domain, quality).searchsorted(generator.random(count), side="right")
+        right = np.cumprod(self._of_quality(quality)[roots] == 0, axis=1).sum(axis=1)
+        return self._log_odds()[self._bins(quality)[roots]], right
 
     def features(self, quality: float) -> Array:
         """[roots, DEPTH] log-odds of the draft's likeliest token, as those of right and of wrong ones are recorded."""
-        if quality not in self._features:
-            top, share = np.array(self.confidence).T
-            coins = np.random.default_rng(20261127).random(self.ranks.shape)
-            of_hits, of_misses = (np.cumsum(weights) / weights.sum() for weights in (share, 1 - share))
-            is_hit = self._of_quality(quality) == 0
-            bins = np.where(is_hit, np.searchsorted(of_hits, coins), np.searchsorted(of_misses, coins))
-            self._features[quality] = np.log(top / (1 - top))[np.minimum(bins, len(top) - 1)]
-        return self._features[quality]
+        return self._log_odds()[self._bins(quality)]
+
+    @cache
+    def _log_odds(self) -> Array:
+        """[bins] log-odds of the draft's likeliest token."""
+        return np.log(self.confidence[:, 0] / (1 - self.confidence[:, 0]))
+
+    @cache
+    def _bins(self, quality: float) -> Array:
+        """[roots, DEPTH] bin of the draft's confidence, column by column in memory."""
+        share = self.confidence[:, 1]
+        coins = np.random.default_rng(20261127).random(self.ranks.shape)
+        of_hits, of_misses = (np.cumsum(weights) / weights.sum() for weights in (share, 1 - share))
+        is_hit = self._of_quality(quality) == 0
+        bins = np.where(is_hit, np.searchsorted(of_hits, coins), np.searchsorted(of_misses, coins))
+        return np.asfortranarray(np.minimum(bins, len(share) - 1))
 
     def _verified(self, quality: float, trim: Trim) -> Array:
-        """[roots] draft tokens that are verified."""
-        depth = len(trim.intercepts)
-        confidence = 1 / (1 + np.exp(-(trim.slope * self.features(quality)[:, :depth] + trim.intercepts)))
-        tokens = np.cumsum(np.cumprod(confidence, axis=1), axis=1)
-        tokens = 1 + trim.other_tokens + np.hstack([np.zeros((len(tokens), 1)), tokens])
-        return np.argmax(tokens / np.array(trim.costs), axis=1)
+        """[roots] draft tokens that are verified: as many as bring most tokens a second."""
+        bins, others = self._bins(quality), 1 + trim.other_tokens
+        survival, tokens, verified = np.ones(len(bins)), np.zeros(len(bins)), np.zeros(len(bins), dtype=np.int16)
+        most = np.full(len(bins), others / trim.costs[0])
+        for depth, intercept in enumerate(trim.intercepts):
+            survival *= (1 / (1 + np.exp(-(trim.slope * self._log_odds() + intercept)))).take(bins[:, depth])
+            tokens += survival
+            rate = (others + tokens) / trim.costs[depth + 1]
+            np.maximum(verified, (rate > most) * np.int16(depth + 1), out=verified)
+            np.maximum(most, rate, out=most)
+        return verified
 
+    @cache
     def _of_quality(self, quality: float) -> Array:
         """Deterministic: the same coins for every quality, and answers that differ in how much they change."""
-        if quality not in self._qualities:
-            generator = np.random.default_rng(20261121)
-            coins = generator.random(self.ranks.shape)
-            spread = np.exp(0.25 * generator.standard_normal(len(self.ranks)))[self.first][:, None]
-            share = np.clip(abs(quality) * spread, 0.0, 0.98)
-            ranks = self.ranks.copy()
-            if quality > 0:
-                ranks[(ranks != 0) & (coins < share)] = 0
-            elif quality < 0:
-                ranks[(ranks == 0) & (coins < share)] = MAX_RANKS
-            self._qualities[quality] = ranks
-        return self._qualities[quality]
+        quality = rounded(quality)
+        generator = np.random.default_rng(20261121)
+        coins = generator.random(self.ranks.shape)
+        spread = np.exp(0.25 * generator.standard_normal(len(self.ranks)))[self.first][:, None]
+        share = np.clip(abs(quality) * spread, 0.0, 0.98)
+        ranks = self.ranks.copy()
+        if quality > 0:
+            ranks[(ranks != 0) & (coins < share)] = 0
+        elif quality < 0:
+            ranks[(ranks == 0) & (coins < share)] = MAX_RANKS
+        return ranks
 
 
 def rounded(quality: float) -> float:

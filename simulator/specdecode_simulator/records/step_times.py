@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,20 +48,32 @@ class StepTable:
 
     def seconds(self, sequences: float, verify_tokens: float, passes: float, kv_tokens: float) -> float:
         """Return the time of a step without noise. ``verify_tokens`` includes the roots."""
+        return self.at_load(sequences, kv_tokens)(verify_tokens, passes)
+
+    def at_load(self, sequences: float, kv_tokens: float) -> Callable[[float, float], float]:
+        """Return the time of a step of so many sequences by its verified tokens and its passes."""
         sequences = max(sequences, 0.5)
-        nodes = min(max(verify_tokens / sequences - 1.0, 0.0), NODES[-1])
         b, v = _place(self.sequences, sequences)
         c, w = _place(self.contexts, kv_tokens / sequences)
-        d = min(bisect_right(NODES, nodes), len(NODES) - 1) - 1
-        u = (nodes - NODES[d]) / (NODES[d + 1] - NODES[d])
-        low, high = self.grid[b], self.grid[b + 1]
-        near = (1 - v) * _blend(low[d], c, w) + v * _blend(high[d], c, w)
-        deep = (1 - v) * _blend(low[d + 1], c, w) + v * _blend(high[d + 1], c, w)
-        seconds_per_step = (1 - u) * near + u * deep
-        more = passes - min(nodes, DEPTHS - 1.0)
-        if abs(more) > 1e-9:
-            seconds_per_step += more * ((1 - v) * self.pass_seconds[b] + v * self.pass_seconds[b + 1])
-        return float(max(seconds_per_step, 1e-5))
+        low, high, known = self.grid[b], self.grid[b + 1], dict[int, float]()
+        one_pass = (1 - v) * self.pass_seconds[b] + v * self.pass_seconds[b + 1]
+
+        def of_nodes(d: int) -> float:
+            if d not in known:
+                known[d] = (1 - v) * _blend(low[d], c, w) + v * _blend(high[d], c, w)
+            return known[d]
+
+        def seconds(verify_tokens: float, passes: float) -> float:
+            nodes = min(max(verify_tokens / sequences - 1.0, 0.0), NODES[-1])
+            d = min(bisect_right(NODES, nodes), len(NODES) - 1) - 1
+            u = (nodes - NODES[d]) / (NODES[d + 1] - NODES[d])
+            seconds_per_step = (1 - u) * of_nodes(d) + u * of_nodes(d + 1)
+            more = passes - min(nodes, DEPTHS - 1.0)
+            if abs(more) > 1e-9:
+                seconds_per_step += more * one_pass
+            return float(max(seconds_per_step, 1e-5))
+
+        return seconds
 
     def prefill_seconds(self, tokens: float) -> float:
         """Return the seconds that a chunk of this many prompt tokens adds to a step."""

@@ -7,36 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_simulator.errors import SimulatorError
+from specdecode_simulator.scoring.matrix import Matrix
 from specdecode_simulator.scoring.run import ANSWERED, Run
-from specdecode_simulator.scoring.run_store import file_of, read_runs
 from specdecode_simulator.scoring.score import ORACLE, Interval, answered
-from specdecode_simulator.world.fleet import POLL_SECONDS
 
 OURS = "ours"
 Pair = tuple[Mapping[str, Run], Mapping[str, Run]]
 """Runs of one trace and seed by policy: of this version, and of the earlier one."""
 
 
-def compared(
-    runs: Mapping[str, Mapping[int, Mapping[str, Run]]], folder: Path, hours: float, poll_seconds: float = POLL_SECONDS
-) -> dict[str, Any]:
+def compared(matrix: Matrix, runs: Mapping[str, Mapping[int, Mapping[str, Run]]], folder: Path) -> dict[str, Any]:
     """Return figures by trace, paired by seed, and the means over the traces.
 
     Both versions are compared with the constrained oracle of their own folder: on scaled traces it runs at the replicas
     of its version.
 
     Args:
+        matrix: What ran.
         runs: Runs of this version, by trace, seed and policy.
         folder: Folder of the earlier runs.
-        hours: Length of every run.
-        poll_seconds: Time between two polls of every run.
 
     Raises:
         SimulatorError: The folder has no runs of these traces, seeds, length and interval.
     """
     traces = {}
     for trace, by_seed in runs.items():
-        pairs = [(run, read_runs(file_of(folder, trace, hours, seed, poll_seconds))) for seed, run in by_seed.items()]
+        pairs = [(run, matrix.kept(folder, trace, seed)) for seed, run in by_seed.items()]
         whole = [pair for pair in pairs if all({OURS, ORACLE} <= each.keys() for each in pair)]
         if whole:
             traces[trace] = _compared(whole)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdecode_simulator.policies.registry import CHAINS, judged_on
+from specdecode_simulator.policies.registry import CHAINS, DEPTH_POLICIES, SCALERS, judged_on
 from specdecode_simulator.records.recordings import library, tuned
 from specdecode_simulator.scoring.run import Run, run_trace
 from specdecode_simulator.scoring.run_store import append_run, file_of, read_runs
@@ -38,7 +38,7 @@ class Matrix:
     poll_seconds: float = POLL_SECONDS
     """Time between two polls of the operator and of the constrained oracle."""
     keep: Path | None = None
-    """Folder of runs that ended, of this code, length and fields."""
+    """Folder of runs that ended, of this code and fields; those with trees and those without share it."""
 
     @property
     def command(self) -> str:
@@ -75,17 +75,31 @@ class Matrix:
                 yield future.result()
 
     def cell(self, trace: str, seed: int) -> Cell:
-        file = None if self.keep is None else file_of(self.keep, trace, self.hours, seed, self.poll_seconds)
-        known = {} if file is None else read_runs(file)
+        policies, known = self.policies_of(trace), self.kept(self.keep, trace, seed) if self.keep else {}
         settings = tuned(self.recordings)
         settings = {**settings, "ours": self.speculation} if self.speculation else settings
-        policies, ended = self.policies_of(trace), {}
+        ended = {}
         shared, poll = library(self.recordings), self.poll_seconds
         for policy, run in run_trace(trace, self.hours, seed, policies, shared, settings, known, poll):
-            if file is not None and policy not in known:
-                append_run(file, policy, run)
+            name = self._kept_name(trace, policy)
+            if self.keep and policy not in known:
+                append_run(file_of(self.keep, trace, self.hours, seed, poll), name, run)
+            known |= {other: run for other in policies if self._kept_name(trace, other) == name}
             ended[policy] = run
         return trace, seed, ended
+
+    def kept(self, folder: Path, trace: str, seed: int) -> dict[str, Run]:
+        """Return the runs of a folder by policy. Raises SimulatorError."""
+        runs = read_runs(file_of(folder, trace, self.hours, seed, self.poll_seconds))
+        names = {policy: self._kept_name(trace, policy) for policy in self.policies_of(trace)}
+        return {policy: runs[name] for policy, name in names.items() if name in runs}
+
+    def _kept_name(self, trace: str, policy: str) -> str:
+        """Return the name of a policy's runs in files: another one without trees, where these make a difference."""
+        are_alike = SCALERS if self.family(trace) == "scaling" else DEPTH_POLICIES
+        if self.speculation != CHAINS or policy in are_alike:
+            return policy
+        return f"{policy.removesuffix('-chains')}-chains"
 
     def by_trace(self, ended: Iterable[Cell]) -> dict[str, dict[int, Mapping[str, Run]]]:
         """Return the runs by trace and seed in the order of this matrix, whatever order they ended in."""

@@ -90,9 +90,9 @@ def one(
 ) -> Run:
     """Run one policy on one trace."""
     decides = controller(name, trace, library, seed, tuned, trajectory)
-    fleet = Fleet(trace, library, seed, poll_seconds)
-    fleet.run(decides)
     ours = decides if isinstance(decides, Ours) else None
+    fleet = Fleet(trace, library, seed, poll_seconds, is_reported=ours is not None)
+    fleet.run(decides)
     return Run(
         figures=_figures(fleet, _changes(fleet, decides)),
         decisions=tuple({"seconds": at, **change.model_dump()} for at, change in ours.log) if ours else (),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -95,8 +96,9 @@ class Demand:
     coins: tuple[float, ...]
 
 
+@lru_cache(maxsize=1)
 def demand(trace: Trace, records: Records, seed: int) -> Demand:
-    """Open loop: Poisson arrivals second by second, whatever the fleet makes of them."""
+    """Open loop: Poisson arrivals second by second, whatever the fleet makes of them; one draw for all policies."""
     generator = np.random.default_rng([seed, sum(map(ord, trace.name))])
     whole = np.arange(int(trace.seconds))
     counts = generator.poisson([max(0.0, trace.rate(float(t))) for t in whole])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,8 @@ from specdecode_simulator.traces.job import Job
 from specdecode_simulator.world.segment import Group
 
 Array = Any
+Members = dict[Group, Array]
+"""Columns of the requests of each group."""
 _ROOT, _LEFT, _CONTEXT, _ACCEPTED, _DRAFTS, _CODE, _JOB = range(7)
 _ALL_COLUMNS = slice(None)
 _KINDS = 64
@@ -23,9 +27,11 @@ _KINDS = 64
 class Walked:
     """Progress of all requests in a segment, by column. ``runs`` are those of ``segment.Outcome``."""
 
+    steps: int
+    """Steps until the last request ended."""
     tokens: Array
     shares: Array
-    """Share of the segment until each request ended."""
+    """Share of the steps until each request ended."""
     runs: dict[Group, Array]
     verify: float = 0.0
     """Mean number of tokens verified in a step."""
@@ -80,10 +86,10 @@ class Batch:
             counts[pair] = counts.get(pair, 0) + 1
         return counts
 
-    def groups(self) -> tuple[dict[Group, int], dict[Group, Array]]:
+    def groups(self) -> tuple[dict[Group, int], Members]:
         """Return the size and the columns of each group."""
         sizes: dict[Group, int] = {}
-        members: dict[Group, Array] = {}
+        members: Members = {}
         if self.count:
             buckets = self._edges.searchsorted(self.contexts)
             codes = self._m[_CODE, : self.count] * 8 + buckets
@@ -98,32 +104,38 @@ class Batch:
         self,
         records: Records,
         qualities: dict[Group, float],
-        forms: dict[Group, Form],
-        members: dict[Group, Array],
+        forms: Mapping[Group, Form],
+        members: Members,
         steps: int,
     ) -> Walked:
         """Advance every request along its record. Contexts and remaining tokens stay as they are."""
         m = self._m[:, : self.count]
-        roots, left = m[_ROOT], m[_LEFT]
-        walked = Walked(np.empty(self.count, dtype=np.int64), np.ones(self.count), {})
+        roots, left, sums = m[_ROOT], m[_LEFT], dict[Group, Array]()
+        accepted, shares, drafts = np.empty(self.count, dtype=np.int64), np.ones(self.count), np.full(self.count, steps)
         for group, columns in members.items():
-            form = forms[group]
-            roots[columns], sums = records.walk(qualities[group], form).advance(roots[columns], steps)
-            accepted, due = sums[:, 8], left[columns]
-            nodes = form.nodes if form.trim is None else sums[:, VERIFIED] / steps
-            gained = steps + accepted
-            if (gained <= due).all():  # In most segments no request ends.
-                walked.tokens[columns], drafts = gained, steps
-                walked.runs[group] = sums.sum(axis=0, dtype=float)
-                walked.verify += float((np.ones(len(gained)) * (nodes + 1)).sum())
+            walk = records.walk(qualities[group], forms[group])
+            roots[columns], sums[group] = walk.advance(roots[columns], steps)
+            accepted[columns] = sums[group][:, 8]
+        gained = steps + accepted
+        walked = Walked(steps, np.minimum(gained, left), shares, {}, some_end=bool((gained > left).any()))
+        if walked.some_end:
+            walked.shares = shares = np.minimum(1.0, left / gained)
+            accepted = (accepted * shares).astype(np.int64)
+            drafts = np.maximum(1, np.rint(steps * shares)).astype(np.int64)
+        for group, columns in members.items():
+            form, own = forms[group], sums[group]
+            verified: Array = 1 + (form.nodes if form.trim is None else own[:, VERIFIED] / steps)
+            if walked.some_end:
+                walked.runs[group] = (own * shares[columns, None]).sum(axis=0)
+                walked.verify += float((shares[columns] * verified).sum())
             else:
-                share, walked.some_end = np.minimum(1.0, due / gained), True
-                walked.tokens[columns], walked.shares[columns] = np.minimum(gained, due), share
-                walked.runs[group] = (sums * share[:, None]).sum(axis=0)
-                walked.verify += float((share * (nodes + 1)).sum())
-                accepted = (accepted * share).astype(np.int64)
-                drafts = np.maximum(1, np.rint(steps * share)).astype(np.int64)
+                walked.runs[group] = own.sum(axis=0, dtype=float)
+                walked.verify += float(len(own) * verified if form.trim is None else verified.sum())
             if form.nodes:
-                m[_ACCEPTED][columns] += accepted
-                m[_DRAFTS][columns] += drafts
+                m[_ACCEPTED][columns] += accepted[columns]
+                m[_DRAFTS][columns] += drafts[columns]
+        if walked.some_end:
+            # Nobody runs steps without requests: a segment that all of them end in is shorter.
+            walked.steps = math.ceil(steps * float(shares.max()) - 1e-9)
+            walked.shares, walked.verify = shares * steps / walked.steps, walked.verify * steps / walked.steps
         return walked

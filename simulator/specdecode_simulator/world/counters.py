@@ -17,9 +17,7 @@ from specdecode_worker.contract import (
     AcceptanceCell,
     ContextCell,
     DraftState,
-    GuardCell,
     LatencyHistogram,
-    PlanState,
     Report,
     RequestCell,
     StepCell,
@@ -30,6 +28,7 @@ Array = Any
 DRAFT = "recorded-draft"
 MOST_STEP_CELLS = 64
 K = len(FEATURES)
+_ROWS, _COLUMNS = np.triu_indices(K)
 TTIT_EDGES = tuple(
     edge / 1000
     for edge in (0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 25, 30, 40, 50, 75, 100, 200, 500, 1000)
@@ -83,7 +82,7 @@ class Counters:
     _requests: Array = field(init=False)
     _traffic: Array = field(init=False)
     """[labels, 4]: arrivals, finished, prompt and output tokens."""
-    _steps: dict[tuple[int, int, bool, int], list[float]] = field(default_factory=dict)
+    _steps: dict[tuple[int, int, bool, int], Array] = field(default_factory=dict)
     _histograms: dict[str, tuple[tuple[float, ...], list[int], list[float]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,48 +125,32 @@ class Counters:
         deep = max(form.depth, segment.drafted_depth if segment.shadow else 0)
         deep = min(deep, DEPTH)
         if deep:
-            reached = np.empty(deep, dtype=np.int64)
-            reached[0], reached[1:] = steps, sums[: deep - 1]
+            right = sums.tolist()
+            reached = [steps, *map(int, right[: deep - 1])]
+            hits = [min(round(count), most) for count, most in zip(right[:deep], reached, strict=True)]
             main, beside = self._runs[group.label, group.kind]
-            main[:deep, 0] += reached
-            hits = np.minimum(np.rint(sums[:deep]).astype(np.int64), reached)
-            main[:deep, 1] += hits
+            main[:deep] += np.array((reached, hits)).T
             first = self._contexts.setdefault((group.label, context), [0, 0])
-            first[0], first[1] = first[0] + steps, first[1] + int(hits[0])
-            beside[1:] += np.rint(sums[BESIDE:]).astype(np.int64).reshape(-1, 2) if len(sums) > BESIDE + 1 else 0
+            first[0], first[1] = first[0] + steps, first[1] + hits[0]
+            if len(sums) > BESIDE + 1:
+                beside[1:] += np.rint(sums[BESIDE:]).astype(np.int64).reshape(-1, 2)
 
     def timed(self, x: Features, context: int, steps: float, seconds: float, squares: float, emitted: float) -> None:
         """``steps`` steps took ``seconds`` together, with ``squares`` the sum of their squares."""
         packed = max(1, round(x.verify_tokens + x.prefill_tokens))
         kind = (1 << (packed - 1).bit_length(), x.draft_passes, x.prefill_tokens > 0, context)
-        vector = (1.0, x.sequences, x.verify_tokens, x.kv_tokens, float(x.draft_passes), x.prefill_tokens)
-        products = [a * b * steps for i, a in enumerate(vector) for b in vector[i:]]
-        values = [
-            steps,
-            seconds,
-            squares,
-            emitted,
-            *(value * steps for value in vector),
-            *(value * seconds for value in vector),
-            *products,
-        ]
-        known = self._steps.get(kind)
-        self._steps[kind] = values if known is None else [a + b for a, b in zip(known, values, strict=True)]
+        vector = np.array((1.0, x.sequences, x.verify_tokens, x.kv_tokens, x.draft_passes, x.prefill_tokens))
+        sums = (steps, seconds, squares, emitted)
+        values = np.concatenate((sums, vector * steps, vector * seconds, vector[_ROWS] * vector[_COLUMNS] * steps))
+        self._steps[kind] = self._steps[kind] + values if kind in self._steps else values
 
-    def report(self, moment: Moment) -> Report:
+    def report(self, pending_seconds: float, **state: Any) -> Report:
+        """Return the report with further fields in ``state``; ``pending_seconds`` are those of waiting requests."""
         return Report(
-            boot_id=moment.boot_id,
-            worker=moment.worker,
-            clock_seconds=moment.clock_seconds,
+            **state,
             draft=DraftState(method="eagle3", hash=DRAFT),
-            plan=moment.plan,
-            max_num_seqs=moment.max_num_seqs,
-            running=moment.running,
-            waiting=moment.waiting,
             running_request_seconds=self.running_seconds,
-            waiting_request_seconds=self.waiting_seconds + moment.pending_seconds,
-            kv_tokens_total=moment.kv_tokens_total,
-            kv_tokens_used=moment.kv_tokens_used,
+            waiting_request_seconds=self.waiting_seconds + pending_seconds,
             preemptions=self.preemptions,
             prefill_chunks=self.prefill_chunks,
             drafts=self.drafts,
@@ -183,7 +166,6 @@ class Counters:
             steps=tuple(self._step_cells()),
             traffic=tuple(self._traffic_cells()),
             latency=tuple(self._latency_cells()),
-            guard=moment.guard,
         )
 
     def _acceptance(self) -> Iterator[AcceptanceCell]:
@@ -212,8 +194,9 @@ class Counters:
                 yield RequestCell(draft=DRAFT, task=task, sampled=False, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
 
     def _step_cells(self) -> Iterator[StepCell]:
-        most = sorted(self._steps.items(), key=lambda item: -item[1][0])[:MOST_STEP_CELLS]
-        for (bucket, passes, prefill, context), values in sorted(most):
+        most = sorted(self._steps, key=lambda kind: -self._steps[kind][0])[:MOST_STEP_CELLS]
+        for kind in sorted(most):
+            (bucket, passes, prefill, context), values = kind, self._steps[kind].tolist()
             yield StepCell(
                 tokens_bucket=bucket,
                 draft_passes=passes,
@@ -248,19 +231,9 @@ class Counters:
             yield LatencyHistogram.model_validate({"name": name, "edges": edges, "counts": counts, "sum": total[0]})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """State of the worker at the time of a report."""
+class UnreadCounters(Counters):
+    """Counters of a worker that nobody polls: those that take longest are left out."""
 
-    boot_id: str
-    worker: str
-    clock_seconds: float
-    plan: PlanState
-    guard: tuple[GuardCell, ...]
-    max_num_seqs: int
-    running: int
-    waiting: int
-    pending_seconds: float
-    """Request-seconds of those that wait now."""
-    kv_tokens_total: int
-    kv_tokens_used: int
+    def ran(self, *args: Any, **named: Any) -> None: ...
+
+    def timed(self, *args: Any, **named: Any) -> None: ...

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specdecode_simulator.records.acceptance_walks import rounded
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.traces.job import Job
 from specdecode_simulator.traces.trace import Trace, demand
-from specdecode_simulator.world.counters import Counters, Names
+from specdecode_simulator.world.counters import Counters, Names, UnreadCounters
 from specdecode_simulator.world.segment import Pilot
 from specdecode_simulator.world.truth import Truth
 from specdecode_simulator.world.worker import Worker
@@ -54,6 +55,8 @@ class Fleet:
     seed: int
     poll_seconds: float = POLL_SECONDS
     """Time between two polls of the controller."""
+    is_reported: bool = True
+    """Whether the controller reads the reports of workers."""
     pods: list[Pod] = field(default_factory=list)
     wanted: int = 1
     now: float = 0.0
@@ -67,7 +70,6 @@ class Fleet:
     _next: int = 0
     _held: list[Job] = field(default_factory=list)
     _made: int = 0
-    _names: Names | None = None
 
     @property
     def ready(self) -> list[Pod]:
@@ -101,7 +103,7 @@ class Fleet:
         return Truth(
             table=self.library.tables[trace.tables(index) or trace.table],
             records=self.library.records,
-            quality=lambda kind, t, context: trace.kinds[kind].quality_at(t, context),
+            quality=lambda kind, t, context: rounded(trace.kinds[kind].quality_at(t, context)),
             factor=lambda t: trace.factor(index, t) * (1 + weather[int(t / _WEATHER_SECONDS)]),
         )
 
@@ -168,8 +170,8 @@ class Fleet:
             index, self._made = self._made, self._made + 1
             ready_at = self.now if at_once else self.now + self.trace.startup_seconds
             truth = self.truth(index)
-            names = self._names = self._names or self._named()
-            counters = Counters(names, np.random.default_rng([self.seed, 78, index]))
+            counting = Counters if self.is_reported else UnreadCounters
+            counters = counting(self._named(), np.random.default_rng([self.seed, 78, index]))
             offset = int(np.random.default_rng([self.seed, 79, index]).integers(1 << 16))
             worker = Worker(index, truth, self.trace.limits, controller.pilot(self, index), counters, ready_at, offset)
             worker.calibrate()
@@ -179,6 +181,6 @@ class Fleet:
         kinds = self.trace.kinds
 
         def tails(kind: int) -> Any:
-            return self.library.records.tail_ranks(kinds[kind].domain, kinds[kind].quality(self.now))
+            return self.library.records.tail_ranks(kinds[kind].domain, rounded(kinds[kind].quality(self.now)))
 
         return Names(self.trace.labels, tuple(kind.domain for kind in kinds), tails)

@@ -16,7 +16,7 @@ class Truth:
     table: StepTable
     records: Records
     quality: Callable[[int, float, int], float]
-    """Shift of acceptance from the recorded one, by kind of request, time and context bucket."""
+    """Shift of acceptance from the recorded one, rounded, by kind of request, time and context bucket."""
     factor: Callable[[float], float]
     """Factor on this pod's step times, by time."""
     context_edges: tuple[int, ...] = (1024, 8192)

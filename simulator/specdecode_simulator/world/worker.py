@@ -14,8 +14,8 @@ import numpy as np
 
 from specdecode_simulator.records.acceptance_walks import MOST_STEPS, Form
 from specdecode_simulator.traces.job import Job, Limits
-from specdecode_simulator.world.batch import Batch
-from specdecode_simulator.world.counters import Counters, Features, Moment
+from specdecode_simulator.world.batch import Batch, Members, Walked
+from specdecode_simulator.world.counters import Counters, Features
 from specdecode_simulator.world.segment import Calibrates, Group, Load, Outcome, Pilot, Segment
 from specdecode_simulator.world.truth import Truth
 
@@ -97,19 +97,17 @@ class Worker:
     def report(self, boot_id: str, plan: Any, guard: Any) -> Any:
         pending = sum(max(0.0, self.clock - job.queued) for job in self.queue)
         return self.counters.report(
-            Moment(
-                boot_id=boot_id,
-                worker=boot_id,
-                clock_seconds=self.clock - self.born,
-                plan=plan,
-                guard=guard,
-                max_num_seqs=self.limits.max_num_seqs,
-                running=self.running,
-                waiting=sum(job.queued <= self.clock for job in self.queue),
-                pending_seconds=pending,
-                kv_tokens_total=self.limits.kv_tokens,
-                kv_tokens_used=self.kv_used,
-            )
+            pending,
+            boot_id=boot_id,
+            worker=boot_id,
+            clock_seconds=self.clock - self.born,
+            plan=plan,
+            guard=guard,
+            max_num_seqs=self.limits.max_num_seqs,
+            running=self.running,
+            waiting=sum(job.queued <= self.clock for job in self.queue),
+            kv_tokens_total=self.limits.kv_tokens,
+            kv_tokens_used=self.kv_used,
         )
 
     # --- admission and prompts ---------------------------------------------------------------------------------
@@ -139,10 +137,11 @@ class Worker:
         most = max(1, int((until - self.clock) / max(typical, 1e-6)))
         steps = min(math.ceil(total / budget), most, MOST_STEPS)
         each = min(total, steps * budget) / steps
-        before, counted = self.clock, self.truth.table.prefill_seconds(each) * self.truth.factor(self.clock)
+        before = self.clock
         if self.batch.count:
-            self._steps(load, members, segment, steps, chunk_tokens=each, chunk_seconds=counted)
+            self._steps(load, members, segment, steps, each)
         else:
+            counted = self.truth.table.prefill_seconds(each) * self.truth.factor(self.clock)
             mean, squares = self.truth.table.noisy(self._next_offset(steps), steps)
             features = Features(0.0, 0.0, 0.0, 0, each)
             self.counters.timed(features, 0, steps, counted * mean * steps, counted**2 * squares * steps, 0)
@@ -190,7 +189,7 @@ class Worker:
         fits = math.ceil((horizon - self.clock) / typical - 1e-6)
         self._steps(load, members, segment, max(1, min(fits, segment.most_steps, MOST_STEPS)))
 
-    def _load(self, *, prefill: bool = False) -> tuple[Load, dict[Group, Array]]:
+    def _load(self, *, prefill: bool = False) -> tuple[Load, Members]:
         """Return the batch as a load, and the columns of each group."""
         groups, members = self.batch.groups()
         contexts = float(self.batch.contexts.sum())
@@ -204,41 +203,30 @@ class Worker:
         seconds = self.truth.table.seconds(load.sequences, verify, passes, load.kv_tokens)
         return seconds * self.truth.factor(self.clock)
 
-    def _steps(
-        self,
-        load: Load,
-        members: dict[Group, Array],
-        segment: Segment,
-        steps: int,
-        *,
-        chunk_tokens: float = 0.0,
-        chunk_seconds: float = 0.0,
-    ) -> None:
+    def _steps(self, load: Load, members: Members, segment: Segment, steps: int, chunk_tokens: float = 0.0) -> None:
         qualities = {group: self.truth.quality(group.kind, self.clock, group.context) for group in members}
-        walked = self.batch.walk(self.truth.records, qualities, dict(segment.forms), members, steps)
-        tokens, shares, verify = walked.tokens, walked.shares, walked.verify
-        if walked.some_end:
-            # Nobody runs steps without requests: a segment that all of them end in is shorter.
-            steps, planned = math.ceil(steps * float(shares.max()) - 1e-9), steps
-            shares, verify = shares * planned / steps, verify * planned / steps
+        walked = self.batch.walk(self.truth.records, qualities, segment.forms, members, steps)
+        steps, tokens, shares = walked.steps, walked.tokens, walked.shares
+        sequences, used, emitted = float(load.sequences), load.kv_tokens, float(tokens.sum())
         left, context = self.batch.lefts, self.batch.contexts
-        sequences, emitted = float(shares.sum()), float(tokens.sum())
-        kv = float((context * shares).sum()) + 0.5 * emitted
+        if walked.some_end:
+            sequences, used = float(shares.sum()), float((context * shares).sum())
+        kv = used + 0.5 * emitted
         passes = max(segment.drafted_depth, *(form.depth for form in segment.forms.values()))
-        typical = self.truth.table.seconds(sequences, verify, passes, kv) * self.truth.factor(self.clock)
-        typical += chunk_seconds
+        typical = self.truth.table.seconds(sequences, walked.verify, passes, kv) * self.truth.factor(self.clock)
+        typical += self.truth.table.prefill_seconds(chunk_tokens) * self.truth.factor(self.clock)
         mean, squares = self.truth.table.noisy(self._next_offset(steps), steps)
         seconds = typical * mean * steps
         left -= tokens
         context += tokens
         outcome = Outcome(steps, seconds, sequences, emitted, walked.runs, prefill=chunk_tokens > 0)
-        features = Features(sequences, verify, kv, passes, chunk_tokens)
+        features = Features(sequences, walked.verify, kv, passes, chunk_tokens)
         counted = max(steps - segment.dropped, 0)
         share = counted / steps
         self.counters.timed(
             features, load.context, counted, share * seconds, counted * typical**2 * squares, share * emitted
         )
-        self._count(load.context, members, segment, outcome, shares, tokens)
+        self._count(load.context, members, segment, outcome, walked)
         began, self.clock = self.clock, self.clock + seconds
         self.decode_seconds += seconds * sequences
         self.counters.running_seconds += seconds * sequences
@@ -247,18 +235,10 @@ class Worker:
         self._retire(began, seconds, shares)
         self._preempt()
 
-    def _count(
-        self,
-        context: int,
-        members: dict[Group, Array],
-        segment: Segment,
-        outcome: Outcome,
-        shares: Array,
-        tokens: Array,
-    ) -> None:
+    def _count(self, context: int, members: Members, segment: Segment, outcome: Outcome, walked: Walked) -> None:
         for group, columns in members.items():
-            self.counters.ran(group, context, float(shares[columns].sum()), segment, outcome)
-            self.counters.emitted(group.label, float(tokens[columns].sum()))
+            self.counters.ran(group, context, float(walked.shares[columns].sum()), segment, outcome)
+            self.counters.emitted(group.label, float(walked.tokens[columns].sum()))
             form = segment.forms[group]
             if not segment.in_burst:
                 self.switches += self._last.get(group, form) is not form

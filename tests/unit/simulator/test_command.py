@@ -107,6 +107,27 @@ def test_runs_that_ended_are_not_run_again(simulate: Simulate, tmp_path: Path, m
     assert len(asked) == 2, "what was lost of the second seed, and nothing of the first"
 
 
+def test_runs_without_trees_repeat_only_what_trees_change(
+    simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*SHORT, "--hours", "0.02", "--seeds", "1", "--policy", "ours", "--policy", "ours-chains", "--json"]
+    kept = [*flags, "--keep", str(tmp_path)]
+    alone = simulate.text(*flags, "--chains")
+    with_trees = simulate.text(*kept)
+    asked: list[str] = []
+    original = run.one
+
+    def counting(name: str, *rest: Any) -> run.Run:
+        asked.append(name)
+        return original(name, *rest)
+
+    monkeypatch.setattr(run, "one", counting)
+    assert simulate.text(*kept, "--chains") == alone
+    assert asked == ["constrained", "clairvoyant"], "ours without trees ran beside ours, and fixed-2 has none"
+    assert simulate.text(*kept) == with_trees
+    assert len(asked) == 2
+
+
 def test_runs_of_another_version_are_refused(simulate: Simulate, tmp_path: Path) -> None:
     (tmp_path / "steady-cpu-quiet-0.1h-0.jsonl").write_text('{"policy": "ours"}\n')
     simulate.text(*SHORT, "--keep", str(tmp_path), code=1)
