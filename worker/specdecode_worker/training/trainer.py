@@ -74,8 +74,8 @@ def soft_cross_entropy(logits_RV: Tensor, target_RV: Tensor, weight_R: Tensor) -
             loss -= torch.linalg.vecdot(log_p, target) @ weight
             known_R1 = target.sum(dim=-1, keepdim=True)
             gradient_RV[here] = log_p.exp_().mul_(known_R1).sub_(target).mul_(weight[:, None])
-    loss = _Differentiated.apply(logits_RV, loss, gradient_RV)
-    return loss
+    differentiated: Tensor = _Differentiated.apply(logits_RV, loss, gradient_RV)
+    return differentiated
 
 
 def overlap(logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
@@ -93,8 +93,8 @@ def overlap(logits_RV: Tensor, target_RV: Tensor, temperature: float) -> Tensor:
             wanting = q * (q < target)  # draft probability of the tokens where raising it raises the overlap
             overlap_R[here] = torch.minimum(q, target).sum(dim=-1)
             gradient_RV[here] = wanting.sub_(q.mul_(wanting.sum(dim=-1, keepdim=True))).div_(temperature)
-    overlap_R = _Differentiated.apply(logits_RV, overlap_R, gradient_RV)
-    return overlap_R
+    differentiated: Tensor = _Differentiated.apply(logits_RV, overlap_R, gradient_RV)
+    return differentiated
 
 
 # The training loss: divergence from the target's distribution, then expected tokens per step.
