@@ -158,8 +158,8 @@ class ServerCounters:
 class RequestCounter:
     """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
 
-    __slots__ = ("_accepted", "_began", "_by_position", "_continued", "_counts", "_earlier_tokens", "_ended", "_failed",
-                 "_first", "_key", "_last", "_prompt_tokens", "_task", "_tokens")  # fmt: skip
+    __slots__ = ("_accepted", "_began", "_by_position", "_continued", "_counts", "_earlier_tokens", "_failed", "_first",
+                 "_key", "_last", "_prompt_tokens", "_task", "_tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class RequestCounter:
         self._accepted = 0
         self._tokens = 0
         self._first = self._last = 0.0
-        self._ended = self._failed = False
+        self._failed = False
 
     def process(self, tokens: Tokens) -> None:
         """Count the increase since the previous message."""
@@ -202,15 +202,12 @@ class RequestCounter:
             self._counts.timeouts["queue"] += 1
 
     def end(self, finish_reason: str | None, *, moved: bool = False) -> None:
-        """Count the ended request, once. Requests without output are not in the histograms.
+        """Count the ended request. Requests without output are not in the histograms.
 
         Args:
             finish_reason: ``stop`` or ``length``; None if the request was cancelled or failed.
             moved: Another worker continues the request, and counts its end and its size.
         """
-        if self._ended:
-            return
-        self._ended = True
         self._key.generation_tokens += self._tokens
         if moved:
             return

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,15 +14,13 @@ from specdecode_worker.contract import internal_stream as contract
 from specdecode_worker.contract.internal_stream import ChoiceCounters
 from specdecode_worker.core.errors import EngineGone
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
-from specdecode_worker.engine.client import EngineClient, Stream
-from specdecode_worker.metrics import ServerCounters
+from specdecode_worker.engine.client import Stream
 from specdecode_worker.sampling.params import FinishRule, Sampling
 from specdecode_worker.server.admission import (
     AdmissionQueue,
     Model,
     ModelLimits,
     RequestTerms,
-    prefix_salt,
     sampling_of,
     seeds_of,
     token_limits,
@@ -35,10 +32,8 @@ from specdecode_worker.server.errors import (
     EngineLost,
     Incompatible,
     QueueTimedOut,
-    Unavailable,
 )
 from specdecode_worker.server.prompts import Prompt
-from specdecode_worker.server.request_capture import StartRecord
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.responses import (
     ChoiceDetokenizer,
@@ -209,8 +204,7 @@ def earlier_choices(
     start = resume.open
     if start.compatibility_key != key:
         raise Incompatible("this worker cannot continue the request: its compatibility key differs")
-    prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-    made = request.n
+    prompts, made = request.prompt_count, request.n
     if len(start.prompts) != prompts or not all(start.prompts):
         raise _no_attempt("the number of prompts")
     if len(start.choices) != prompts * made or len(resume.choices) != len(start.choices):
@@ -338,7 +332,7 @@ def _output_options(request: GenerationRequest, choice: int) -> TextOptions:
 
 
 class RequestObserver(Protocol):
-    """Observer of one request: receives every message in order, then ``end``, which may be called more than once."""
+    """Observer of one request: receives every message in order, then ``end`` once."""
 
     def process(self, tokens: Tokens) -> None:
         """Process one message of the request."""
@@ -372,38 +366,27 @@ class Generation:
     def __init__(
         self,
         stream: Stream | None,
-        output: ChoiceOutput,
-        sampling: Sampling,
-        *,
-        observers: Sequence[RequestObserver],
-        on_end: Callable[[], None],
-        retry_after_seconds: Callable[[], int] = lambda: 1,
-        replayed: Sequence[ChoicePiece] = (),
+        choice: StartingChoice,
+        queue: AdmissionQueue,
+        client: str,
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         """Connect the parts.
 
         Args:
             stream: Tokens of the engine; None for a choice that an earlier attempt has finished.
-            output: Converter of the tokens.
-            sampling: Sampling parameters of the choice.
+            choice: The choice that is generated.
+            queue: Queue in which a generation with a stream has a place.
+            client: Name of the request's API key, which holds the place.
             observers: Observers of the request.
-            on_end: Called once at the end.
-            retry_after_seconds: Expected wait after a time-out in the queue.
-            replayed: Pieces of an earlier attempt on another worker.
         """
         self._stream = stream
-        self.output = output
+        self.output = choice.output
         """Converter of the tokens, with the counts so far."""
-        self.sampling = sampling
-        self.replayed = replayed
-        self._observers = observers
-        self._on_end: Callable[[], None] | None = on_end
-        self._retry_after_seconds = retry_after_seconds
-
-    @property
-    def statistics(self) -> ChoiceStatistics:
-        """Token and speculation counts so far."""
-        return self.output.statistics
+        self.sampling = choice.sampling
+        self.replayed = choice.replayed
+        """Pieces of an earlier attempt on another worker."""
+        self._queue, self._client, self._observers = queue, client, observers
 
     async def outputs(self, *, one_by_one: int = 0) -> AsyncIterator[Output]:
         """Yield the output as it arrives, also parts that do not change the response yet.
@@ -431,15 +414,9 @@ class Generation:
         except EngineGone as error:
             raise EngineLost(f"the engine is gone: {error}") from None
 
-    async def pieces(self) -> AsyncIterator[ChoicePiece]:
-        """Yield the pieces that change the response, as they arrive. Raises the same errors as ``outputs``."""
-        async for output in self.outputs():
-            if output.piece.is_shown:
-                yield output.piece
-
     async def whole(self) -> FinishedChoice:
         """Return the finished choice. Raises the same errors as ``outputs``."""
-        return self.choice([piece async for piece in self.pieces()])
+        return self.choice([output.piece async for output in self.outputs() if output.piece.is_shown])
 
     def choice(self, pieces: Sequence[ChoicePiece]) -> FinishedChoice:
         """Return the finished choice, with the pieces of this attempt after those of earlier ones."""
@@ -447,7 +424,7 @@ class Generation:
         return FinishedChoice(
             text="".join(piece.text for piece in every),
             finish_reason=every[-1].finish_reason or "stop",
-            statistics=self.statistics,
+            statistics=self.output.statistics,
             scored=tuple(one for piece in every for one in piece.scored),
         )
 
@@ -457,14 +434,13 @@ class Generation:
         Args:
             moved: Another worker continues the request.
         """
-        if self._stream is not None:
-            self._stream.close(stopped=self.output.finish_reason is not None)
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        stream.close(stopped=self.output.finish_reason is not None)
         for observer in self._observers:
             observer.end(self.output.finish_reason, moved=moved)
-        self._observers = ()
-        if self._on_end is not None:
-            self._on_end()
-            self._on_end = None
+        self._queue.record_end(time.monotonic(), self._client)
 
     def _observe(self, tokens: Tokens) -> None:
         """Pass a message to the observers. Raise the error with which the engine ended the request, if it did."""
@@ -477,75 +453,12 @@ class Generation:
         if tokens.finish == "queue_timeout":
             raise QueueTimedOut(
                 "this request waited too long for a place in the batch; try again later",
-                retry_after_seconds=self._retry_after_seconds(),
+                retry_after_seconds=self._queue.wait_seconds(1, time.monotonic()),
             )
 
 
-# Start of generations: submits the choices of a request to the engine, all or none.
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStarter:
-    """Starter of generations of one worker. Without ``shared_prefix_cache`` clients share no cached prefixes."""
-
-    engine: EngineClient
-    queue: AdmissionQueue
-    counts: ServerCounters
-    shared_prefix_cache: bool
-
-    def start(
-        self,
-        request: GenerationRequest,
-        choices: Sequence[StartingChoice],
-        task: str,
-        terms: RequestTerms,
-        start_record: StartRecord | None = None,
-    ) -> list[Generation]:
-        """Start all choices of a request. Without ``start_record`` it is not captured.
-
-        Raises:
-            Unavailable: The engine is gone. No choice has started.
-        """
-        shared = self.shared_prefix_cache
-        salt = prefix_salt(terms.client, request.cache_salt or "", shared=shared, router_salt=terms.cache_salt)
-        with contextlib.ExitStack() as started:
-            generations = []
-            for choice in choices:
-                generation = self._generation(choice, _submit(choice, task, terms, salt), request.user, start_record)
-                started.callback(generation.close)
-                generations.append(generation)
-            started.pop_all()
-        return generations
-
-    def _generation(
-        self, choice: StartingChoice, submit: Submit, user: str | None, start_record: StartRecord | None
-    ) -> Generation:
-        if choice.output.finish_reason is not None:
-            return Generation(
-                None, choice.output, choice.sampling, observers=(), on_end=lambda: None, replayed=choice.replayed
-            )
-        try:
-            stream = self.engine.submit(submit)
-        except EngineGone as error:
-            raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
-        self.queue.record_start(submit.client)
-        earlier_tokens = None if submit.emitted is None else len(submit.emitted)
-        counter = self.counts.request_counter(submit.task, len(submit.prompt), submit.client, earlier_tokens)
-        record = None
-        if start_record is not None and choice.generates:
-            record = start_record(choice.prompt, submit.sampling, submit.task, user)
-        return Generation(
-            stream,
-            choice.output,
-            choice.sampling,
-            observers=(counter,) if record is None else (counter, record),
-            on_end=lambda: self.queue.record_end(time.monotonic(), submit.client),
-            retry_after_seconds=lambda: self.queue.wait_seconds(1, time.monotonic()),
-            replayed=choice.replayed,
-        )
-
-
-def _submit(choice: StartingChoice, task: str, terms: RequestTerms, salt: str) -> Submit:
+def submit_of(choice: StartingChoice, task: str, terms: RequestTerms, salt: str) -> Submit:
+    """Return the message that starts a choice in the engine. ``salt`` is that of its cached prefix."""
     return Submit(
         request_id=uuid.uuid4().hex,
         prompt=tuple(choice.prompt.ids),

@@ -28,8 +28,8 @@ from specdecode_worker.contract.internal_stream import (
 from specdecode_worker.server.admission import RequestTerms
 from specdecode_worker.server.errors import ApiError, BadRequest, DeadlineExceeded, EngineFailed, Unavailable
 from specdecode_worker.server.generation import Output, contract_logprobs
-from specdecode_worker.server.responses import ChoicePiece
-from specdecode_worker.server.service import Call, EventEncoder, Result, Service, StartedRequest, start
+from specdecode_worker.server.responses import ChoicePiece, usage
+from specdecode_worker.server.service import Call, EventEncoder, Service, StartedRequest, start
 
 log = logging.getLogger(__name__)
 
@@ -130,16 +130,16 @@ class FrameStream(StreamingResponse):
     """Response of frames. It frees the engine slots however it ends, also when the router hangs up."""
 
     def __init__(self, service: Service, request: contract.OpenStream) -> None:
+        self._service, self._request = service, request
         self._channel = FrameChannel(lambda: _alive(service), service.config.engine.block_port or 0)
-        self._service = service
-        self._run = _StreamRun(service, request, self._channel)
+        self._started: StartedRequest | None = None
         super().__init__(self._channel.encoded(), media_type=contract.CONTENT_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames, then end the request."""
         listeners = self._service.lifecycle.on_leave
         listeners.add(self._channel.move)
-        work = asyncio.create_task(self._run.run())
+        work = asyncio.create_task(self._put_frames())
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -147,20 +147,13 @@ class FrameStream(StreamingResponse):
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
-            self._run.close()
+            if self._started is not None:
+                self._started.close(moved=self._channel.moved)
 
-
-class _StreamRun:
-    """Work of one internal stream: starts the generations and puts their frames on the channel."""
-
-    def __init__(self, service: Service, request: contract.OpenStream, channel: FrameChannel) -> None:
-        self._service, self._request, self._channel = service, request, channel
-        self._started: StartedRequest | None = None
-
-    async def run(self) -> None:
+    async def _put_frames(self) -> None:
         """Put all frames on the channel. Every error becomes the last frame."""
         try:
-            await self._frames()
+            await self._generate()
         except ApiError as error:
             await self._channel.put(error_frame(error))
         except Exception:
@@ -168,19 +161,15 @@ class _StreamRun:
             failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
             await self._channel.put(error_frame(failed))
 
-    def close(self) -> None:
-        """Close the generations."""
-        for generation in self._started.generations if self._started is not None else ():
-            generation.close(moved=self._channel.moved)
-
-    async def _frames(self) -> None:
+    async def _generate(self) -> None:
+        """Start the generations and put their frames on the channel. Raises ApiError."""
         request, lifecycle = self._request, self._service.lifecycle
         lifecycle.check_accepting()
         if lifecycle.shutting_down:
             raise Unavailable("this worker is shutting down", code="draining")
-        started = self._started = await start(self._service, request.route, _call_of(request, self._service), _wait)
+        started = self._started = await start(self._service, request.route, _call_of(request, self._service))
         delivered = _delivered(request, len(started.generations))
-        encoder = EventEncoder(started.generations, started.writer, started.stream_options)
+        encoder = EventEncoder(started)
         await self._channel.put(_open_frame(started, encoder, self._service.compatibility_key))
         readers = [
             _ChoiceReader(started, encoder, index, self._channel, count) for index, count in enumerate(delivered)
@@ -271,13 +260,12 @@ def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> con
 
 
 def _end_frame(started: StartedRequest, body: bytes) -> contract.End:
-    statistics = [generation.statistics for generation in started.generations]
-    once = [one for one in statistics if one.counts_prompt]
+    counts = usage(generation.output.statistics for generation in started.generations)
     return contract.End(
         body=body,
-        prompt_tokens=sum(one.prompt_tokens for one in once),
-        completion_tokens=sum(one.completion_tokens for one in statistics),
-        cached_tokens=sum(one.cached_tokens for one in once),
+        prompt_tokens=counts["prompt_tokens"],
+        completion_tokens=counts["completion_tokens"],
+        cached_tokens=counts["prompt_tokens_details"]["cached_tokens"],
     )
 
 
@@ -335,11 +323,6 @@ def _delivered(request: contract.OpenStream, choices: int) -> tuple[int, ...]:
     if len(delivered) != choices or min(delivered) < 0:
         raise BadRequest("delivered must have one count for each choice", param="delivered", code="invalid_value")
     return delivered
-
-
-async def _wait(work: Awaitable[Result], /) -> Result:
-    """Return the result of ``work``. The whole task of a stream is cancelled when its router hangs up."""
-    return await work
 
 
 async def _all_or_first_error(works: list[Awaitable[None]]) -> None:

@@ -490,6 +490,16 @@ class GenerationRequest(RequestBody):
     """Free-form metadata: ``task`` labels the request; ``capture`` set to false excludes it from traffic capture."""
 
     @property
+    def text(self) -> str:
+        """Text of all prompts or messages; token ids have none."""
+        raise NotImplementedError
+
+    @property
+    def prompt_count(self) -> int:
+        """Number of prompts; a conversation is one."""
+        return 1
+
+    @property
     def token_limit(self) -> int | None:
         """Largest number of output tokens that the client requests; None for no limit."""
         return self.max_tokens
@@ -803,6 +813,16 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool = True
     """Encode texts with the special tokens (such as BOS) of the tokenizer. False is for prompts that have them."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @property
+    def text(self) -> str:
+        """Prompts that are texts."""
+        return "\n".join(prompt for prompt in self.prompt if isinstance(prompt, str))
+
+    @property
+    def prompt_count(self) -> int:
+        """Number of prompts."""
+        return len(self.prompt)
 
     @property
     def top_logprobs_count(self) -> int | None:

@@ -302,7 +302,6 @@ def test_request_is_counted_once() -> None:
     for now, tokens in ((1.0, (5, 6)), (1.001, (7,)), (1.002, ())):  # noqa: B007
         request_counter.process(Tokens(request_id="r", tokens=tokens))
     request_counter.end("stop")
-    request_counter.end("stop")
     counts.request_counter("t", 9).end(None)
     values = samples(counts)
     assert values["specdecode_request_prompt_tokens_sum[]"] == 30

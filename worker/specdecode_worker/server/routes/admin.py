@@ -24,7 +24,7 @@ from starlette.types import Scope as AsgiScope
 
 from specdecode_worker.capture.records import FolderUnusable, SegmentNotFound
 from specdecode_worker.capture.segments import READ_BYTES, FinishedSegments
-from specdecode_worker.contract import MAX_REPORT_BYTES, Env, Header, Report, Route, SyntheticKnobs
+from specdecode_worker.contract import MAX_REPORT_BYTES, Env, Header, Plan, Report, Route, SyntheticKnobs
 from specdecode_worker.server.admission import (
     ReloadedSecrets,
     allowed_scopes,
@@ -37,7 +37,7 @@ from specdecode_worker.server.errors import ApiError, Forbidden, Unauthorized, U
 from specdecode_worker.server.listening import GracefulShutdown, answer_errors, error_response, read_body
 from specdecode_worker.server.requests import NewDraft, UserDeletion, parse_contract
 from specdecode_worker.server.routes.internal import add_internal
-from specdecode_worker.server.service import Service, parse_plan
+from specdecode_worker.server.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -279,7 +279,7 @@ def _add_plan(app: FastAPI, service: Service) -> None:
 
     @app.put(Route.plan)
     async def put_plan(request: Request) -> Response:
-        plan = parse_plan(await read_body(request))
+        plan = parse_contract(Plan, await read_body(request))
         await service.set_plan(plan)
         return _json(plan.model_dump_json().encode())
 

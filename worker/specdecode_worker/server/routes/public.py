@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import cache, partial
+from functools import cache
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -41,7 +41,6 @@ from specdecode_worker.server.service import (
     Service,
     SharedCall,
     StartedRequest,
-    close,
     start,
 )
 from specdecode_worker.version import VERSION
@@ -240,7 +239,7 @@ def _add_generation(app: FastAPI, service: Service, route: str) -> None:
             capture=request.headers.get(CAPTURE_HEADER),
             terms=terms,
         )
-        return await _answer(request, await start(service, route, call, partial(cancel_on_disconnect, request)))
+        return await _answer(request, await cancel_on_disconnect(request, start(service, route, call)))
 
 
 def _check_no_event_id(request: Request) -> None:
@@ -259,14 +258,12 @@ def _check_no_event_id(request: Request) -> None:
 
 async def _answer(request: Request, started: StartedRequest) -> Response:
     """Return the response, streaming or complete. The generations are closed in every case."""
-    generations = started.generations
     if started.body.stream:
-        return EventStream(generations, started.writer, started.stream_options, started.headers)
+        return EventStream(started)
     try:
-        choices = await cancel_on_disconnect(
-            request, asyncio.gather(*(generation.whole() for generation in generations))
-        )
+        work = asyncio.gather(*(generation.whole() for generation in started.generations))
+        choices = await cancel_on_disconnect(request, work)
         content = await started.encode_whole(choices)
         return Response(content, headers=started.headers, media_type="application/json")
     finally:
-        close(generations)
+        started.close()
