@@ -7,7 +7,6 @@ import contextlib
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
@@ -47,20 +46,16 @@ class FrameChannel:
 
     def __init__(self, alive: Callable[[], Alive | None], block_port: int = 0) -> None:
         self._alive, self._block_port = alive, block_port
-        self._frames: deque[Frame] = deque()
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue(_MAX_QUEUED_FRAMES)
         self._has_news = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
-        self._alive_due = False
+        self._has_news.set()  # the first sign of life is due at once
+        self._alive_due = True
         self.moved = False
         """True if the worker has asked for a continuation on another worker."""
 
     async def put(self, frame: Frame) -> None:
         """Append a frame, as soon as there is room for it."""
-        while len(self._frames) >= _MAX_QUEUED_FRAMES:
-            self._has_room.clear()
-            await self._has_room.wait()
-        self._frames.append(frame)
+        await self._frames.put(frame)
         self._has_news.set()
 
     def move(self) -> None:
@@ -70,7 +65,7 @@ class FrameChannel:
 
     async def encoded(self) -> AsyncIterator[bytes]:
         """Yield the encoded frames as they arrive, up to the last one."""
-        timer = _Timer(self._tick)
+        beating = asyncio.create_task(self._beat())
         try:
             while True:
                 await self._has_news.wait()
@@ -81,7 +76,7 @@ class FrameChannel:
                 if frames and isinstance(frames[-1], Moved | Error | End):
                     return
         finally:
-            timer.cancel()
+            beating.cancel()
 
     def _take(self) -> list[Frame]:
         """Remove and return the frames to send now. A stream that has its last frame does not move."""
@@ -89,35 +84,18 @@ class FrameChannel:
         if self._alive_due and (alive := self._alive()) is not None:
             frames.append(alive)
         self._alive_due = False
-        frames += self._frames
-        self._frames.clear()
-        self._has_room.set()
+        while not self._frames.empty():
+            frames.append(self._frames.get_nowait())
         if self.moved and not (frames and isinstance(frames[-1], Error | End)):
             frames.append(Moved(self._block_port))
         return frames
 
-    def _tick(self) -> None:
-        self._alive_due = True
-        self._has_news.set()
-
-
-class _Timer:
-    """Repeated call of a function every ALIVE_SECONDS, first at once."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._loop = asyncio.get_running_loop()
-        self._next_seconds = self._loop.time()
-        self._run()
-
-    def cancel(self) -> None:
-        """Stop the calls."""
-        self._handle.cancel()
-
-    def _run(self) -> None:
-        self._call()
-        self._next_seconds = max(self._next_seconds + ALIVE_SECONDS, self._loop.time())
-        self._handle = self._loop.call_at(self._next_seconds, self._run)
+    async def _beat(self) -> None:
+        """Make a sign of life due every ALIVE_SECONDS."""
+        while True:
+            await asyncio.sleep(ALIVE_SECONDS)
+            self._alive_due = True
+            self._has_news.set()
 
 
 # Internal stream of one request: its generations as frames for a router.
