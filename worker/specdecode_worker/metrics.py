@@ -26,12 +26,16 @@ Histograms = Iterable[tuple[tuple[str, ...], Sequence[int], float]]
 """Triples of values of the further labels, observations per bucket (not accumulated) and sum of the observations."""
 
 
-class FamilyList:
+class FamilyList(Collector):
     """Metric families of one model, in the order in which they are added."""
 
     def __init__(self, model: str) -> None:
         self.families: list[Family] = []
         self._model = model
+
+    def collect(self) -> Iterable[Family]:
+        """Return the families."""
+        return self.families
 
     def counter(self, name: Metric, text: str, samples: float | Samples, *labels: str) -> None:
         """Add a counter: its value, or its samples by the further ``labels``."""
@@ -478,7 +482,7 @@ def _under_vllm_name(family: Family) -> Family:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def families_of(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> list[Family]:
+def families_of(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> FamilyList:
     """Return all metrics, with ``vllm_names`` also those under vLLM's names."""
     add = FamilyList(report.model)
     add_speculation(add, report, counts)
@@ -488,21 +492,11 @@ def families_of(report: Report, counts: ServerCounters, *, vllm_names: bool = Tr
         add.families += under_vllm_names(tuple(add.families), report)
     add_capture(add, counts.capture)
     add_api_keys(add, counts)
-    return add.families
+    return add
 
 
 def render(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> bytes:
     """Return all metrics in the Prometheus text format, see `families_of`."""
     registry = CollectorRegistry()
-    registry.register(_StaticCollector(families_of(report, counts, vllm_names=vllm_names)))
+    registry.register(families_of(report, counts, vllm_names=vllm_names))
     return generate_latest(registry)
-
-
-class _StaticCollector(Collector):
-    """Collector of metric families that are already built."""
-
-    def __init__(self, families: list[Family]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Family]:
-        return self._families
