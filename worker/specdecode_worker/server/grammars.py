@@ -6,14 +6,12 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammars import (
     GrammarCompiler,
-    Schema,
     close_objects,
     compile_options,
     lark_grammar,
@@ -23,6 +21,7 @@ from specdecode_worker.guided.guide import GrammarRefused
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting
 from specdecode_worker.server.requests import (
     ChatRequest,
+    FunctionDefinition,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
@@ -34,16 +33,6 @@ from specdecode_worker.server.requests import (
 # Grammars of tool calls in the format of the model: calls only, or calls within text.
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class CallableFunction:
-    """Function that an answer may call. ``exact`` is that of ``guided.grammars.compile_options``."""
-
-    name: str
-    parameters: Schema
-    exact: bool
 
 
 # Each format's text before a call, the key of its arguments, the text behind it, and what separates two calls.
@@ -56,7 +45,7 @@ def guided_format(tool_format: ToolFormat) -> ToolFormat:
     return "llama3_json" if tool_format == "pythonic" else tool_format
 
 
-def forced_calls(tool_format: ToolFormat, functions: Sequence[CallableFunction], *, parallel: bool) -> str:
+def forced_calls(tool_format: ToolFormat, functions: Sequence[FunctionDefinition], *, parallel: bool) -> str:
     """Return the grammar of answers that are calls and nothing else: several only if ``parallel``.
 
     Raises:
@@ -67,7 +56,7 @@ def forced_calls(tool_format: ToolFormat, functions: Sequence[CallableFunction],
     return lark_grammar("\n".join([f"start: call{more}", *_call_rules(functions, begin, key, end)]))
 
 
-def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunction], *, parallel: bool) -> str:
+def calls_within_text(tool_format: ToolFormat, functions: Sequence[FunctionDefinition], *, parallel: bool) -> str:
     """Return the grammar of answers that are text or calls, in which calls follow the functions' parameters.
 
     Raises:
@@ -90,7 +79,7 @@ def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunct
     return lark_grammar("\n".join([*lines, *_call_rules(functions, begin, key, end)]))
 
 
-def _call_rules(functions: Sequence[CallableFunction], begin: str, key: str, end: str) -> list[str]:
+def _call_rules(functions: Sequence[FunctionDefinition], begin: str, key: str, end: str) -> list[str]:
     """Return the Lark rules of a call of one of the functions, between the texts ``begin`` and ``end``."""
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
     for i, function in enumerate(functions):
@@ -100,18 +89,13 @@ def _call_rules(functions: Sequence[CallableFunction], begin: str, key: str, end
     return rules
 
 
-def _arguments_schema(function: CallableFunction) -> dict[str, Any]:
-    """Return the schema of the arguments with llguidance's options in it."""
-    closed = close_objects(with_readable_numbers(_object_schema(function)))
-    return {"x-guidance": compile_options(exact=function.exact, white_space=True), **closed}
-
-
-def _object_schema(function: CallableFunction) -> dict[str, Any]:
-    """Return the schema of the arguments, which are always an object."""
-    schema = function.parameters if isinstance(function.parameters, dict) else ANY_ARGUMENTS
+def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
+    """Return the schema of the arguments, which are always an object, with llguidance's options in it."""
+    schema = NO_ARGUMENTS if function.parameters is None else function.parameters
     if not _are_arguments(schema):
         raise GrammarRefused("the parameters of a function must be of type object")
-    return {**schema, "type": "object"}
+    closed = close_objects(with_readable_numbers({**schema, "type": "object"}))
+    return {"x-guidance": compile_options(exact=bool(function.strict), white_space=True), **closed}
 
 
 def _are_arguments(schema: Mapping[str, Any]) -> bool:
@@ -174,9 +158,10 @@ class AnswerGrammars:
     def _calls(self, body: ChatRequest) -> str:
         assert self._tool_format is not None, "the route has checked that the model can call tools"
         if body.forced_tools:
-            functions = _functions(body.forced_tools)
+            functions = [tool.function for tool in body.forced_tools]
             return forced_calls(self._tool_format, functions, parallel=body.parallel_tool_calls)
-        return calls_within_text(self._tool_format, _functions(body.tools), parallel=body.parallel_tool_calls)
+        functions = [tool.function for tool in body.tools]
+        return calls_within_text(self._tool_format, functions, parallel=body.parallel_tool_calls)
 
     def _refusal(self, error: GrammarRefused, body: GenerationRequest) -> BadRequest:
         """Return the response that names the field at fault."""
@@ -224,17 +209,6 @@ def _schema_of(schema: dict[str, Any] | str) -> Any:
     if not isinstance(parsed, dict | bool):
         raise GrammarRefused("the schema must be an object")
     return parsed
-
-
-def _functions(tools: Sequence[Tool]) -> list[CallableFunction]:
-    return [
-        CallableFunction(
-            tool.function.name,
-            NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters,
-            bool(tool.function.strict),
-        )
-        for tool in tools
-    ]
 
 
 def _field(body: GenerationRequest) -> str:
