@@ -32,7 +32,7 @@ from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.http_edge import Fingerprint, fingerprint_of, mounted_files
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.sampling.params import Sampling
-from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError, TooManyWaiting
+from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError, TooManyWaiting, invalid_value
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.tools import Tokenizer, format_of
 from specdecode_worker.version import VERSION
@@ -672,7 +672,7 @@ def check_ids(request: GenerationRequest, limits: ModelLimits) -> None:
     allowed = set(request.allowed_token_ids or ())
     _check_tokens(allowed, "allowed_token_ids", limits)
     if request.min_tokens and allowed and allowed <= {*request.stop_token_ids, *limits.end_tokens}:
-        raise _bad(
+        raise invalid_value(
             "allowed_token_ids has nothing but tokens that end the answer, before which min_tokens asks for others; "
             "allow another token, or leave min_tokens out",
             "allowed_token_ids",
@@ -688,7 +688,7 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Model
     """
     field = prompt_field(request)
     if not prompt:
-        raise _bad("the prompt is empty", field)
+        raise invalid_value("the prompt is empty", field)
     wanted = max(request.token_limit or 1, request.min_tokens, 1)
     if len(prompt) + wanted > limits.max_model_len:
         raise BadRequest(
@@ -730,7 +730,7 @@ def token_limits(request: GenerationRequest, prompts: Sequence[Sequence[int]], l
     fitting = (MAX_LOGPROBS_PER_REQUEST - of_prompts) // (per_token * len(prompts))
     if request.token_limit is None and fitting >= max(_LEAST_DEFAULT_TOKENS, request.min_tokens):
         return [min(one, fitting) for one in wanted]
-    raise _bad(
+    raise invalid_value(
         f"the request asks for up to {total} log-probabilities (choices x tokens x (log-probabilities per token + 1)), "
         f"and may ask for {MAX_LOGPROBS_PER_REQUEST}. Lower max_tokens, the number of choices or of log-probabilities, "
         "or send fewer prompts",
@@ -747,13 +747,15 @@ def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> Non
     """Raise BadRequest that names the first token outside the vocabulary."""
     for token in tokens:
         if token in limits.unembedded:
-            raise _bad(
+            raise invalid_value(
                 f"{field}: the token {limits.unembedded[token]!r} ({token}) is in the tokenizer, but the model has no "
                 f"embedding for it; its token ids lie in 0..{limits.vocab_size - 1}",
                 field,
             )
         if not 0 <= token < limits.vocab_size:
-            raise _bad(f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field)
+            raise invalid_value(
+                f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field
+            )
 
 
 _MADE_FIELDS = {
@@ -780,10 +782,6 @@ def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Model
         grammar=grammar,
         **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )
-
-
-def _bad(message: str, field: str) -> BadRequest:
-    return BadRequest(message, param=field, code="invalid_value")
 
 
 # Terms of one request besides its body: the client it is served for and its deadlines.
@@ -834,9 +832,7 @@ def read_timeout(header: str | None, default_seconds: float) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise BadRequest(
-            f"{TIMEOUT_HEADER} must be a positive number of seconds", param=TIMEOUT_HEADER, code="invalid_value"
-        )
+        raise invalid_value(f"{TIMEOUT_HEADER} must be a positive number of seconds", TIMEOUT_HEADER)
     return min(seconds, default_seconds)
 
 

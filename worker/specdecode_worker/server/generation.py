@@ -32,6 +32,7 @@ from specdecode_worker.server.errors import (
     EngineLost,
     Incompatible,
     QueueTimedOut,
+    invalid_value,
 )
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
@@ -249,7 +250,7 @@ def _with_tokens(ids: Sequence[int], logprobs: Sequence[contract.Logprobs]) -> t
 
 
 def _no_attempt(what: str) -> BadRequest:
-    return BadRequest(f"resume is no attempt of this request: {what} is wrong", param="resume", code="invalid_value")
+    return invalid_value(f"resume is no attempt of this request: {what} is wrong", "resume")
 
 
 # Choices of a request that are ready to start: new ones, and ones that continue an earlier attempt.

@@ -18,7 +18,7 @@ from specdecode_worker.guided.grammars import (
     with_readable_numbers,
 )
 from specdecode_worker.guided.guide import GrammarRefused
-from specdecode_worker.server.errors import BadRequest, TooManyWaiting
+from specdecode_worker.server.errors import BadRequest, TooManyWaiting, invalid_value, unsupported
 from specdecode_worker.server.requests import (
     ChatRequest,
     FunctionDefinition,
@@ -27,7 +27,6 @@ from specdecode_worker.server.requests import (
     JsonSchemaFormat,
     StructuredOutputs,
     Tool,
-    unsupported,
 )
 
 # Grammars of tool calls in the format of the model: calls only, or calls within text.
@@ -166,10 +165,10 @@ class AnswerGrammars:
     def _refusal(self, error: GrammarRefused, body: GenerationRequest) -> BadRequest:
         """Return the response that names the field at fault."""
         if not (isinstance(body, ChatRequest) and body.guides_calls):
-            return BadRequest(str(error), param=_field(body), code="invalid_value")
+            return invalid_value(str(error), _field(body))
         for i, tool in enumerate(body.tools):
             if tool in (body.forced_tools or body.tools) and not self._compiles(tool):
-                return BadRequest(str(error), param=f"tools[{i}].function.parameters", code="invalid_value")
+                return invalid_value(str(error), f"tools[{i}].function.parameters")
         return unsupported(str(error), "tool_choice")
 
     def _compiles(self, tool: Tool) -> bool:

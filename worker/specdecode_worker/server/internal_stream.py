@@ -25,7 +25,14 @@ from specdecode_worker.contract.internal_stream import (
     encode_frame,
 )
 from specdecode_worker.server.admission import RequestTerms
-from specdecode_worker.server.errors import ApiError, BadRequest, DeadlineExceeded, EngineFailed, Unavailable
+from specdecode_worker.server.errors import (
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    EngineFailed,
+    Unavailable,
+    invalid_value,
+)
 from specdecode_worker.server.generation import Output, contract_logprobs
 from specdecode_worker.server.responses import ChoicePiece, usage
 from specdecode_worker.server.service import Call, EventEncoder, Service, StartedRequest, start
@@ -299,7 +306,7 @@ def _delivered(request: contract.OpenStream, choices: int) -> tuple[int, ...]:
     """
     delivered = (0,) * choices if request.delivered is None else request.delivered
     if len(delivered) != choices or min(delivered) < 0:
-        raise BadRequest("delivered must have one count for each choice", param="delivered", code="invalid_value")
+        raise invalid_value("delivered must have one count for each choice", "delivered")
     return delivered
 
 

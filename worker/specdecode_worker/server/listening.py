@@ -38,7 +38,7 @@ from specdecode_worker.contract import ServerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import EngineWatchdog, State
 from specdecode_worker.http_edge import BodyBudget, BodyReservation, TlsCertificate
-from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed, Unavailable
+from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed, Unavailable, error_object
 from specdecode_worker.termination import write_termination_message
 
 log = logging.getLogger(__name__)
@@ -610,10 +610,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _send_error(self, status: int, message: str, code: str) -> None:
         """Send an error object and close the connection."""
-        body = msgspec.json.encode(
-            {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error",
-                       "param": None, "code": code}}
-        )  # fmt: skip
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        body = msgspec.json.encode(error_object(message, kind, code=code))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
@@ -828,7 +826,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Convert the framework's error for an unknown path (404) or method (405)."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.scope['path']}: {error.detail}"
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+    body = error_object(message, "invalid_request_error")
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 

@@ -28,7 +28,7 @@ from specdecode_worker.models.chat_template import ChatTemplate, Message
 from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
 from specdecode_worker.server import template_process
 from specdecode_worker.server.admission import ModelLimits, token_limit, token_limits, truncated
-from specdecode_worker.server.errors import BadRequest, ServerError, TooManyWaiting, Unavailable
+from specdecode_worker.server.errors import BadRequest, ServerError, TooManyWaiting, Unavailable, invalid_value
 from specdecode_worker.server.grammars import AnswerGrammars
 from specdecode_worker.server.requests import (
     ChatRequest,
@@ -307,7 +307,7 @@ class PromptPreparation:
                 code="context_length_exceeded",
             ) from None
         except (TemplateRefused, TokenizerProblem) as error:
-            raise BadRequest(str(error), param=field, code="invalid_value") from None
+            raise invalid_value(str(error), field) from None
         except TextWorkStopped:
             raise Unavailable("this worker is shutting down", code="draining") from None
 

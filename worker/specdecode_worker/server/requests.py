@@ -33,7 +33,7 @@ from specdecode_worker.contract import (
     Placement,
     Written,
 )
-from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.errors import BadRequest, invalid_value, unsupported
 from specdecode_worker.server.tools import FUNCTION_NAME
 
 log = logging.getLogger(__name__)
@@ -221,11 +221,6 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def unsupported(message: str, name: str) -> BadRequest:
-    """Return the error for an unsupported field or value."""
-    return BadRequest(message, param=name, code="unsupported_parameter")
-
-
 def _same(value: Any, neutral: Any) -> bool:
     # False == 0 in Python, but a request with echo 0 differs from one with echo false.
     return isinstance(value, _SAME.get(type(neutral), (type(neutral),))) and (
@@ -320,10 +315,8 @@ class StructuredOutputs(ClosedModel):
         values = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None)
         count = sum(value is not None for value in values)
         if count != 1:
-            raise BadRequest(
-                f"structured_outputs needs exactly one of {', '.join(_KINDS)}, and has {count}",
-                param="structured_outputs",
-                code="invalid_value",
+            raise invalid_value(
+                f"structured_outputs needs exactly one of {', '.join(_KINDS)}, and has {count}", "structured_outputs"
             )
 
 
@@ -543,19 +536,13 @@ class GenerationRequest(RequestBody):
         if self.structured_outputs is not None:
             self.structured_outputs.check()
             if self.response_format is not None and self.response_format.type != "text":
-                raise BadRequest(
-                    "response_format and structured_outputs exclude each other", param="structured_outputs",
-                    code="invalid_value",
-                )  # fmt: skip
+                raise invalid_value("response_format and structured_outputs exclude each other", "structured_outputs")
         self._check_token_rules()
         if self.truncate_prompt_tokens == 0:
-            raise BadRequest("truncate_prompt_tokens must be -1, or at least 1", param="truncate_prompt_tokens",
-                             code="invalid_value")  # fmt: skip
+            raise invalid_value("truncate_prompt_tokens must be -1, or at least 1", "truncate_prompt_tokens")
         if self.token_limit is not None and self.min_tokens > self.token_limit:
-            raise BadRequest(
-                f"min_tokens is {self.min_tokens}, above the limit of {self.token_limit} tokens",
-                param="min_tokens",
-                code="invalid_value",
+            raise invalid_value(
+                f"min_tokens is {self.min_tokens}, above the limit of {self.token_limit} tokens", "min_tokens"
             )
 
 
@@ -698,10 +685,9 @@ class ConversationRequest(RequestBody):
         """Raise BadRequest if the last message is to be continued, and followed by another turn or without text."""
         super().check()
         if self.continue_final_message and (self.add_generation_prompt or not self.messages[-1].text):
-            raise BadRequest(
+            raise invalid_value(
                 "continue_final_message needs add_generation_prompt to be false, and a last message with content",
-                param="continue_final_message",
-                code="invalid_value",
+                "continue_final_message",
             )
 
 
@@ -756,7 +742,7 @@ class ChatRequest(ConversationRequest, GenerationRequest):
     def _check_tool_choice(self) -> None:
         """Raise BadRequest for a tool_choice without the tool, or for strict functions together with another format."""
         if self.tool_choice not in ("none", "auto") and not self.forced_tools:
-            raise BadRequest("tool_choice needs a function that tools has", param="tool_choice", code="invalid_value")
+            raise invalid_value("tool_choice needs a function that tools has", "tool_choice")
         if self.has_strict_tools and not self.forced_tools and self.has_format:
             raise unsupported(
                 "functions with strict and another format of the answer are not supported together; leave out strict, "
@@ -767,7 +753,7 @@ class ChatRequest(ConversationRequest, GenerationRequest):
         """Raise BadRequest for invalid or unsupported combinations of logprobs, tools and template variables."""
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
+            raise invalid_value("top_logprobs needs logprobs to be true", "top_logprobs")
         self._check_tool_choice()
         if taken := sorted(self.chat_template_kwargs.keys() & _TAKEN_VARIABLES):
             raise BadRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
@@ -833,7 +819,7 @@ class CompletionRequest(GenerationRequest):
         """Raise BadRequest for max_tokens 0 without echo."""
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise BadRequest("max_tokens may be 0 only with echo", param="max_tokens", code="invalid_value")
+            raise invalid_value("max_tokens may be 0 only with echo", "max_tokens")
 
 
 # Request body of PUT /v1/draft on the admin port, which replaces a draft.

@@ -37,7 +37,7 @@ from specdecode_worker.server.admission import (
     compatibility_key,
     prefix_salt,
 )
-from specdecode_worker.server.errors import ApiError, BadRequest, Conflict, ModelNotFound, Unavailable
+from specdecode_worker.server.errors import ApiError, BadRequest, Conflict, ModelNotFound, Unavailable, unsupported
 from specdecode_worker.server.generation import (
     Generation,
     StartingChoice,
@@ -59,7 +59,6 @@ from specdecode_worker.server.requests import (
     StreamOptions,
     ignored_header,
     parse,
-    unsupported,
 )
 from specdecode_worker.server.responses import (
     DONE,
