@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specdecode_worker.core.messages import Logprobs
-from specdecode_worker.models.chat_template import ChatTemplate, Message
+from specdecode_worker.models.chat_template import ChatTemplate
 from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
 from specdecode_worker.server import template_process
 from specdecode_worker.server.admission import ModelLimits, token_limit, token_limits, truncated
@@ -267,17 +267,8 @@ class PromptPreparation:
         if templates is None:
             self._tokenizer.chat_template()  # raises TokenizerProblem
             raise AssertionError("a model without template pool has no template")
-        messages = [message.rendered() for message in body.messages]
-        return await self._threads.run(
-            Lane.TEMPLATE,
-            lambda _stopped: templates.render(
-                messages,
-                body.shown_tools,
-                body.chat_template_kwargs,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-            ),
-        )
+        conversation = body.rendered()
+        return await self._threads.run(Lane.TEMPLATE, lambda _stopped: templates.render(conversation))
 
     @contextlib.contextmanager
     def _counted(self, characters: int) -> Iterator[None]:
@@ -419,16 +410,8 @@ class TemplatePool:
         """Start one process without waiting for it, so that the first client does not wait for its start."""
         self._idle.put(self._idle.get() or self._started())
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Render the prompt text of a conversation, like ``ChatTemplate.render`` but within limits.
+    def render(self, conversation: Mapping[str, Any]) -> str:
+        """Render the prompt text of a conversation, the arguments of ``ChatTemplate.render``, within limits.
 
         Run it in a thread: it blocks until a process is free and has answered.
 
@@ -436,13 +419,6 @@ class TemplatePool:
             TemplateRefused: The template failed on these messages, or took too much processor time or memory for them.
             Unavailable: No process can be started, or the process ended or did not answer in time.
         """
-        conversation = {
-            "messages": messages,
-            "tools": tools,
-            "variables": variables,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
         renderer = self._idle.get()
         try:
             renderer = renderer or self._started()

@@ -681,6 +681,16 @@ class ConversationRequest(RequestBody):
         """Tools for the chat template."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
+    def rendered(self) -> dict[str, Any]:
+        """Return the arguments of `ChatTemplate.render`."""
+        return {
+            "messages": [message.rendered() for message in self.messages],
+            "tools": self.shown_tools,
+            "variables": self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
     def check(self) -> None:
         """Raise BadRequest if the last message is to be continued, and followed by another turn or without text."""
         super().check()
