@@ -462,8 +462,9 @@ def load_credentials(config: ServerConfig, environ: Mapping[str, str], flag_keys
     """
     try:
         api_keys = _api_keys(config, _fixed_keys(environ, flag_keys))
-        tokens, generated = _fixed_tokens(environ, generate=config.admin_tokens_path is None)
-        return Credentials(api_keys, _admin_tokens(config, tokens), generated)
+        given = _environment_token(environ)
+        generated = "" if given or config.admin_tokens_path else secrets.token_urlsafe(_TOKEN_BYTES)
+        return Credentials(api_keys, _admin_tokens(config, given or generated), generated)
     except SecretFileError as error:
         raise CannotStart(str(error)) from None
 
@@ -492,20 +493,17 @@ def _api_keys(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets
     return ReloadedSecrets("API keys", fixed, read, partial(read_fingerprint, path))
 
 
-def _fixed_tokens(environ: Mapping[str, str], *, generate: bool) -> tuple[dict[str, str], str]:
-    """Return the tokens of the environment by scope, and the one that was generated because there is none."""
-    given = environ.get(Env.admin_token)
-    if given is not None:
-        if not given.strip():
-            raise CannotStart(f"${Env.admin_token} is set and holds no token; set one, or unset it to have one made")
-        return {Scope.operator: given.strip()}, ""
-    generated = secrets.token_urlsafe(_TOKEN_BYTES) if generate else ""
-    return ({Scope.operator: generated} if generated else {}), generated
+def _environment_token(environ: Mapping[str, str]) -> str:
+    """Return the operator's token of the environment; empty without one."""
+    token = environ.get(Env.admin_token)
+    if token is not None and not token.strip():
+        raise CannotStart(f"${Env.admin_token} is set and holds no token; set one, or unset it to have one made")
+    return (token or "").strip()
 
 
-def _admin_tokens(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets:
-    """Return the admin tokens by scope: those of the folder and that of the environment."""
-    named = {f"{scope}/environment": token for scope, token in fixed.items()}
+def _admin_tokens(config: ServerConfig, operator: str) -> ReloadedSecrets:
+    """Return the admin tokens by scope: those of the folder, and another one of the operator unless it is empty."""
+    named = {f"{Scope.operator}/environment": operator} if operator else {}
     if config.admin_tokens_path is None:
         return ReloadedSecrets("admin tokens", named)
     path = Path(config.admin_tokens_path)
