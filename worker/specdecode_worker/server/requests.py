@@ -859,13 +859,7 @@ class NewDraft(Written):
 
     def config(self) -> DraftConfig:
         """Return the configuration of the draft, as a required draft: one that does not fit the target is an error."""
-        return DraftConfig(
-            method=self.method,
-            uri=self.uri,
-            required=True,
-            quantization=self.quantization,
-            placement=self.placement,
-        )
+        return DraftConfig(**self.model_dump(exclude={"name", "expected_hash"}), required=True)
 
 
 # Request bodies of /tokenize and /detokenize, with the fields of vLLM.

@@ -229,11 +229,6 @@ class ResponseWriter:
         self._context = context
 
     @property
-    def request_id(self) -> str:
-        """Id of the request, without the prefix of the route."""
-        return self._context.request_id
-
-    @property
     def created(self) -> int:
         """Unix time of the response in seconds."""
         return self._context.created

@@ -149,11 +149,8 @@ class Tokenizer:
             TokenizerProblem: This is a base model.
             TemplateRefused: The template does not accept the messages.
         """
-        return self.encode_rendered(self.chat_template().render(messages))
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a rendered template. Templates write BOS themselves, so no special token is added."""
-        return self.encode(text, add_special_tokens=False)
+        # Templates write BOS themselves, so no special token is added.
+        return self.encode(self.chat_template().render(messages), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""

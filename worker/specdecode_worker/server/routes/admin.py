@@ -120,7 +120,7 @@ class _SegmentSource:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._segments: FinishedSegments | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "captured-segments", initializer=_lower_priority)
         self._transfers = 0
 
     async def listing(self) -> bytes:
@@ -150,8 +150,6 @@ class _SegmentSource:
 
     async def read(self, function: Callable[[], Result]) -> Result:
         """Call a blocking function in the thread of this source."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "captured-segments", initializer=_lower_priority)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def end_transfer(self) -> None:
