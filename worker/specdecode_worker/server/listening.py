@@ -825,7 +825,9 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Convert the framework's error for an unknown path (404) or method (405)."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path']}: {error.detail}"
+    # An application that is mounted below a path answers as one that is not.
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    message = f"{request.method} {path}: {error.detail}"
     body = error_object(message, "invalid_request_error")
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
