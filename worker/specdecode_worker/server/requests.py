@@ -91,19 +91,21 @@ WITHOUT_EFFECT = frozenset(
         "prediction", "request_id", "guided_decoding_backend",
     }
 )  # fmt: skip
-# Unsupported fields of OpenAI and vLLM that would change the output, with the values at which they have no effect.
+# Unsupported fields of OpenAI and vLLM that would change the output with any value.
+_NEVER_NEUTRAL = (
+    "prompt", "messages", "max_completion_tokens", "prompt_embeds", "prompt_logprobs", "chat_template",
+    "thinking_token_budget", "verbosity", "web_search_options", "audio", "repetition_detection", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "structural_tag",
+)  # fmt: skip
+# All unsupported fields, with the values at which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prompt": (),
-    "messages": (),
-    "max_completion_tokens": (),
+    **dict.fromkeys(_NEVER_NEUTRAL, ()),
     "top_logprobs": (0,),
     "parallel_tool_calls": (True, False),
     "chat_template_kwargs": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "length_penalty": (1,),
     "modalities": (["text"],),
@@ -114,25 +116,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "use_beam_search": (False,),
     "reasoning_effort": ("none",),
     "include_reasoning": (True,),
-    "thinking_token_budget": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "audio": (),
     "priority": (0,),
     "logits_processors": ([],),
-    "repetition_detection": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
     "detokenize": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
