@@ -35,13 +35,12 @@ from specdecode_worker.server.errors import (
     invalid_value,
 )
 from specdecode_worker.server.prompts import Prompt
-from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.responses import (
     ChoiceDetokenizer,
     ChoicePiece,
     ChoiceStatistics,
     FinishedChoice,
-    TextOptions,
 )
 from specdecode_worker.server.tools import Tokenizer
 
@@ -67,12 +66,19 @@ class ChoiceOutput:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Prompt, options: TextOptions, counters: ChoiceCounters = NO_COUNTS
+        self,
+        tokenizer: Tokenizer,
+        prompt: Prompt,
+        request: GenerationRequest,
+        counters: ChoiceCounters = NO_COUNTS,
+        *,
+        counts_prompt: bool,
     ) -> None:
-        self._prompt, self._options = prompt, options
-        self._echo = prompt.echo
+        self._prompt, self._echo = prompt, prompt.echo
+        self._scores, self._counts_prompt = request.top_logprobs_count is not None, counts_prompt
+        self.generates = request.generates
         first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
-        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options, first_offset=first_offset)
+        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, request, first_offset=first_offset)
         self._earlier, self.counters = counters, counters
         """Counts of the choice in earlier attempts, and so far."""
         self._drafts = self._accepted = 0
@@ -91,7 +97,7 @@ class ChoiceOutput:
             cached_tokens=now.cached_tokens,
             draft_tokens=now.draft_tokens,
             acceptance=now.acceptance,
-            counts_prompt=self._options.counts_prompt,
+            counts_prompt=self._counts_prompt,
         )
 
     def push(self, tokens: Tokens) -> ChoicePiece:
@@ -101,10 +107,10 @@ class ChoiceOutput:
             EngineFailed: Log-probabilities are missing.
         """
         self._count(tokens)
-        if self._options.logprobs and len(tokens.logprobs) != len(tokens.tokens):
+        if self._scores and len(tokens.logprobs) != len(tokens.tokens):
             raise EngineFailed("the engine returned no log-probabilities")
         echo = self._echoed(tokens)
-        if not self._options.generates:
+        if not self.generates:
             self.length += len(tokens.tokens)
             piece = ChoicePiece(echo.text, "length", echo.scored)
         else:
@@ -120,7 +126,7 @@ class ChoiceOutput:
         Raises:
             BadRequest: There are tokens behind the end of the choice, or log-probabilities are missing.
         """
-        if self._options.logprobs and len(progress.logprobs) != len(progress.ids):
+        if self._scores and len(progress.logprobs) != len(progress.ids):
             raise BadRequest("the progress of a choice lacks log-probabilities of its tokens", param="resume")
         pieces: list[ChoicePiece] = []
         for tokens in _messages(progress, rule):
@@ -147,7 +153,7 @@ class ChoiceOutput:
         echo, self._echo = self._echo, None
         if echo is None:
             return ChoicePiece("", None)
-        if not self._options.logprobs:
+        if not self._scores:
             return ChoicePiece(echo.text, None)
         if len(tokens.prompt_logprobs) != len(self._prompt.ids) - 1:
             raise EngineFailed("the engine returned no log-probabilities of the prompt")
@@ -263,8 +269,6 @@ class StartingChoice:
     prompt: Prompt
     sampling: Sampling
     output: ChoiceOutput
-    generates: bool
-    """False if only the echo of the prompt is returned."""
     emitted: tuple[int, ...] | None = None
     """Output tokens of an earlier attempt; None for a new choice."""
     replayed: Sequence[ChoicePiece] = ()
@@ -287,10 +291,9 @@ def new_choices(model: Model, request: GenerationRequest, prompts: Sequence[Prom
     choices = []
     for prompt, limit in zip(prompts, most_tokens, strict=True):
         for index, seed in enumerate(seeds_of(request.seed, request.n)):
-            options = _output_options(request, index)
-            output = ChoiceOutput(model.tokenizer, prompt, options)
+            output = ChoiceOutput(model.tokenizer, prompt, request, counts_prompt=index == 0)
             sampling = sampling_of(request, limit, seed, limits, prompt.grammar)
-            choices.append(StartingChoice(prompt, sampling, output, options.generates))
+            choices.append(StartingChoice(prompt, sampling, output))
     return choices
 
 
@@ -310,23 +313,11 @@ def continued_choices(
     made = request.n
     choices = []
     for index, (sampling, progress) in enumerate(earlier):
-        prompt, options = prompts[index // made], _output_options(request, index % made)
-        output = ChoiceOutput(model.tokenizer, prompt, options, progress.counters)
+        prompt = prompts[index // made]
+        output = ChoiceOutput(model.tokenizer, prompt, request, progress.counters, counts_prompt=index % made == 0)
         replayed = output.replay(progress, FinishRule.of(sampling, model.loaded.eos_token_ids))
-        choices.append(StartingChoice(prompt, sampling, output, options.generates, progress.ids, replayed))
+        choices.append(StartingChoice(prompt, sampling, output, progress.ids, replayed))
     return choices
-
-
-def _output_options(request: GenerationRequest, choice: int) -> TextOptions:
-    return TextOptions(
-        stops=tuple(request.stop),
-        include_stop=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-        min_tokens=request.min_tokens,
-        logprobs=request.top_logprobs_count is not None,
-        generates=not isinstance(request, CompletionRequest) or request.max_tokens != 0,
-        counts_prompt=choice == 0,
-    )
 
 
 # One generation: converts the token stream of one `Submit` into pieces of text.

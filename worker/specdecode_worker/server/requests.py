@@ -436,6 +436,7 @@ class GenerationRequest(RequestBody):
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int = Field(default=0, ge=0)
+    """Minimum number of output tokens; stop strings that end in the text of these tokens are ignored."""
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1, lt=2**31)
@@ -486,6 +487,11 @@ class GenerationRequest(RequestBody):
     def token_limit(self) -> int | None:
         """Largest number of output tokens that the client requests; None for no limit."""
         return self.max_tokens
+
+    @property
+    def generates(self) -> bool:
+        """False if only the echo of the prompt is returned."""
+        return self.max_tokens != 0
 
     @property
     def top_logprobs_count(self) -> int | None:

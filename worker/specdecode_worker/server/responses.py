@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from specdecode_worker.core.messages import Logprobs, Tokens
+from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.tools import (
     Delta,
     ReasoningParser,
@@ -456,23 +457,6 @@ class CompletionWriter(ResponseWriter):
 # those of decoding without speculation.
 
 
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """Text options of a request."""
-
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    min_tokens: int = 0
-    """Minimum number of output tokens; stop strings that end in the text of these tokens are ignored."""
-    logprobs: bool = False
-    """True if the client wants log-probabilities."""
-    generates: bool = True
-    """False if only the echo of the prompt is returned."""
-    counts_prompt: bool = True
-    """False for the further choices of a prompt, so that its tokens count once in the usage."""
-
-
 class ChoiceDetokenizer:
     """Converter of the tokens of one choice into text pieces.
 
@@ -481,11 +465,12 @@ class ChoiceDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], options: TextOptions, *, first_offset: int = 0
+        self, tokenizer: Tokenizer, prompt: Sequence[int], request: GenerationRequest, *, first_offset: int = 0
     ) -> None:
-        self._options = options
-        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=options.skip_special_tokens)
-        self._stops = StopFinder(options.stops, shows_stop=options.include_stop)
+        self._min_tokens, self._scores = request.min_tokens, request.top_logprobs_count is not None
+        self._shows_stop = request.include_stop_str_in_output
+        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=request.skip_special_tokens)
+        self._stops = StopFinder(request.stop, shows_stop=self._shows_stop)
         self._decoded = self._shown = first_offset
         self._unsent: deque[ScoredToken] = deque()
         self.count = 0
@@ -498,7 +483,7 @@ class ChoiceDetokenizer:
             self.count += 1
             logprobs = tokens.logprobs[i] if tokens.logprobs else None
             ends = tokens.finish == "stop" and i == len(tokens.tokens) - 1
-            if ends and not self._options.include_stop:
+            if ends and not self._shows_stop:
                 break
             text += self._push_token(token, logprobs)
             if self._stops.matched is not None:
@@ -510,13 +495,13 @@ class ChoiceDetokenizer:
         return self._piece(text, "stop" if self._stops.matched is not None else tokens.finish)
 
     def _push_token(self, token: int, logprobs: Logprobs | None) -> str:
-        if self._options.logprobs:
+        if self._scores:
             self._unsent.append(ScoredToken(token, self._decoded, logprobs))
         return self._search(self._text.push(token))
 
     def _search(self, text: str) -> str:
         self._decoded += len(text)
-        return self._stops.push(text, may_end=self.count > self._options.min_tokens)
+        return self._stops.push(text, may_end=self.count > self._min_tokens)
 
     def _piece(self, text: str, finish_reason: str | None) -> ChoicePiece:
         """Build a piece with ``text`` and the scored tokens that begin in the text returned so far.

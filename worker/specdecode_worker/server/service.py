@@ -347,7 +347,7 @@ class Service:
         earlier_tokens = None if submit.emitted is None else len(submit.emitted)
         counter = self.counts.request_counter(submit.task, len(submit.prompt), submit.client, earlier_tokens)
         record = None
-        if start_record is not None and choice.generates:
+        if start_record is not None and choice.output.generates:
             record = start_record(choice.prompt, submit.sampling, submit.task)
         observers = (counter,) if record is None else (counter, record)
         return Generation(stream, choice, self._queue, submit.client, observers)

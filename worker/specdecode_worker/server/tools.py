@@ -316,7 +316,7 @@ class StopFinder:
 
     __slots__ = ("_held", "_matchers", "_shows_stop", "matched")
 
-    def __init__(self, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
         assert all(stops), "an empty stop string would end every text at once"
         self._matchers = [_StopMatcher(stop) for stop in stops]
         self._shows_stop = shows_stop
