@@ -136,21 +136,7 @@ class ServerCounters:
         self.generation_tokens = LatencyCounts(_TOKENS)
         self.seconds_per_token = LatencyCounts(tuple(edge / 1000 for edge in _MILLISECONDS))
 
-    def request_counter(
-        self, task: str, prompt_tokens: int, client: str = "", earlier_tokens: int | None = None
-    ) -> RequestCounter:
-        """Return the observer of a request.
-
-        Args:
-            task: Task of the request.
-            prompt_tokens: Number of its prompt tokens.
-            client: Name of its API key.
-            earlier_tokens: Output tokens of an earlier attempt on another worker, which counted the arrival of the
-                request; None for a new request.
-        """
-        return RequestCounter(self, task, prompt_tokens, self._key_counts(client), earlier_tokens)
-
-    def _key_counts(self, client: str) -> KeyCounts:
+    def key_counts(self, client: str) -> KeyCounts:
         """Return the counts of an API key. They are not exported for requests without a key."""
         if not self._api_keys or not client:
             return KeyCounts()
@@ -170,11 +156,21 @@ class RequestCounter:
         counts: ServerCounters,
         task: str,
         prompt_tokens: int,
-        key: KeyCounts,
+        client: str = "",
         earlier_tokens: int | None = None,
     ) -> None:
+        """Count the arrival of a request.
+
+        Args:
+            counts: Counters of the server.
+            task: Task of the request.
+            prompt_tokens: Number of its prompt tokens.
+            client: Name of its API key.
+            earlier_tokens: Output tokens of an earlier attempt on another worker, which counted the arrival of the
+                request; None for a new request.
+        """
         self._counts = counts
-        self._key = key
+        self._key = key = counts.key_counts(client)
         self._began = counts.clock()
         self._continued, self._earlier_tokens = earlier_tokens is not None, earlier_tokens or 0
         if not self._continued:

@@ -26,7 +26,7 @@ from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.draft_files import draft_hash
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.engine.client import EngineClient
-from specdecode_worker.metrics import ServerCounters
+from specdecode_worker.metrics import RequestCounter, ServerCounters
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.server.admission import (
     AdmissionQueue,
@@ -345,7 +345,7 @@ class Service:
             stream = self.engine.submit(submit)
         self._queue.record_start(submit.client)
         earlier_tokens = None if submit.emitted is None else len(submit.emitted)
-        counter = self.counts.request_counter(submit.task, len(submit.prompt), submit.client, earlier_tokens)
+        counter = RequestCounter(self.counts, submit.task, len(submit.prompt), submit.client, earlier_tokens)
         record = None
         if start_record is not None and choice.output.generates:
             record = start_record(choice.prompt, submit.sampling, submit.task)
