@@ -212,26 +212,20 @@ class ExitDeadline:
     def __init__(self) -> None:
         self.code = 1
         self._deadline_seconds = float("inf")
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._wait, name="exit deadline", daemon=True)
 
     def set(self, seconds: float) -> None:
         """End the process ``seconds`` from now. An earlier deadline stays in force."""
-        with self._changed:
-            self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + seconds)
-            self._changed.notify()
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + seconds)
+        timer = threading.Timer(seconds, self._exit)
+        timer.daemon = True
+        timer.start()
 
     @property
     def left_seconds(self) -> float:
         """Time until the deadline."""
         return self._deadline_seconds - time.monotonic()
 
-    def _wait(self) -> None:
-        with self._changed:
-            while (left := self.left_seconds) > 0:
-                self._changed.wait(left)
+    def _exit(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             print("the process ends at its deadline; a thread was still busy", file=sys.stderr, flush=True)
         os._exit(self.code)
