@@ -237,7 +237,7 @@ def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> con
             contract.ChoiceStart(prompt=index // made, sampling=msgspec.msgpack.encode(generation.sampling))
             for index, generation in enumerate(started.generations)
         ),
-        created=started.writer.created,
+        created=started.writer.context.created,
         stream=started.body.stream,
         opening=b"".join(encoder.opening()) if started.body.stream else b"",
         headers=tuple(started.headers.items()),

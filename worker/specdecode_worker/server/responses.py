@@ -227,12 +227,7 @@ class ResponseWriter:
     chunk_kind: str
 
     def __init__(self, context: ResponseContext) -> None:
-        self._context = context
-
-    @property
-    def created(self) -> int:
-        """Unix time of the response in seconds."""
-        return self._context.created
+        self.context = context
 
     @property
     def holds_back_text(self) -> bool:
@@ -263,18 +258,18 @@ class ResponseWriter:
         return {**self._named(self.chunk_kind), "choices": [], **self._counts(statistics)}
 
     def _counts(self, statistics: Sequence[ChoiceStatistics]) -> Json:
-        return {"usage": usage(statistics), "metrics": metrics(statistics, self._context.num_spec_tokens)}
+        return {"usage": usage(statistics), "metrics": metrics(statistics, self.context.num_spec_tokens)}
 
     def _chunk(self, choice: Json) -> Json:
         return {**self._named(self.chunk_kind), "choices": [choice]}
 
     def _named(self, kind: str) -> Json:
         return {
-            "id": f"{self.prefix}-{self._context.request_id}",
+            "id": f"{self.prefix}-{self.context.request_id}",
             "object": kind,
-            "created": self._context.created,
-            "model": self._context.model,
-            "system_fingerprint": self._context.fingerprint,
+            "created": self.context.created,
+            "model": self.context.model,
+            "system_fingerprint": self.context.fingerprint,
         }
 
     def _choice(self, index: int, choice: FinishedChoice) -> Json:
@@ -358,14 +353,14 @@ class ChatWriter(ResponseWriter):
         }
 
     def _turn(self, index: int) -> _Turn:
-        return _Turn(self._tools, self._reasoning, f"{self._context.request_id}/{index}")
+        return _Turn(self._tools, self._reasoning, f"{self.context.request_id}/{index}")
 
     def _part(self, index: int, delta: Json, scored: Sequence[ScoredToken], finish_reason: str | None) -> Json:
         logprobs = self._logprobs(scored) if scored else None
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
-        return chat_logprobs(scored, self._context.vocabulary) if self._context.logprobs else None
+        return chat_logprobs(scored, self.context.vocabulary) if self.context.logprobs else None
 
 
 class _Turn:
@@ -448,7 +443,7 @@ class CompletionWriter(ResponseWriter):
         return {"index": index, "text": text, "logprobs": self._logprobs(scored), "finish_reason": finish_reason}
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
-        return completion_logprobs(scored, self._context.vocabulary) if self._context.logprobs else None
+        return completion_logprobs(scored, self.context.vocabulary) if self.context.logprobs else None
 
 
 # Incremental detokenization of one choice, with stop strings and log-probabilities.
