@@ -151,14 +151,12 @@ def read_fingerprint(path: Path) -> Fingerprint:
         raise SecretFileError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def read_secrets(path: Path, *, first_number: int = 1, many: bool = False) -> dict[str, str]:
-    """Read the secrets of a folder (one a file) or of a file (one a line).
+def read_secrets(path: Path, *, first_number: int = 1) -> dict[str, str]:
+    """Read the secrets of a folder or of a file, one a line. The second one of a file in a folder is named ``FILE/2``.
 
     Args:
         path: Folder or file.
         first_number: Number in the name of the first secret without a name (``key-1``).
-        many: A file of the folder may hold several secrets, one a line. Those after the first are named ``FILE/2``,
-            ``FILE/3`` and so on.
 
     Returns:
         The secrets by name, at least one.
@@ -167,7 +165,7 @@ def read_secrets(path: Path, *, first_number: int = 1, many: bool = False) -> di
         SecretFileError: The path cannot be read, holds no secret or an invalid one.
     """
     try:
-        secrets = _read_folder(path, many=many) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
+        secrets = _read_folder(path) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
         raise SecretFileError(f"cannot read {path}: {reason}") from None
@@ -183,12 +181,12 @@ def _files(folder: Path) -> list[Path]:
     return [file for file in mounted_files(folder) if file.name != TENANT_SETTINGS]
 
 
-def _read_folder(folder: Path, *, many: bool) -> dict[str, str]:
+def _read_folder(folder: Path) -> dict[str, str]:
     secrets = {}
     for file in _files(folder):
         if not _NAME.fullmatch(file.name):
             raise SecretFileError(f"{file} is not named like a key: use letters, digits, '.', '_' and '-'")
-        first, *others = _read_text(file).strip().splitlines() or [""] if many else [_read_text(file).strip()]
+        first, *others = _read_text(file).strip().splitlines() or [""]
         secrets[file.name] = _checked(first.strip(), str(file))
         for number, line in enumerate(others, 2):
             secrets[f"{file.name}/{number}"] = _checked(line.strip(), f"{file} line {number}")
@@ -485,7 +483,7 @@ def _api_keys(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets
     path = Path(config.api_keys_path)
 
     def read() -> dict[str, str]:
-        keys = read_secrets(path, first_number=len(fixed) + 1, many=True)
+        keys = read_secrets(path, first_number=len(fixed) + 1)
         if taken := sorted(keys.keys() & fixed.keys()):
             raise SecretFileError(f"{path}: the name {taken[0]} is that of a key of the command line or environment")
         return keys
@@ -511,7 +509,7 @@ def _admin_tokens(config: ServerConfig, operator: str) -> ReloadedSecrets:
     def read() -> dict[str, str]:
         if not path.is_dir():
             raise SecretFileError(f"{path} is no folder; it must be one, with files named {', '.join(Scope)}")
-        tokens = read_secrets(path, many=True)
+        tokens = read_secrets(path)
         known = {name: token for name, token in tokens.items() if name.partition("/")[0] in set(Scope)}
         if unknown := sorted(tokens.keys() - known.keys()):
             log.warning("%s: %s is ignored; a token is in a file named %s", path, unknown[0], ", ".join(Scope))
