@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from specdecode_worker.contract import ToolFormat
@@ -18,7 +16,7 @@ from specdecode_worker.guided.grammars import (
     with_readable_numbers,
 )
 from specdecode_worker.guided.guide import GrammarRefused
-from specdecode_worker.server.errors import BadRequest, TooManyWaiting, invalid_value, unsupported
+from specdecode_worker.server.errors import BadRequest, invalid_value, unsupported
 from specdecode_worker.server.requests import (
     ChatRequest,
     FunctionDefinition,
@@ -101,10 +99,7 @@ def _are_arguments(schema: Mapping[str, Any]) -> bool:
     return bool(schema.get("type", "object") == "object")
 
 
-# Grammars of answers: built from a request and compiled in a thread, so that other requests do not wait.
-
-COMPILE_SECONDS = 10.0
-"""Longest time that a request waits for its grammar. Bounds of the compiler keep a compilation far below it."""
+# Grammars of answers: built from a request, and compiled.
 
 
 class AnswerGrammars:
@@ -113,27 +108,13 @@ class AnswerGrammars:
     def __init__(self, compiler: GrammarCompiler, tool_format: ToolFormat | None) -> None:
         """Create the builder. ``tool_format`` is the tool call format of the model; None if it has none."""
         self._compiler, self._tool_format = compiler, tool_format
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
-    async def of(self, body: GenerationRequest) -> str:
-        """Return the grammar of the answers to a request that may not be any text.
+    def compiled(self, body: GenerationRequest) -> str:
+        """Return the grammar of the answers to a request that may not be any text. Run it in a thread.
 
         Raises:
             BadRequest: The grammar cannot be used; the error names the field at fault.
-            TooManyWaiting: Other compilations take too long.
         """
-        try:
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, body)
-            return await asyncio.wait_for(work, COMPILE_SECONDS)
-        except TimeoutError:
-            raise TooManyWaiting("grammars take too long to compile now; try again later") from None
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _compiled(self, body: GenerationRequest) -> str:
-        """Build and check the grammar of a request."""
         try:
             grammar = self._grammar(body)
             self._compiler.check(grammar)

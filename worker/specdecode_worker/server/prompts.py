@@ -175,6 +175,8 @@ Replayed = TypeVar("Replayed")
 
 # Characters of all texts that wait for a thread or are worked on, of up to four bytes each.
 _MAX_WAITING_CHARACTERS = 32 * 1024 * 1024
+# Longest time that a request waits for its grammar. Bounds of the compiler keep a compilation far below it.
+_GRAMMAR_SECONDS = 10.0
 
 
 class PromptPreparation:
@@ -202,7 +204,6 @@ class PromptPreparation:
     def close(self) -> None:
         """End threads and processes. Work under way ends at its next check."""
         self._threads.close()
-        self._grammars.close()
         if self._templates is not None:
             self._templates.close()
 
@@ -211,7 +212,11 @@ class PromptPreparation:
         prompts = [await self._chat(body)] if isinstance(body, ChatRequest) else await self._completion(body)
         if not body.prescribes_answer and not body.bad_words:
             return prompts
-        grammar = await self._grammars.of(body)
+        try:
+            work = self._threads.run(Lane.GRAMMAR, lambda _stopped: self._grammars.compiled(body))
+            grammar = await asyncio.wait_for(work, _GRAMMAR_SECONDS)
+        except TimeoutError:
+            raise TooManyWaiting("grammars take too long to compile now; try again later") from None
         return [replace(prompt, grammar=grammar) for prompt in prompts]
 
     async def _completion(self, body: CompletionRequest) -> list[Prompt]:
@@ -481,6 +486,7 @@ class Lane(Enum):
     SHORT = ("short", 2)
     LONG = ("long", 2)
     TEMPLATE = ("template", MAX_PROCESSES)
+    GRAMMAR = ("grammar", 1)
 
 
 def lane_of(characters: int) -> Lane:
