@@ -11,10 +11,12 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Header, Plan, Report, Route
+from specdecode_worker.server.admission import RequestTerms
+from specdecode_worker.server.generation import new_choices
 from specdecode_worker.server.listening import GracefulShutdown
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import CompletionRequest
-from specdecode_worker.server.service import Service
+from specdecode_worker.server.service import Call, Service
 from support.worker import fake_engine
 
 PLAN: dict[str, Any] = {"uid": "uid-1", "draft": "d", "version": 4, "initial": "chain:2", "max_depth": 2}
@@ -120,11 +122,15 @@ async def test_put_draft_is_accepted_before_the_swap(
     while (await service.engine.report()).draft.pending is not None:
         prompt = Prompt([65])
         request = CompletionRequest(model="small", prompt=["A"], max_tokens=4)
-        (generation,) = service.start(request, [prompt], "other")
+        call = Call(body=b"", request_id="r", created=0, terms=RequestTerms())
+        (generation,) = service.start(call, request, new_choices(service.model, request, [prompt]))
         await generation.whole()
+        generation.close()
         generation.close()
         served += 1
     assert served > 1, "requests wait for the swap"
+    assert service.counts.finished.total() == served, "a request counts once"
+    assert service.generations == {}
     draft = (await service.report()).draft
     assert (draft.hash, draft.uri, draft.quantization) == (accepted.json()["hash"], body["uri"], "int4")
     assert (draft.pending, draft.swap_problem) == (None, None)

@@ -56,9 +56,6 @@ class BodyReservation:
 
 log = logging.getLogger(__name__)
 
-_Version = tuple[int, int, int]
-"""Modification time, inode and size of a file. A mounted Secret is replaced as a whole, which changes the inode."""
-
 
 class UnusableCertificate(ValueError):
     """Error for files that are no certificate with its key; the message names them."""
@@ -78,7 +75,7 @@ class TlsCertificate:
         """
         self._cert_file, self._key_file = cert_file, key_file
         try:
-            self._versions = self._read_versions()
+            self._fingerprint = self._read_fingerprint()
             self._newest = self._load()
         except (OSError, ValueError) as error:
             raise UnusableCertificate(f"TLS certificate {cert_file} with key {key_file}: {error}") from None
@@ -94,11 +91,11 @@ class TlsCertificate:
     def refresh(self) -> None:
         """Read the files again if they have changed. A pair that cannot be used leaves the certificate in use."""
         try:
-            versions = self._read_versions()
-            if versions == self._versions:
+            fingerprint = self._read_fingerprint()
+            if fingerprint == self._fingerprint:
                 return
             # Remember a bad pair too, so that it is logged once and not at every check.
-            self._versions = versions
+            self._fingerprint = fingerprint
             self._newest = self._load()
         except (OSError, ValueError) as error:
             log.error("the changed TLS certificate %s cannot be used, the previous one stays: %s",
@@ -112,17 +109,12 @@ class TlsCertificate:
         context.load_cert_chain(self._cert_file, self._key_file, password=_refuse_password)
         return context
 
-    def _read_versions(self) -> tuple[_Version, _Version]:
-        return _version(self._cert_file), _version(self._key_file)
+    def _read_fingerprint(self) -> Fingerprint:
+        return fingerprint_of((self._cert_file, self._key_file))
 
     def _take_newest(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
         # OpenSSL calls this at every handshake, also where the client names no server.
         connection.context = self._newest
-
-
-def _version(path: Path) -> _Version:
-    stat = path.stat()
-    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 def _refuse_password() -> str:
@@ -131,7 +123,10 @@ def _refuse_password() -> str:
 
 
 Fingerprint = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, time of modification and size of files. It changes when a file is replaced."""
+"""Name, inode, time of modification and size of files.
+
+It changes when a file is replaced. A mounted Secret is replaced as a whole, which changes the inodes.
+"""
 
 
 def mounted_files(folder: Path) -> list[Path]:

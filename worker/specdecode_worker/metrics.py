@@ -26,12 +26,16 @@ Histograms = Iterable[tuple[tuple[str, ...], Sequence[int], float]]
 """Triples of values of the further labels, observations per bucket (not accumulated) and sum of the observations."""
 
 
-class FamilyList:
+class FamilyList(Collector):
     """Metric families of one model, in the order in which they are added."""
 
     def __init__(self, model: str) -> None:
         self.families: list[Family] = []
         self._model = model
+
+    def collect(self) -> Iterable[Family]:
+        """Return the families."""
+        return self.families
 
     def counter(self, name: Metric, text: str, samples: float | Samples, *labels: str) -> None:
         """Add a counter: its value, or its samples by the further ``labels``."""
@@ -132,21 +136,7 @@ class ServerCounters:
         self.generation_tokens = LatencyCounts(_TOKENS)
         self.seconds_per_token = LatencyCounts(tuple(edge / 1000 for edge in _MILLISECONDS))
 
-    def request_counter(
-        self, task: str, prompt_tokens: int, client: str = "", earlier_tokens: int | None = None
-    ) -> RequestCounter:
-        """Return the observer of a request.
-
-        Args:
-            task: Task of the request.
-            prompt_tokens: Number of its prompt tokens.
-            client: Name of its API key.
-            earlier_tokens: Output tokens of an earlier attempt on another worker, which counted the arrival of the
-                request; None for a new request.
-        """
-        return RequestCounter(self, task, prompt_tokens, self._key_counts(client), earlier_tokens)
-
-    def _key_counts(self, client: str) -> KeyCounts:
+    def key_counts(self, client: str) -> KeyCounts:
         """Return the counts of an API key. They are not exported for requests without a key."""
         if not self._api_keys or not client:
             return KeyCounts()
@@ -158,19 +148,29 @@ class ServerCounters:
 class RequestCounter:
     """Observer that counts one request. It receives every message in order; messages have cumulative counts."""
 
-    __slots__ = ("_accepted", "_began", "_by_position", "_continued", "_counts", "_earlier_tokens", "_ended", "_failed",
-                 "_first", "_key", "_last", "_prompt_tokens", "_task", "_tokens")  # fmt: skip
+    __slots__ = ("_accepted", "_began", "_by_position", "_continued", "_counts", "_earlier_tokens", "_failed", "_first",
+                 "_key", "_last", "_prompt_tokens", "_task", "_tokens")  # fmt: skip
 
     def __init__(
         self,
         counts: ServerCounters,
         task: str,
         prompt_tokens: int,
-        key: KeyCounts,
+        client: str = "",
         earlier_tokens: int | None = None,
     ) -> None:
+        """Count the arrival of a request.
+
+        Args:
+            counts: Counters of the server.
+            task: Task of the request.
+            prompt_tokens: Number of its prompt tokens.
+            client: Name of its API key.
+            earlier_tokens: Output tokens of an earlier attempt on another worker, which counted the arrival of the
+                request; None for a new request.
+        """
         self._counts = counts
-        self._key = key
+        self._key = key = counts.key_counts(client)
         self._began = counts.clock()
         self._continued, self._earlier_tokens = earlier_tokens is not None, earlier_tokens or 0
         if not self._continued:
@@ -181,7 +181,7 @@ class RequestCounter:
         self._accepted = 0
         self._tokens = 0
         self._first = self._last = 0.0
-        self._ended = self._failed = False
+        self._failed = False
 
     def process(self, tokens: Tokens) -> None:
         """Count the increase since the previous message."""
@@ -202,15 +202,12 @@ class RequestCounter:
             self._counts.timeouts["queue"] += 1
 
     def end(self, finish_reason: str | None, *, moved: bool = False) -> None:
-        """Count the ended request, once. Requests without output are not in the histograms.
+        """Count the ended request. Requests without output are not in the histograms.
 
         Args:
             finish_reason: ``stop`` or ``length``; None if the request was cancelled or failed.
             moved: Another worker continues the request, and counts its end and its size.
         """
-        if self._ended:
-            return
-        self._ended = True
         self._key.generation_tokens += self._tokens
         if moved:
             return
@@ -481,7 +478,7 @@ def _under_vllm_name(family: Family) -> Family:
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def families_of(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> list[Family]:
+def families_of(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> FamilyList:
     """Return all metrics, with ``vllm_names`` also those under vLLM's names."""
     add = FamilyList(report.model)
     add_speculation(add, report, counts)
@@ -491,21 +488,11 @@ def families_of(report: Report, counts: ServerCounters, *, vllm_names: bool = Tr
         add.families += under_vllm_names(tuple(add.families), report)
     add_capture(add, counts.capture)
     add_api_keys(add, counts)
-    return add.families
+    return add
 
 
 def render(report: Report, counts: ServerCounters, *, vllm_names: bool = True) -> bytes:
     """Return all metrics in the Prometheus text format, see `families_of`."""
     registry = CollectorRegistry()
-    registry.register(_StaticCollector(families_of(report, counts, vllm_names=vllm_names)))
+    registry.register(families_of(report, counts, vllm_names=vllm_names))
     return generate_latest(registry)
-
-
-class _StaticCollector(Collector):
-    """Collector of metric families that are already built."""
-
-    def __init__(self, families: list[Family]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Family]:
-        return self._families

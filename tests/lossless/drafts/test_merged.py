@@ -28,7 +28,7 @@ from specdecode_worker.engine import scheduler as prompt_shares
 from specdecode_worker.engine.cuda_graphs import OutsideReason
 from specdecode_worker.guided.grammars import GrammarCompiler, choice_grammar, regex_grammar
 from specdecode_worker.sampling.params import Sampling
-from specdecode_worker.server.service import PlanStore, parse_plan
+from specdecode_worker.server.service import PlanStore
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.embedded import embedded_engine
 from support.lossless.small_requests import plan_of, submit
@@ -274,7 +274,7 @@ def planned(local: LocalEngine, session: Session, now: float) -> tuple[Plan, Ses
     observed = Observation(workload=None, workers=(pod,), session=session)
     defaults = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
     decision, after = decide(deployment, observed, defaults, now=now)
-    plan = parse_plan(decision.plan.model_dump_json().encode())
+    plan = Plan.model_validate_json(decision.plan.model_dump_json())
     return plan.model_copy(update={"guard": False, "explore": 0.0}), after
 
 

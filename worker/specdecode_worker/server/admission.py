@@ -32,7 +32,7 @@ from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.http_edge import Fingerprint, fingerprint_of, mounted_files
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.sampling.params import Sampling
-from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError, TooManyWaiting
+from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError, TooManyWaiting, invalid_value
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.tools import Tokenizer, format_of
 from specdecode_worker.version import VERSION
@@ -151,14 +151,12 @@ def read_fingerprint(path: Path) -> Fingerprint:
         raise SecretFileError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def read_secrets(path: Path, *, first_number: int = 1, many: bool = False) -> dict[str, str]:
-    """Read the secrets of a folder (one a file) or of a file (one a line).
+def read_secrets(path: Path, *, first_number: int = 1) -> dict[str, str]:
+    """Read the secrets of a folder or of a file, one a line. The second one of a file in a folder is named ``FILE/2``.
 
     Args:
         path: Folder or file.
         first_number: Number in the name of the first secret without a name (``key-1``).
-        many: A file of the folder may hold several secrets, one a line. Those after the first are named ``FILE/2``,
-            ``FILE/3`` and so on.
 
     Returns:
         The secrets by name, at least one.
@@ -167,7 +165,7 @@ def read_secrets(path: Path, *, first_number: int = 1, many: bool = False) -> di
         SecretFileError: The path cannot be read, holds no secret or an invalid one.
     """
     try:
-        secrets = _read_folder(path, many=many) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
+        secrets = _read_folder(path) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
         raise SecretFileError(f"cannot read {path}: {reason}") from None
@@ -183,12 +181,12 @@ def _files(folder: Path) -> list[Path]:
     return [file for file in mounted_files(folder) if file.name != TENANT_SETTINGS]
 
 
-def _read_folder(folder: Path, *, many: bool) -> dict[str, str]:
+def _read_folder(folder: Path) -> dict[str, str]:
     secrets = {}
     for file in _files(folder):
         if not _NAME.fullmatch(file.name):
             raise SecretFileError(f"{file} is not named like a key: use letters, digits, '.', '_' and '-'")
-        first, *others = _read_text(file).strip().splitlines() or [""] if many else [_read_text(file).strip()]
+        first, *others = _read_text(file).strip().splitlines() or [""]
         secrets[file.name] = _checked(first.strip(), str(file))
         for number, line in enumerate(others, 2):
             secrets[f"{file.name}/{number}"] = _checked(line.strip(), f"{file} line {number}")
@@ -462,8 +460,9 @@ def load_credentials(config: ServerConfig, environ: Mapping[str, str], flag_keys
     """
     try:
         api_keys = _api_keys(config, _fixed_keys(environ, flag_keys))
-        tokens, generated = _fixed_tokens(environ, generate=config.admin_tokens_path is None)
-        return Credentials(api_keys, _admin_tokens(config, tokens), generated)
+        given = _environment_token(environ)
+        generated = "" if given or config.admin_tokens_path else secrets.token_urlsafe(_TOKEN_BYTES)
+        return Credentials(api_keys, _admin_tokens(config, given or generated), generated)
     except SecretFileError as error:
         raise CannotStart(str(error)) from None
 
@@ -484,7 +483,7 @@ def _api_keys(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets
     path = Path(config.api_keys_path)
 
     def read() -> dict[str, str]:
-        keys = read_secrets(path, first_number=len(fixed) + 1, many=True)
+        keys = read_secrets(path, first_number=len(fixed) + 1)
         if taken := sorted(keys.keys() & fixed.keys()):
             raise SecretFileError(f"{path}: the name {taken[0]} is that of a key of the command line or environment")
         return keys
@@ -492,20 +491,17 @@ def _api_keys(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets
     return ReloadedSecrets("API keys", fixed, read, partial(read_fingerprint, path))
 
 
-def _fixed_tokens(environ: Mapping[str, str], *, generate: bool) -> tuple[dict[str, str], str]:
-    """Return the tokens of the environment by scope, and the one that was generated because there is none."""
-    given = environ.get(Env.admin_token)
-    if given is not None:
-        if not given.strip():
-            raise CannotStart(f"${Env.admin_token} is set and holds no token; set one, or unset it to have one made")
-        return {Scope.operator: given.strip()}, ""
-    generated = secrets.token_urlsafe(_TOKEN_BYTES) if generate else ""
-    return ({Scope.operator: generated} if generated else {}), generated
+def _environment_token(environ: Mapping[str, str]) -> str:
+    """Return the operator's token of the environment; empty without one."""
+    token = environ.get(Env.admin_token)
+    if token is not None and not token.strip():
+        raise CannotStart(f"${Env.admin_token} is set and holds no token; set one, or unset it to have one made")
+    return (token or "").strip()
 
 
-def _admin_tokens(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets:
-    """Return the admin tokens by scope: those of the folder and that of the environment."""
-    named = {f"{scope}/environment": token for scope, token in fixed.items()}
+def _admin_tokens(config: ServerConfig, operator: str) -> ReloadedSecrets:
+    """Return the admin tokens by scope: those of the folder, and another one of the operator unless it is empty."""
+    named = {f"{Scope.operator}/environment": operator} if operator else {}
     if config.admin_tokens_path is None:
         return ReloadedSecrets("admin tokens", named)
     path = Path(config.admin_tokens_path)
@@ -513,7 +509,7 @@ def _admin_tokens(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSec
     def read() -> dict[str, str]:
         if not path.is_dir():
             raise SecretFileError(f"{path} is no folder; it must be one, with files named {', '.join(Scope)}")
-        tokens = read_secrets(path, many=True)
+        tokens = read_secrets(path)
         known = {name: token for name, token in tokens.items() if name.partition("/")[0] in set(Scope)}
         if unknown := sorted(tokens.keys() - known.keys()):
             log.warning("%s: %s is ignored; a token is in a file named %s", path, unknown[0], ", ".join(Scope))
@@ -672,7 +668,7 @@ def check_ids(request: GenerationRequest, limits: ModelLimits) -> None:
     allowed = set(request.allowed_token_ids or ())
     _check_tokens(allowed, "allowed_token_ids", limits)
     if request.min_tokens and allowed and allowed <= {*request.stop_token_ids, *limits.end_tokens}:
-        raise _bad(
+        raise invalid_value(
             "allowed_token_ids has nothing but tokens that end the answer, before which min_tokens asks for others; "
             "allow another token, or leave min_tokens out",
             "allowed_token_ids",
@@ -688,7 +684,7 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Model
     """
     field = prompt_field(request)
     if not prompt:
-        raise _bad("the prompt is empty", field)
+        raise invalid_value("the prompt is empty", field)
     wanted = max(request.token_limit or 1, request.min_tokens, 1)
     if len(prompt) + wanted > limits.max_model_len:
         raise BadRequest(
@@ -730,7 +726,7 @@ def token_limits(request: GenerationRequest, prompts: Sequence[Sequence[int]], l
     fitting = (MAX_LOGPROBS_PER_REQUEST - of_prompts) // (per_token * len(prompts))
     if request.token_limit is None and fitting >= max(_LEAST_DEFAULT_TOKENS, request.min_tokens):
         return [min(one, fitting) for one in wanted]
-    raise _bad(
+    raise invalid_value(
         f"the request asks for up to {total} log-probabilities (choices x tokens x (log-probabilities per token + 1)), "
         f"and may ask for {MAX_LOGPROBS_PER_REQUEST}. Lower max_tokens, the number of choices or of log-probabilities, "
         "or send fewer prompts",
@@ -747,13 +743,15 @@ def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> Non
     """Raise BadRequest that names the first token outside the vocabulary."""
     for token in tokens:
         if token in limits.unembedded:
-            raise _bad(
+            raise invalid_value(
                 f"{field}: the token {limits.unembedded[token]!r} ({token}) is in the tokenizer, but the model has no "
                 f"embedding for it; its token ids lie in 0..{limits.vocab_size - 1}",
                 field,
             )
         if not 0 <= token < limits.vocab_size:
-            raise _bad(f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field)
+            raise invalid_value(
+                f"{field}: there is no token {token}; token ids must lie in 0..{limits.vocab_size - 1}", field
+            )
 
 
 _MADE_FIELDS = {
@@ -780,10 +778,6 @@ def sampling_of(request: GenerationRequest, limit: int, seed: int, limits: Model
         grammar=grammar,
         **{name: getattr(request, name) for name in _COPIED_FIELDS},
     )
-
-
-def _bad(message: str, field: str) -> BadRequest:
-    return BadRequest(message, param=field, code="invalid_value")
 
 
 # Terms of one request besides its body: the client it is served for and its deadlines.
@@ -834,9 +828,7 @@ def read_timeout(header: str | None, default_seconds: float) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise BadRequest(
-            f"{TIMEOUT_HEADER} must be a positive number of seconds", param=TIMEOUT_HEADER, code="invalid_value"
-        )
+        raise invalid_value(f"{TIMEOUT_HEADER} must be a positive number of seconds", TIMEOUT_HEADER)
     return min(seconds, default_seconds)
 
 

@@ -62,13 +62,28 @@ class ApiError(ServerError):
     def body(self) -> dict[str, Any]:
         """Return the response body: OpenAI's error object. Errors of the server name no paths of its file system."""
         message = without_paths(self.message) if self.status >= 500 else self.message
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.error_code}}
+        return error_object(message, self.type, self.param, self.error_code)
+
+
+def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class BadRequest(ApiError):
     """Response 400: the request is invalid, and a retry gives the same result."""
 
     status, type = 400, "invalid_request_error"
+
+
+def invalid_value(message: str, param: str) -> BadRequest:
+    """Return the error for a field whose value cannot be used."""
+    return BadRequest(message, param=param, code="invalid_value")
+
+
+def unsupported(message: str, param: str) -> BadRequest:
+    """Return the error for an unsupported field or value."""
+    return BadRequest(message, param=param, code="unsupported_parameter")
 
 
 class Unauthorized(ApiError):

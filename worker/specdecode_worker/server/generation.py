@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,15 +14,13 @@ from specdecode_worker.contract import internal_stream as contract
 from specdecode_worker.contract.internal_stream import ChoiceCounters
 from specdecode_worker.core.errors import EngineGone
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
-from specdecode_worker.engine.client import EngineClient, Stream
-from specdecode_worker.metrics import ServerCounters
+from specdecode_worker.engine.client import Stream
 from specdecode_worker.sampling.params import FinishRule, Sampling
 from specdecode_worker.server.admission import (
     AdmissionQueue,
     Model,
     ModelLimits,
     RequestTerms,
-    prefix_salt,
     sampling_of,
     seeds_of,
     token_limits,
@@ -35,17 +32,15 @@ from specdecode_worker.server.errors import (
     EngineLost,
     Incompatible,
     QueueTimedOut,
-    Unavailable,
+    invalid_value,
 )
 from specdecode_worker.server.prompts import Prompt
-from specdecode_worker.server.request_capture import StartRecord
-from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.responses import (
     ChoiceDetokenizer,
     ChoicePiece,
     ChoiceStatistics,
     FinishedChoice,
-    TextOptions,
 )
 from specdecode_worker.server.tools import Tokenizer
 
@@ -71,12 +66,19 @@ class ChoiceOutput:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Prompt, options: TextOptions, counters: ChoiceCounters = NO_COUNTS
+        self,
+        tokenizer: Tokenizer,
+        prompt: Prompt,
+        request: GenerationRequest,
+        counters: ChoiceCounters = NO_COUNTS,
+        *,
+        counts_prompt: bool,
     ) -> None:
-        self._prompt, self._options = prompt, options
-        self._echo = prompt.echo
+        self._prompt, self._echo = prompt, prompt.echo
+        self._scores, self._counts_prompt = request.top_logprobs_count is not None, counts_prompt
+        self.generates = request.generates
         first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
-        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, options, first_offset=first_offset)
+        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, request, first_offset=first_offset)
         self._earlier, self.counters = counters, counters
         """Counts of the choice in earlier attempts, and so far."""
         self._drafts = self._accepted = 0
@@ -95,7 +97,7 @@ class ChoiceOutput:
             cached_tokens=now.cached_tokens,
             draft_tokens=now.draft_tokens,
             acceptance=now.acceptance,
-            counts_prompt=self._options.counts_prompt,
+            counts_prompt=self._counts_prompt,
         )
 
     def push(self, tokens: Tokens) -> ChoicePiece:
@@ -105,10 +107,10 @@ class ChoiceOutput:
             EngineFailed: Log-probabilities are missing.
         """
         self._count(tokens)
-        if self._options.logprobs and len(tokens.logprobs) != len(tokens.tokens):
+        if self._scores and len(tokens.logprobs) != len(tokens.tokens):
             raise EngineFailed("the engine returned no log-probabilities")
         echo = self._echoed(tokens)
-        if not self._options.generates:
+        if not self.generates:
             self.length += len(tokens.tokens)
             piece = ChoicePiece(echo.text, "length", echo.scored)
         else:
@@ -124,7 +126,7 @@ class ChoiceOutput:
         Raises:
             BadRequest: There are tokens behind the end of the choice, or log-probabilities are missing.
         """
-        if self._options.logprobs and len(progress.logprobs) != len(progress.ids):
+        if self._scores and len(progress.logprobs) != len(progress.ids):
             raise BadRequest("the progress of a choice lacks log-probabilities of its tokens", param="resume")
         pieces: list[ChoicePiece] = []
         for tokens in _messages(progress, rule):
@@ -151,7 +153,7 @@ class ChoiceOutput:
         echo, self._echo = self._echo, None
         if echo is None:
             return ChoicePiece("", None)
-        if not self._options.logprobs:
+        if not self._scores:
             return ChoicePiece(echo.text, None)
         if len(tokens.prompt_logprobs) != len(self._prompt.ids) - 1:
             raise EngineFailed("the engine returned no log-probabilities of the prompt")
@@ -209,8 +211,7 @@ def earlier_choices(
     start = resume.open
     if start.compatibility_key != key:
         raise Incompatible("this worker cannot continue the request: its compatibility key differs")
-    prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-    made = request.n
+    prompts, made = request.prompt_count, request.n
     if len(start.prompts) != prompts or not all(start.prompts):
         raise _no_attempt("the number of prompts")
     if len(start.choices) != prompts * made or len(resume.choices) != len(start.choices):
@@ -255,7 +256,7 @@ def _with_tokens(ids: Sequence[int], logprobs: Sequence[contract.Logprobs]) -> t
 
 
 def _no_attempt(what: str) -> BadRequest:
-    return BadRequest(f"resume is no attempt of this request: {what} is wrong", param="resume", code="invalid_value")
+    return invalid_value(f"resume is no attempt of this request: {what} is wrong", "resume")
 
 
 # Choices of a request that are ready to start: new ones, and ones that continue an earlier attempt.
@@ -268,8 +269,6 @@ class StartingChoice:
     prompt: Prompt
     sampling: Sampling
     output: ChoiceOutput
-    generates: bool
-    """False if only the echo of the prompt is returned."""
     emitted: tuple[int, ...] | None = None
     """Output tokens of an earlier attempt; None for a new choice."""
     replayed: Sequence[ChoicePiece] = ()
@@ -292,10 +291,9 @@ def new_choices(model: Model, request: GenerationRequest, prompts: Sequence[Prom
     choices = []
     for prompt, limit in zip(prompts, most_tokens, strict=True):
         for index, seed in enumerate(seeds_of(request.seed, request.n)):
-            options = _output_options(request, index)
-            output = ChoiceOutput(model.tokenizer, prompt, options)
+            output = ChoiceOutput(model.tokenizer, prompt, request, counts_prompt=index == 0)
             sampling = sampling_of(request, limit, seed, limits, prompt.grammar)
-            choices.append(StartingChoice(prompt, sampling, output, options.generates))
+            choices.append(StartingChoice(prompt, sampling, output))
     return choices
 
 
@@ -315,30 +313,18 @@ def continued_choices(
     made = request.n
     choices = []
     for index, (sampling, progress) in enumerate(earlier):
-        prompt, options = prompts[index // made], _output_options(request, index % made)
-        output = ChoiceOutput(model.tokenizer, prompt, options, progress.counters)
+        prompt = prompts[index // made]
+        output = ChoiceOutput(model.tokenizer, prompt, request, progress.counters, counts_prompt=index % made == 0)
         replayed = output.replay(progress, FinishRule.of(sampling, model.loaded.eos_token_ids))
-        choices.append(StartingChoice(prompt, sampling, output, options.generates, progress.ids, replayed))
+        choices.append(StartingChoice(prompt, sampling, output, progress.ids, replayed))
     return choices
-
-
-def _output_options(request: GenerationRequest, choice: int) -> TextOptions:
-    return TextOptions(
-        stops=tuple(request.stop),
-        include_stop=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
-        min_tokens=request.min_tokens,
-        logprobs=request.top_logprobs_count is not None,
-        generates=not isinstance(request, CompletionRequest) or request.max_tokens != 0,
-        counts_prompt=choice == 0,
-    )
 
 
 # One generation: converts the token stream of one `Submit` into pieces of text.
 
 
 class RequestObserver(Protocol):
-    """Observer of one request: receives every message in order, then ``end``, which may be called more than once."""
+    """Observer of one request: receives every message in order, then ``end`` once."""
 
     def process(self, tokens: Tokens) -> None:
         """Process one message of the request."""
@@ -372,38 +358,27 @@ class Generation:
     def __init__(
         self,
         stream: Stream | None,
-        output: ChoiceOutput,
-        sampling: Sampling,
-        *,
-        observers: Sequence[RequestObserver],
-        on_end: Callable[[], None],
-        retry_after_seconds: Callable[[], int] = lambda: 1,
-        replayed: Sequence[ChoicePiece] = (),
+        choice: StartingChoice,
+        queue: AdmissionQueue,
+        client: str,
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
         """Connect the parts.
 
         Args:
             stream: Tokens of the engine; None for a choice that an earlier attempt has finished.
-            output: Converter of the tokens.
-            sampling: Sampling parameters of the choice.
+            choice: The choice that is generated.
+            queue: Queue in which a generation with a stream has a place.
+            client: Name of the request's API key, which holds the place.
             observers: Observers of the request.
-            on_end: Called once at the end.
-            retry_after_seconds: Expected wait after a time-out in the queue.
-            replayed: Pieces of an earlier attempt on another worker.
         """
         self._stream = stream
-        self.output = output
+        self.output = choice.output
         """Converter of the tokens, with the counts so far."""
-        self.sampling = sampling
-        self.replayed = replayed
-        self._observers = observers
-        self._on_end: Callable[[], None] | None = on_end
-        self._retry_after_seconds = retry_after_seconds
-
-    @property
-    def statistics(self) -> ChoiceStatistics:
-        """Token and speculation counts so far."""
-        return self.output.statistics
+        self.sampling = choice.sampling
+        self.replayed = choice.replayed
+        """Pieces of an earlier attempt on another worker."""
+        self._queue, self._client, self._observers = queue, client, observers
 
     async def outputs(self, *, one_by_one: int = 0) -> AsyncIterator[Output]:
         """Yield the output as it arrives, also parts that do not change the response yet.
@@ -431,15 +406,9 @@ class Generation:
         except EngineGone as error:
             raise EngineLost(f"the engine is gone: {error}") from None
 
-    async def pieces(self) -> AsyncIterator[ChoicePiece]:
-        """Yield the pieces that change the response, as they arrive. Raises the same errors as ``outputs``."""
-        async for output in self.outputs():
-            if output.piece.is_shown:
-                yield output.piece
-
     async def whole(self) -> FinishedChoice:
         """Return the finished choice. Raises the same errors as ``outputs``."""
-        return self.choice([piece async for piece in self.pieces()])
+        return self.choice([output.piece async for output in self.outputs() if output.piece.is_shown])
 
     def choice(self, pieces: Sequence[ChoicePiece]) -> FinishedChoice:
         """Return the finished choice, with the pieces of this attempt after those of earlier ones."""
@@ -447,7 +416,7 @@ class Generation:
         return FinishedChoice(
             text="".join(piece.text for piece in every),
             finish_reason=every[-1].finish_reason or "stop",
-            statistics=self.statistics,
+            statistics=self.output.statistics,
             scored=tuple(one for piece in every for one in piece.scored),
         )
 
@@ -457,14 +426,13 @@ class Generation:
         Args:
             moved: Another worker continues the request.
         """
-        if self._stream is not None:
-            self._stream.close(stopped=self.output.finish_reason is not None)
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return
+        stream.close(stopped=self.output.finish_reason is not None)
         for observer in self._observers:
             observer.end(self.output.finish_reason, moved=moved)
-        self._observers = ()
-        if self._on_end is not None:
-            self._on_end()
-            self._on_end = None
+        self._queue.record_end(time.monotonic(), self._client)
 
     def _observe(self, tokens: Tokens) -> None:
         """Pass a message to the observers. Raise the error with which the engine ended the request, if it did."""
@@ -477,75 +445,12 @@ class Generation:
         if tokens.finish == "queue_timeout":
             raise QueueTimedOut(
                 "this request waited too long for a place in the batch; try again later",
-                retry_after_seconds=self._retry_after_seconds(),
+                retry_after_seconds=self._queue.wait_seconds(1, time.monotonic()),
             )
 
 
-# Start of generations: submits the choices of a request to the engine, all or none.
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStarter:
-    """Starter of generations of one worker. Without ``shared_prefix_cache`` clients share no cached prefixes."""
-
-    engine: EngineClient
-    queue: AdmissionQueue
-    counts: ServerCounters
-    shared_prefix_cache: bool
-
-    def start(
-        self,
-        request: GenerationRequest,
-        choices: Sequence[StartingChoice],
-        task: str,
-        terms: RequestTerms,
-        start_record: StartRecord | None = None,
-    ) -> list[Generation]:
-        """Start all choices of a request. Without ``start_record`` it is not captured.
-
-        Raises:
-            Unavailable: The engine is gone. No choice has started.
-        """
-        shared = self.shared_prefix_cache
-        salt = prefix_salt(terms.client, request.cache_salt or "", shared=shared, router_salt=terms.cache_salt)
-        with contextlib.ExitStack() as started:
-            generations = []
-            for choice in choices:
-                generation = self._generation(choice, _submit(choice, task, terms, salt), request.user, start_record)
-                started.callback(generation.close)
-                generations.append(generation)
-            started.pop_all()
-        return generations
-
-    def _generation(
-        self, choice: StartingChoice, submit: Submit, user: str | None, start_record: StartRecord | None
-    ) -> Generation:
-        if choice.output.finish_reason is not None:
-            return Generation(
-                None, choice.output, choice.sampling, observers=(), on_end=lambda: None, replayed=choice.replayed
-            )
-        try:
-            stream = self.engine.submit(submit)
-        except EngineGone as error:
-            raise Unavailable(f"the engine is gone: {error}", code="engine_gone") from None
-        self.queue.record_start(submit.client)
-        earlier_tokens = None if submit.emitted is None else len(submit.emitted)
-        counter = self.counts.request_counter(submit.task, len(submit.prompt), submit.client, earlier_tokens)
-        record = None
-        if start_record is not None and choice.generates:
-            record = start_record(choice.prompt, submit.sampling, submit.task, user)
-        return Generation(
-            stream,
-            choice.output,
-            choice.sampling,
-            observers=(counter,) if record is None else (counter, record),
-            on_end=lambda: self.queue.record_end(time.monotonic(), submit.client),
-            retry_after_seconds=lambda: self.queue.wait_seconds(1, time.monotonic()),
-            replayed=choice.replayed,
-        )
-
-
-def _submit(choice: StartingChoice, task: str, terms: RequestTerms, salt: str) -> Submit:
+def submit_of(choice: StartingChoice, task: str, terms: RequestTerms, salt: str) -> Submit:
+    """Return the message that starts a choice in the engine. ``salt`` is that of its cached prefix."""
     return Submit(
         request_id=uuid.uuid4().hex,
         prompt=tuple(choice.prompt.ids),

@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammars import (
     GrammarCompiler,
-    Schema,
     close_objects,
     compile_options,
     lark_grammar,
     with_readable_numbers,
 )
 from specdecode_worker.guided.guide import GrammarRefused
-from specdecode_worker.server.errors import BadRequest, TooManyWaiting
+from specdecode_worker.server.errors import BadRequest, invalid_value, unsupported
 from specdecode_worker.server.requests import (
     ChatRequest,
+    FunctionDefinition,
     GenerationRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     StructuredOutputs,
     Tool,
-    unsupported,
 )
 
 # Grammars of tool calls in the format of the model: calls only, or calls within text.
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class CallableFunction:
-    """Function that an answer may call. ``exact`` is that of ``guided.grammars.compile_options``."""
-
-    name: str
-    parameters: Schema
-    exact: bool
 
 
 # Each format's text before a call, the key of its arguments, the text behind it, and what separates two calls.
@@ -56,7 +42,7 @@ def guided_format(tool_format: ToolFormat) -> ToolFormat:
     return "llama3_json" if tool_format == "pythonic" else tool_format
 
 
-def forced_calls(tool_format: ToolFormat, functions: Sequence[CallableFunction], *, parallel: bool) -> str:
+def forced_calls(tool_format: ToolFormat, functions: Sequence[FunctionDefinition], *, parallel: bool) -> str:
     """Return the grammar of answers that are calls and nothing else: several only if ``parallel``.
 
     Raises:
@@ -67,7 +53,7 @@ def forced_calls(tool_format: ToolFormat, functions: Sequence[CallableFunction],
     return lark_grammar("\n".join([f"start: call{more}", *_call_rules(functions, begin, key, end)]))
 
 
-def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunction], *, parallel: bool) -> str:
+def calls_within_text(tool_format: ToolFormat, functions: Sequence[FunctionDefinition], *, parallel: bool) -> str:
     """Return the grammar of answers that are text or calls, in which calls follow the functions' parameters.
 
     Raises:
@@ -90,7 +76,7 @@ def calls_within_text(tool_format: ToolFormat, functions: Sequence[CallableFunct
     return lark_grammar("\n".join([*lines, *_call_rules(functions, begin, key, end)]))
 
 
-def _call_rules(functions: Sequence[CallableFunction], begin: str, key: str, end: str) -> list[str]:
+def _call_rules(functions: Sequence[FunctionDefinition], begin: str, key: str, end: str) -> list[str]:
     """Return the Lark rules of a call of one of the functions, between the texts ``begin`` and ``end``."""
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
     for i, function in enumerate(functions):
@@ -100,28 +86,20 @@ def _call_rules(functions: Sequence[CallableFunction], begin: str, key: str, end
     return rules
 
 
-def _arguments_schema(function: CallableFunction) -> dict[str, Any]:
-    """Return the schema of the arguments with llguidance's options in it."""
-    closed = close_objects(with_readable_numbers(_object_schema(function)))
-    return {"x-guidance": compile_options(exact=function.exact, white_space=True), **closed}
-
-
-def _object_schema(function: CallableFunction) -> dict[str, Any]:
-    """Return the schema of the arguments, which are always an object."""
-    schema = function.parameters if isinstance(function.parameters, dict) else ANY_ARGUMENTS
+def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
+    """Return the schema of the arguments, which are always an object, with llguidance's options in it."""
+    schema = NO_ARGUMENTS if function.parameters is None else function.parameters
     if not _are_arguments(schema):
         raise GrammarRefused("the parameters of a function must be of type object")
-    return {**schema, "type": "object"}
+    closed = close_objects(with_readable_numbers({**schema, "type": "object"}))
+    return {"x-guidance": compile_options(exact=bool(function.strict), white_space=True), **closed}
 
 
 def _are_arguments(schema: Mapping[str, Any]) -> bool:
     return bool(schema.get("type", "object") == "object")
 
 
-# Grammars of answers: built from a request and compiled in a thread, so that other requests do not wait.
-
-COMPILE_SECONDS = 10.0
-"""Longest time that a request waits for its grammar. Bounds of the compiler keep a compilation far below it."""
+# Grammars of answers: built from a request, and compiled.
 
 
 class AnswerGrammars:
@@ -130,27 +108,13 @@ class AnswerGrammars:
     def __init__(self, compiler: GrammarCompiler, tool_format: ToolFormat | None) -> None:
         """Create the builder. ``tool_format`` is the tool call format of the model; None if it has none."""
         self._compiler, self._tool_format = compiler, tool_format
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
-    async def of(self, body: GenerationRequest) -> str:
-        """Return the grammar of the answers to a request that may not be any text.
+    def compiled(self, body: GenerationRequest) -> str:
+        """Return the grammar of the answers to a request that may not be any text. Run it in a thread.
 
         Raises:
             BadRequest: The grammar cannot be used; the error names the field at fault.
-            TooManyWaiting: Other compilations take too long.
         """
-        try:
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._compiled, body)
-            return await asyncio.wait_for(work, COMPILE_SECONDS)
-        except TimeoutError:
-            raise TooManyWaiting("grammars take too long to compile now; try again later") from None
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _compiled(self, body: GenerationRequest) -> str:
-        """Build and check the grammar of a request."""
         try:
             grammar = self._grammar(body)
             self._compiler.check(grammar)
@@ -174,17 +138,18 @@ class AnswerGrammars:
     def _calls(self, body: ChatRequest) -> str:
         assert self._tool_format is not None, "the route has checked that the model can call tools"
         if body.forced_tools:
-            functions = _functions(body.forced_tools)
+            functions = [tool.function for tool in body.forced_tools]
             return forced_calls(self._tool_format, functions, parallel=body.parallel_tool_calls)
-        return calls_within_text(self._tool_format, _functions(body.tools), parallel=body.parallel_tool_calls)
+        functions = [tool.function for tool in body.tools]
+        return calls_within_text(self._tool_format, functions, parallel=body.parallel_tool_calls)
 
     def _refusal(self, error: GrammarRefused, body: GenerationRequest) -> BadRequest:
         """Return the response that names the field at fault."""
         if not (isinstance(body, ChatRequest) and body.guides_calls):
-            return BadRequest(str(error), param=_field(body), code="invalid_value")
+            return invalid_value(str(error), _field(body))
         for i, tool in enumerate(body.tools):
             if tool in (body.forced_tools or body.tools) and not self._compiles(tool):
-                return BadRequest(str(error), param=f"tools[{i}].function.parameters", code="invalid_value")
+                return invalid_value(str(error), f"tools[{i}].function.parameters")
         return unsupported(str(error), "tool_choice")
 
     def _compiles(self, tool: Tool) -> bool:
@@ -224,17 +189,6 @@ def _schema_of(schema: dict[str, Any] | str) -> Any:
     if not isinstance(parsed, dict | bool):
         raise GrammarRefused("the schema must be an object")
     return parsed
-
-
-def _functions(tools: Sequence[Tool]) -> list[CallableFunction]:
-    return [
-        CallableFunction(
-            tool.function.name,
-            NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters,
-            bool(tool.function.strict),
-        )
-        for tool in tools
-    ]
 
 
 def _field(body: GenerationRequest) -> str:

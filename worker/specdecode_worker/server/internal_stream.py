@@ -7,7 +7,6 @@ import contextlib
 import logging
 import sys
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
@@ -26,10 +25,17 @@ from specdecode_worker.contract.internal_stream import (
     encode_frame,
 )
 from specdecode_worker.server.admission import RequestTerms
-from specdecode_worker.server.errors import ApiError, BadRequest, DeadlineExceeded, EngineFailed, Unavailable
+from specdecode_worker.server.errors import (
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    EngineFailed,
+    Unavailable,
+    invalid_value,
+)
 from specdecode_worker.server.generation import Output, contract_logprobs
-from specdecode_worker.server.responses import ChoicePiece
-from specdecode_worker.server.service import Call, EventEncoder, Result, Service, StartedRequest, start
+from specdecode_worker.server.responses import ChoicePiece, usage
+from specdecode_worker.server.service import Call, EventEncoder, Service, StartedRequest, start
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +53,16 @@ class FrameChannel:
 
     def __init__(self, alive: Callable[[], Alive | None], block_port: int = 0) -> None:
         self._alive, self._block_port = alive, block_port
-        self._frames: deque[Frame] = deque()
+        self._frames: asyncio.Queue[Frame] = asyncio.Queue(_MAX_QUEUED_FRAMES)
         self._has_news = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
-        self._alive_due = False
+        self._has_news.set()  # the first sign of life is due at once
+        self._alive_due = True
         self.moved = False
         """True if the worker has asked for a continuation on another worker."""
 
     async def put(self, frame: Frame) -> None:
         """Append a frame, as soon as there is room for it."""
-        while len(self._frames) >= _MAX_QUEUED_FRAMES:
-            self._has_room.clear()
-            await self._has_room.wait()
-        self._frames.append(frame)
+        await self._frames.put(frame)
         self._has_news.set()
 
     def move(self) -> None:
@@ -70,7 +72,7 @@ class FrameChannel:
 
     async def encoded(self) -> AsyncIterator[bytes]:
         """Yield the encoded frames as they arrive, up to the last one."""
-        timer = _Timer(self._tick)
+        beating = asyncio.create_task(self._beat())
         try:
             while True:
                 await self._has_news.wait()
@@ -81,7 +83,7 @@ class FrameChannel:
                 if frames and isinstance(frames[-1], Moved | Error | End):
                     return
         finally:
-            timer.cancel()
+            beating.cancel()
 
     def _take(self) -> list[Frame]:
         """Remove and return the frames to send now. A stream that has its last frame does not move."""
@@ -89,35 +91,18 @@ class FrameChannel:
         if self._alive_due and (alive := self._alive()) is not None:
             frames.append(alive)
         self._alive_due = False
-        frames += self._frames
-        self._frames.clear()
-        self._has_room.set()
+        while not self._frames.empty():
+            frames.append(self._frames.get_nowait())
         if self.moved and not (frames and isinstance(frames[-1], Error | End)):
             frames.append(Moved(self._block_port))
         return frames
 
-    def _tick(self) -> None:
-        self._alive_due = True
-        self._has_news.set()
-
-
-class _Timer:
-    """Repeated call of a function every ALIVE_SECONDS, first at once."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._loop = asyncio.get_running_loop()
-        self._next_seconds = self._loop.time()
-        self._run()
-
-    def cancel(self) -> None:
-        """Stop the calls."""
-        self._handle.cancel()
-
-    def _run(self) -> None:
-        self._call()
-        self._next_seconds = max(self._next_seconds + ALIVE_SECONDS, self._loop.time())
-        self._handle = self._loop.call_at(self._next_seconds, self._run)
+    async def _beat(self) -> None:
+        """Make a sign of life due every ALIVE_SECONDS."""
+        while True:
+            await asyncio.sleep(ALIVE_SECONDS)
+            self._alive_due = True
+            self._has_news.set()
 
 
 # Internal stream of one request: its generations as frames for a router.
@@ -130,16 +115,16 @@ class FrameStream(StreamingResponse):
     """Response of frames. It frees the engine slots however it ends, also when the router hangs up."""
 
     def __init__(self, service: Service, request: contract.OpenStream) -> None:
+        self._service, self._request = service, request
         self._channel = FrameChannel(lambda: _alive(service), service.config.engine.block_port or 0)
-        self._service = service
-        self._run = _StreamRun(service, request, self._channel)
+        self._started: StartedRequest | None = None
         super().__init__(self._channel.encoded(), media_type=contract.CONTENT_TYPE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the frames, then end the request."""
         listeners = self._service.lifecycle.on_leave
         listeners.add(self._channel.move)
-        work = asyncio.create_task(self._run.run())
+        work = asyncio.create_task(self._put_frames())
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -147,20 +132,13 @@ class FrameStream(StreamingResponse):
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
-            self._run.close()
+            if self._started is not None:
+                self._started.close(moved=self._channel.moved)
 
-
-class _StreamRun:
-    """Work of one internal stream: starts the generations and puts their frames on the channel."""
-
-    def __init__(self, service: Service, request: contract.OpenStream, channel: FrameChannel) -> None:
-        self._service, self._request, self._channel = service, request, channel
-        self._started: StartedRequest | None = None
-
-    async def run(self) -> None:
+    async def _put_frames(self) -> None:
         """Put all frames on the channel. Every error becomes the last frame."""
         try:
-            await self._frames()
+            await self._generate()
         except ApiError as error:
             await self._channel.put(error_frame(error))
         except Exception:
@@ -168,19 +146,15 @@ class _StreamRun:
             failed = EngineFailed("the server failed on this request; its log says why", code="internal_error")
             await self._channel.put(error_frame(failed))
 
-    def close(self) -> None:
-        """Close the generations."""
-        for generation in self._started.generations if self._started is not None else ():
-            generation.close(moved=self._channel.moved)
-
-    async def _frames(self) -> None:
+    async def _generate(self) -> None:
+        """Start the generations and put their frames on the channel. Raises ApiError."""
         request, lifecycle = self._request, self._service.lifecycle
         lifecycle.check_accepting()
         if lifecycle.shutting_down:
             raise Unavailable("this worker is shutting down", code="draining")
-        started = self._started = await start(self._service, request.route, _call_of(request, self._service), _wait)
+        started = self._started = await start(self._service, request.route, _call_of(request, self._service))
         delivered = _delivered(request, len(started.generations))
-        encoder = EventEncoder(started.generations, started.writer, started.stream_options)
+        encoder = EventEncoder(started)
         await self._channel.put(_open_frame(started, encoder, self._service.compatibility_key))
         readers = [
             _ChoiceReader(started, encoder, index, self._channel, count) for index, count in enumerate(delivered)
@@ -263,7 +237,7 @@ def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> con
             contract.ChoiceStart(prompt=index // made, sampling=msgspec.msgpack.encode(generation.sampling))
             for index, generation in enumerate(started.generations)
         ),
-        created=started.writer.created,
+        created=started.writer.context.created,
         stream=started.body.stream,
         opening=b"".join(encoder.opening()) if started.body.stream else b"",
         headers=tuple(started.headers.items()),
@@ -271,13 +245,12 @@ def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> con
 
 
 def _end_frame(started: StartedRequest, body: bytes) -> contract.End:
-    statistics = [generation.statistics for generation in started.generations]
-    once = [one for one in statistics if one.counts_prompt]
+    counts = usage(generation.output.statistics for generation in started.generations)
     return contract.End(
         body=body,
-        prompt_tokens=sum(one.prompt_tokens for one in once),
-        completion_tokens=sum(one.completion_tokens for one in statistics),
-        cached_tokens=sum(one.cached_tokens for one in once),
+        prompt_tokens=counts["prompt_tokens"],
+        completion_tokens=counts["completion_tokens"],
+        cached_tokens=counts["prompt_tokens_details"]["cached_tokens"],
     )
 
 
@@ -333,13 +306,8 @@ def _delivered(request: contract.OpenStream, choices: int) -> tuple[int, ...]:
     """
     delivered = (0,) * choices if request.delivered is None else request.delivered
     if len(delivered) != choices or min(delivered) < 0:
-        raise BadRequest("delivered must have one count for each choice", param="delivered", code="invalid_value")
+        raise invalid_value("delivered must have one count for each choice", "delivered")
     return delivered
-
-
-async def _wait(work: Awaitable[Result], /) -> Result:
-    """Return the result of ``work``. The whole task of a stream is cancelled when its router hangs up."""
-    return await work
 
 
 async def _all_or_first_error(works: list[Awaitable[None]]) -> None:

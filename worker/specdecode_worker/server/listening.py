@@ -15,7 +15,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any, TypeVar
@@ -38,7 +37,7 @@ from specdecode_worker.contract import ServerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import EngineWatchdog, State
 from specdecode_worker.http_edge import BodyBudget, BodyReservation, TlsCertificate
-from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed, Unavailable
+from specdecode_worker.server.errors import ApiError, BodyTooLarge, EngineFailed, Unavailable, error_object
 from specdecode_worker.termination import write_termination_message
 
 log = logging.getLogger(__name__)
@@ -213,26 +212,20 @@ class ExitDeadline:
     def __init__(self) -> None:
         self.code = 1
         self._deadline_seconds = float("inf")
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._wait, name="exit deadline", daemon=True)
 
     def set(self, seconds: float) -> None:
         """End the process ``seconds`` from now. An earlier deadline stays in force."""
-        with self._changed:
-            self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + seconds)
-            self._changed.notify()
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._deadline_seconds = min(self._deadline_seconds, time.monotonic() + seconds)
+        timer = threading.Timer(seconds, self._exit)
+        timer.daemon = True
+        timer.start()
 
     @property
     def left_seconds(self) -> float:
         """Time until the deadline."""
         return self._deadline_seconds - time.monotonic()
 
-    def _wait(self) -> None:
-        with self._changed:
-            while (left := self.left_seconds) > 0:
-                self._changed.wait(left)
+    def _exit(self) -> None:
         with contextlib.suppress(OSError, ValueError):
             print("the process ends at its deadline; a thread was still busy", file=sys.stderr, flush=True)
         os._exit(self.code)
@@ -316,25 +309,6 @@ class Cut(Enum):
     DISPLACED = "it was the oldest of too many connections without a request"
 
 
-@dataclass(frozen=True, slots=True)
-class TimeLimits:
-    """Time-outs of a connection in seconds."""
-
-    header_seconds: float
-    body_seconds: float
-    write_seconds: float
-    idle_seconds: float = KEEP_ALIVE_SECONDS
-
-    @classmethod
-    def from_config(cls, config: ServerConfig) -> TimeLimits:
-        """Return the time-outs of the configuration."""
-        return cls(
-            _EARLY_FACTOR * config.header_timeout_seconds,
-            _EARLY_FACTOR * config.body_timeout_seconds,
-            config.write_timeout_seconds,
-        )
-
-
 class ConnectionState:
     """State of one connection that decides when it is closed."""
 
@@ -401,17 +375,18 @@ class ConnectionState:
             self._stalled_since = now
         self._unsent_bytes = unsent_bytes
 
-    def overdue(self, now: float, limits: TimeLimits) -> Cut | None:
+    def overdue(self, now: float, config: ServerConfig) -> Cut | None:
         """Return the reason to close the connection at time ``now``, or None."""
-        if self._stalled_since is not None and now - self._stalled_since > limits.write_seconds:
+        if self._stalled_since is not None and now - self._stalled_since > config.write_timeout_seconds:
             return Cut.UNREAD
         seconds = now - self.since
+        early = seconds / _EARLY_FACTOR
         match self.phase:
-            case ConnectionPhase.ARRIVING if not self.has_headers and seconds > limits.header_seconds:
+            case ConnectionPhase.ARRIVING if not self.has_headers and early > config.header_timeout_seconds:
                 return Cut.HEADERS_LATE
-            case ConnectionPhase.ARRIVING if seconds > limits.body_seconds:
+            case ConnectionPhase.ARRIVING if early > config.body_timeout_seconds:
                 return Cut.BODY_LATE
-            case ConnectionPhase.IDLE if seconds > limits.idle_seconds:
+            case ConnectionPhase.IDLE if seconds > KEEP_ALIVE_SECONDS:
                 return Cut.IDLE
             case _:
                 return None
@@ -426,8 +401,8 @@ SWEEP_SECONDS = 0.2
 class ConnectionTable:
     """Open connections of one port, at most ``max_connections``, in the order in which they were accepted."""
 
-    def __init__(self, port_name: str, limits: TimeLimits, max_connections: int) -> None:
-        self._port_name, self._limits, self._max = port_name, limits, max_connections
+    def __init__(self, port_name: str, config: ServerConfig, max_connections: int) -> None:
+        self._port_name, self._config, self._max = port_name, config, max_connections
         # The values of a dict are not used; unlike a set, it keeps the order.
         self._connections: dict[BoundedHttpProtocol, None] = {}
 
@@ -459,7 +434,7 @@ class ConnectionTable:
         reasons: Counter[Cut] = Counter()
         for connection in list(self._connections):
             connection.state.observe_unsent(connection.unsent_bytes(), now)
-            reason = connection.state.overdue(now, self._limits)
+            reason = connection.state.overdue(now, self._config)
             if reason is not None:
                 reasons[reason] += 1
                 connection.cut(reason)
@@ -610,10 +585,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _send_error(self, status: int, message: str, code: str) -> None:
         """Send an error object and close the connection."""
-        body = msgspec.json.encode(
-            {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error",
-                       "param": None, "code": code}}
-        )  # fmt: skip
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        body = msgspec.json.encode(error_object(message, kind, code=code))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
@@ -642,7 +615,9 @@ class Listener(uvicorn.Server):
     It has no signal handlers of its own, because `serve` controls the shutdown of the process.
     """
 
-    def __init__(self, app: FastAPI, table: ConnectionTable, header_seconds: float, tls: TlsCertificate | None) -> None:
+    def __init__(
+        self, app: FastAPI, table: ConnectionTable, handshake_seconds: float, tls: TlsCertificate | None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -656,7 +631,7 @@ class Listener(uvicorn.Server):
                 timeout_graceful_shutdown=_FLUSH_SECONDS,
             )
         )
-        self._table, self._header_seconds, self._tls = table, header_seconds, tls
+        self._table, self._handshake_seconds, self._tls = table, handshake_seconds, tls
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -668,7 +643,7 @@ class Listener(uvicorn.Server):
         protocol = partial(BoundedHttpProtocol, self._table, self.config, self.server_state, {})
         # The table sees a connection only after its handshake, so the handshake has the time-out of headers.
         handshake_seconds, close_seconds = (
-            (None, None) if self._tls is None else (self._header_seconds, _TLS_CLOSE_SECONDS)
+            (None, None) if self._tls is None else (self._handshake_seconds, _TLS_CLOSE_SECONDS)
         )
         self.servers = [
             await asyncio.get_running_loop().create_server(
@@ -704,12 +679,12 @@ async def listening(
 
     On exit, open connections get some time to read the data already written.
     """
-    limits = TimeLimits.from_config(config)
     tables = (
-        ConnectionTable("public", limits, _affordable_connections(config.max_connections)),
-        ConnectionTable("admin", limits, _MAX_ADMIN_CONNECTIONS),
+        ConnectionTable("public", config, _affordable_connections(config.max_connections)),
+        ConnectionTable("admin", config, _MAX_ADMIN_CONNECTIONS),
     )
-    listeners = [Listener(app, table, limits.header_seconds, tls) for app, table in zip(apps, tables, strict=True)]
+    header_seconds = _EARLY_FACTOR * config.header_timeout_seconds
+    listeners = [Listener(app, table, header_seconds, tls) for app, table in zip(apps, tables, strict=True)]
     for one in sockets:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
     serving = [
@@ -827,8 +802,10 @@ async def _api_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Convert the framework's error for an unknown path (404) or method (405)."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.scope['path']}: {error.detail}"
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+    # An application that is mounted below a path answers as one that is not.
+    path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))
+    message = f"{request.method} {path}: {error.detail}"
+    body = error_object(message, "invalid_request_error")
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 

@@ -96,27 +96,19 @@ TEXT: Json = {"type": "string"}
 _RETRY: Json = {
     "Retry-After": {"schema": {"type": "integer"}, "description": "seconds, estimated from recent completions"}
 }
-_HEADERS: list[Json] = [
-    {"name": "X-Specdecode-Task", "in": "header", "schema": TEXT, "description": "task label of the request"},
-    {
-        "name": "X-Specdecode-Capture",
-        "in": "header",
-        "schema": TEXT,
-        "description": 'only "true" and "on" permit the capture of the request',
-    },
-    {
-        "name": "X-Request-Timeout",
-        "in": "header",
-        "schema": {"type": "number", "exclusiveMinimum": 0},
-        "description": "seconds after which the request is cancelled",
-    },
-    {
-        "name": "X-Request-Id",
-        "in": "header",
-        "schema": TEXT,
-        "description": "returned in the response, and part of the response id",
-    },
-]
+
+
+def _header(name: str, description: str, schema: Json = TEXT) -> Json:
+    return {"name": name, "in": "header", "schema": schema, "description": description}
+
+
+_HEADERS = [
+    _header("X-Specdecode-Task", "task label of the request"),
+    _header("X-Specdecode-Capture", 'only "true" and "on" permit the capture of the request'),
+    _header("X-Request-Timeout", "seconds after which the request is cancelled",
+            {"type": "number", "exclusiveMinimum": 0}),
+    _header("X-Request-Id", "returned in the response, and part of the response id"),
+]  # fmt: skip
 
 
 def document(served_name: str, limits: ModelLimits | None) -> Json:

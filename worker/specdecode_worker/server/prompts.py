@@ -24,11 +24,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from specdecode_worker.core.messages import Logprobs
-from specdecode_worker.models.chat_template import ChatTemplate, Message
+from specdecode_worker.models.chat_template import ChatTemplate
 from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
 from specdecode_worker.server import template_process
 from specdecode_worker.server.admission import ModelLimits, token_limit, token_limits, truncated
-from specdecode_worker.server.errors import BadRequest, ServerError, TooManyWaiting, Unavailable
+from specdecode_worker.server.errors import BadRequest, ServerError, TooManyWaiting, Unavailable, invalid_value
 from specdecode_worker.server.grammars import AnswerGrammars
 from specdecode_worker.server.requests import (
     ChatRequest,
@@ -175,6 +175,8 @@ Replayed = TypeVar("Replayed")
 
 # Characters of all texts that wait for a thread or are worked on, of up to four bytes each.
 _MAX_WAITING_CHARACTERS = 32 * 1024 * 1024
+# Longest time that a request waits for its grammar. Bounds of the compiler keep a compilation far below it.
+_GRAMMAR_SECONDS = 10.0
 
 
 class PromptPreparation:
@@ -202,7 +204,6 @@ class PromptPreparation:
     def close(self) -> None:
         """End threads and processes. Work under way ends at its next check."""
         self._threads.close()
-        self._grammars.close()
         if self._templates is not None:
             self._templates.close()
 
@@ -211,7 +212,11 @@ class PromptPreparation:
         prompts = [await self._chat(body)] if isinstance(body, ChatRequest) else await self._completion(body)
         if not body.prescribes_answer and not body.bad_words:
             return prompts
-        grammar = await self._grammars.of(body)
+        try:
+            work = self._threads.run(Lane.GRAMMAR, lambda _stopped: self._grammars.compiled(body))
+            grammar = await asyncio.wait_for(work, _GRAMMAR_SECONDS)
+        except TimeoutError:
+            raise TooManyWaiting("grammars take too long to compile now; try again later") from None
         return [replace(prompt, grammar=grammar) for prompt in prompts]
 
     async def _completion(self, body: CompletionRequest) -> list[Prompt]:
@@ -267,17 +272,8 @@ class PromptPreparation:
         if templates is None:
             self._tokenizer.chat_template()  # raises TokenizerProblem
             raise AssertionError("a model without template pool has no template")
-        messages = [message.rendered() for message in body.messages]
-        return await self._threads.run(
-            Lane.TEMPLATE,
-            lambda _stopped: templates.render(
-                messages,
-                body.shown_tools,
-                body.chat_template_kwargs,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-            ),
-        )
+        conversation = body.rendered()
+        return await self._threads.run(Lane.TEMPLATE, lambda _stopped: templates.render(conversation))
 
     @contextlib.contextmanager
     def _counted(self, characters: int) -> Iterator[None]:
@@ -307,7 +303,7 @@ class PromptPreparation:
                 code="context_length_exceeded",
             ) from None
         except (TemplateRefused, TokenizerProblem) as error:
-            raise BadRequest(str(error), param=field, code="invalid_value") from None
+            raise invalid_value(str(error), field) from None
         except TextWorkStopped:
             raise Unavailable("this worker is shutting down", code="draining") from None
 
@@ -419,16 +415,8 @@ class TemplatePool:
         """Start one process without waiting for it, so that the first client does not wait for its start."""
         self._idle.put(self._idle.get() or self._started())
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-    ) -> str:
-        """Render the prompt text of a conversation, like ``ChatTemplate.render`` but within limits.
+    def render(self, conversation: Mapping[str, Any]) -> str:
+        """Render the prompt text of a conversation, the arguments of ``ChatTemplate.render``, within limits.
 
         Run it in a thread: it blocks until a process is free and has answered.
 
@@ -436,13 +424,6 @@ class TemplatePool:
             TemplateRefused: The template failed on these messages, or took too much processor time or memory for them.
             Unavailable: No process can be started, or the process ended or did not answer in time.
         """
-        conversation = {
-            "messages": messages,
-            "tools": tools,
-            "variables": variables,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-        }
         renderer = self._idle.get()
         try:
             renderer = renderer or self._started()
@@ -505,6 +486,7 @@ class Lane(Enum):
     SHORT = ("short", 2)
     LONG = ("long", 2)
     TEMPLATE = ("template", MAX_PROCESSES)
+    GRAMMAR = ("grammar", 1)
 
 
 def lane_of(characters: int) -> Lane:

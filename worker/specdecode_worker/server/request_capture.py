@@ -31,15 +31,15 @@ from specdecode_worker.server.requests import GenerationRequest
 
 log = logging.getLogger(__name__)
 
-StartRecord = Callable[[Prompt, Sampling, str, str | None], "RecordBuilder | None"]
-"""Starts the record of one choice from its prompt, sampling parameters, task and user; None if it is not captured."""
+StartRecord = Callable[[Prompt, Sampling, str], "RecordBuilder | None"]
+"""Starts the record of one choice from its prompt, sampling parameters and task; None if it is not captured."""
 CAPTURE_HEADER = "X-Specdecode-Capture"
 _YES = ("true", "on")
 _LONGEST_REQUEST_SECONDS = 86400.0
 """Time after which no request runs any more that began before a deletion."""
 
 
-def capture_permitted(header: str | None, request: GenerationRequest) -> bool | None:
+def _permitted(header: str | None, request: GenerationRequest) -> bool | None:
     """Return whether the client permits the capture of its request; None if it does not say.
 
     If the header and ``metadata.capture`` are present, both must permit it, with the value "true" or "on".
@@ -87,13 +87,19 @@ class RequestCapture:
         )
         return RecordBuilder(self, record)
 
-    def for_request(self, permitted: bool | None) -> StartRecord | None:
-        """Return the function that starts the records of one request; None if the client forbids it."""
+    def for_request(self, header: str | None, request: GenerationRequest) -> StartRecord | None:
+        """Return the function that starts the records of one request; None if the client forbids it.
+
+        Args:
+            header: Value of the header `CAPTURE_HEADER`.
+            request: The validated request body.
+        """
+        permitted = _permitted(header, request)
         if permitted is False:
             if self.recorder.is_on:
                 self.recorder.counts.drop(Dropped.opted_out)
             return None
-        return partial(self.start_record, permitted=permitted)
+        return partial(self.start_record, user=request.user, permitted=permitted)
 
     def delete_user(self, user: str) -> DeletionCounts:
         """Delete the records of a user. Requests of this user that are running are not captured. It blocks.
@@ -115,13 +121,13 @@ class RequestCapture:
 class RecordBuilder:
     """Collector of the output tokens of one captured request; receives every message of it in order."""
 
-    __slots__ = ("_began", "_capture", "_ended", "_epoch", "_failed", "_output", "_record")
+    __slots__ = ("_began", "_capture", "_epoch", "_failed", "_output", "_record")
 
     def __init__(self, capture: RequestCapture, record: Record) -> None:
         self._capture, self._record = capture, record
         self._began, self._epoch = time.monotonic(), capture.recorder.epoch
         self._output: list[int] = []
-        self._ended = self._failed = False
+        self._failed = False
 
     def process(self, tokens: Tokens) -> None:
         """Append the tokens of one message."""
@@ -129,15 +135,14 @@ class RecordBuilder:
         self._failed = self._failed or tokens.finish == "error"
 
     def end(self, finish_reason: str | None = None, *, moved: bool = False) -> None:
-        """Offer the record to the recorder, once.
+        """Offer the record to the recorder.
 
         A cancelled request is captured too: the tokens generated until then are valid output of the target. A request
         with an engine error or without output is not captured. If the request ``moved`` to another worker, the tokens
         of this one are captured here, and the others nowhere.
         """
-        if self._ended or self._failed or not self._output:
+        if self._failed or not self._output:
             return
-        self._ended = True
         recorder = self._capture.recorder
         if self._capture.was_deleted(self._record.user, self._began):
             recorder.counts.drop(Dropped.deleted)

@@ -33,7 +33,7 @@ from specdecode_worker.contract import (
     Placement,
     Written,
 )
-from specdecode_worker.server.errors import BadRequest
+from specdecode_worker.server.errors import BadRequest, invalid_value, unsupported
 from specdecode_worker.server.tools import FUNCTION_NAME
 
 log = logging.getLogger(__name__)
@@ -91,19 +91,21 @@ WITHOUT_EFFECT = frozenset(
         "prediction", "request_id", "guided_decoding_backend",
     }
 )  # fmt: skip
-# Unsupported fields of OpenAI and vLLM that would change the output, with the values at which they have no effect.
+# Unsupported fields of OpenAI and vLLM that would change the output with any value.
+_NEVER_NEUTRAL = (
+    "prompt", "messages", "max_completion_tokens", "prompt_embeds", "prompt_logprobs", "chat_template",
+    "thinking_token_budget", "verbosity", "web_search_options", "audio", "repetition_detection", "guided_json",
+    "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern", "structural_tag",
+)  # fmt: skip
+# All unsupported fields, with the values at which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "prompt": (),
-    "messages": (),
-    "max_completion_tokens": (),
+    **dict.fromkeys(_NEVER_NEUTRAL, ()),
     "top_logprobs": (0,),
     "parallel_tool_calls": (True, False),
     "chat_template_kwargs": ({},),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "length_penalty": (1,),
     "modalities": (["text"],),
@@ -114,25 +116,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
-    "chat_template": (),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
     "use_beam_search": (False,),
     "reasoning_effort": ("none",),
     "include_reasoning": (True,),
-    "thinking_token_budget": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "audio": (),
     "priority": (0,),
     "logits_processors": ([],),
-    "repetition_detection": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_whitespace_pattern": (),
-    "structural_tag": (),
     "detokenize": (True,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -219,11 +209,6 @@ def _whole(value: Any) -> Any:
     if isinstance(value, list):
         return [_whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def unsupported(message: str, name: str) -> BadRequest:
-    """Return the error for an unsupported field or value."""
-    return BadRequest(message, param=name, code="unsupported_parameter")
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -320,10 +305,8 @@ class StructuredOutputs(ClosedModel):
         values = (self.json_, self.regex, self.choice, self.grammar, self.json_object or None)
         count = sum(value is not None for value in values)
         if count != 1:
-            raise BadRequest(
-                f"structured_outputs needs exactly one of {', '.join(_KINDS)}, and has {count}",
-                param="structured_outputs",
-                code="invalid_value",
+            raise invalid_value(
+                f"structured_outputs needs exactly one of {', '.join(_KINDS)}, and has {count}", "structured_outputs"
             )
 
 
@@ -453,6 +436,7 @@ class GenerationRequest(RequestBody):
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1)
     min_tokens: int = Field(default=0, ge=0)
+    """Minimum number of output tokens; stop strings that end in the text of these tokens are ignored."""
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=-1, lt=2**31)
@@ -490,9 +474,24 @@ class GenerationRequest(RequestBody):
     """Free-form metadata: ``task`` labels the request; ``capture`` set to false excludes it from traffic capture."""
 
     @property
+    def text(self) -> str:
+        """Text of all prompts or messages; token ids have none."""
+        raise NotImplementedError
+
+    @property
+    def prompt_count(self) -> int:
+        """Number of prompts; a conversation is one."""
+        return 1
+
+    @property
     def token_limit(self) -> int | None:
         """Largest number of output tokens that the client requests; None for no limit."""
         return self.max_tokens
+
+    @property
+    def generates(self) -> bool:
+        """False if only the echo of the prompt is returned."""
+        return self.max_tokens != 0
 
     @property
     def top_logprobs_count(self) -> int | None:
@@ -533,19 +532,13 @@ class GenerationRequest(RequestBody):
         if self.structured_outputs is not None:
             self.structured_outputs.check()
             if self.response_format is not None and self.response_format.type != "text":
-                raise BadRequest(
-                    "response_format and structured_outputs exclude each other", param="structured_outputs",
-                    code="invalid_value",
-                )  # fmt: skip
+                raise invalid_value("response_format and structured_outputs exclude each other", "structured_outputs")
         self._check_token_rules()
         if self.truncate_prompt_tokens == 0:
-            raise BadRequest("truncate_prompt_tokens must be -1, or at least 1", param="truncate_prompt_tokens",
-                             code="invalid_value")  # fmt: skip
+            raise invalid_value("truncate_prompt_tokens must be -1, or at least 1", "truncate_prompt_tokens")
         if self.token_limit is not None and self.min_tokens > self.token_limit:
-            raise BadRequest(
-                f"min_tokens is {self.min_tokens}, above the limit of {self.token_limit} tokens",
-                param="min_tokens",
-                code="invalid_value",
+            raise invalid_value(
+                f"min_tokens is {self.min_tokens}, above the limit of {self.token_limit} tokens", "min_tokens"
             )
 
 
@@ -684,14 +677,23 @@ class ConversationRequest(RequestBody):
         """Tools for the chat template."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
+    def rendered(self) -> dict[str, Any]:
+        """Return the arguments of `ChatTemplate.render`."""
+        return {
+            "messages": [message.rendered() for message in self.messages],
+            "tools": self.shown_tools,
+            "variables": self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
     def check(self) -> None:
         """Raise BadRequest if the last message is to be continued, and followed by another turn or without text."""
         super().check()
         if self.continue_final_message and (self.add_generation_prompt or not self.messages[-1].text):
-            raise BadRequest(
+            raise invalid_value(
                 "continue_final_message needs add_generation_prompt to be false, and a last message with content",
-                param="continue_final_message",
-                code="invalid_value",
+                "continue_final_message",
             )
 
 
@@ -746,7 +748,7 @@ class ChatRequest(ConversationRequest, GenerationRequest):
     def _check_tool_choice(self) -> None:
         """Raise BadRequest for a tool_choice without the tool, or for strict functions together with another format."""
         if self.tool_choice not in ("none", "auto") and not self.forced_tools:
-            raise BadRequest("tool_choice needs a function that tools has", param="tool_choice", code="invalid_value")
+            raise invalid_value("tool_choice needs a function that tools has", "tool_choice")
         if self.has_strict_tools and not self.forced_tools and self.has_format:
             raise unsupported(
                 "functions with strict and another format of the answer are not supported together; leave out strict, "
@@ -757,7 +759,7 @@ class ChatRequest(ConversationRequest, GenerationRequest):
         """Raise BadRequest for invalid or unsupported combinations of logprobs, tools and template variables."""
         super().check()
         if self.top_logprobs and not self.logprobs:
-            raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
+            raise invalid_value("top_logprobs needs logprobs to be true", "top_logprobs")
         self._check_tool_choice()
         if taken := sorted(self.chat_template_kwargs.keys() & _TAKEN_VARIABLES):
             raise BadRequest(f"chat_template_kwargs must not set {taken[0]}", param="chat_template_kwargs")
@@ -805,6 +807,16 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property
+    def text(self) -> str:
+        """Prompts that are texts."""
+        return "\n".join(prompt for prompt in self.prompt if isinstance(prompt, str))
+
+    @property
+    def prompt_count(self) -> int:
+        """Number of prompts."""
+        return len(self.prompt)
+
+    @property
     def top_logprobs_count(self) -> int | None:
         """Number of top log-probabilities per token; None for no log-probabilities."""
         return self.logprobs
@@ -813,7 +825,7 @@ class CompletionRequest(GenerationRequest):
         """Raise BadRequest for max_tokens 0 without echo."""
         super().check()
         if self.max_tokens == 0 and not self.echo:
-            raise BadRequest("max_tokens may be 0 only with echo", param="max_tokens", code="invalid_value")
+            raise invalid_value("max_tokens may be 0 only with echo", "max_tokens")
 
 
 # Request body of PUT /v1/draft on the admin port, which replaces a draft.
@@ -843,13 +855,7 @@ class NewDraft(Written):
 
     def config(self) -> DraftConfig:
         """Return the configuration of the draft, as a required draft: one that does not fit the target is an error."""
-        return DraftConfig(
-            method=self.method,
-            uri=self.uri,
-            required=True,
-            quantization=self.quantization,
-            placement=self.placement,
-        )
+        return DraftConfig(**self.model_dump(exclude={"name", "expected_hash"}), required=True)
 
 
 # Request bodies of /tokenize and /detokenize, with the fields of vLLM.

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from specdecode_worker.core.messages import Logprobs, Tokens
+from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.tools import (
     Delta,
     ReasoningParser,
@@ -226,17 +227,7 @@ class ResponseWriter:
     chunk_kind: str
 
     def __init__(self, context: ResponseContext) -> None:
-        self._context = context
-
-    @property
-    def request_id(self) -> str:
-        """Id of the request, without the prefix of the route."""
-        return self._context.request_id
-
-    @property
-    def created(self) -> int:
-        """Unix time of the response in seconds."""
-        return self._context.created
+        self.context = context
 
     @property
     def holds_back_text(self) -> bool:
@@ -267,18 +258,18 @@ class ResponseWriter:
         return {**self._named(self.chunk_kind), "choices": [], **self._counts(statistics)}
 
     def _counts(self, statistics: Sequence[ChoiceStatistics]) -> Json:
-        return {"usage": usage(statistics), "metrics": metrics(statistics, self._context.num_spec_tokens)}
+        return {"usage": usage(statistics), "metrics": metrics(statistics, self.context.num_spec_tokens)}
 
     def _chunk(self, choice: Json) -> Json:
         return {**self._named(self.chunk_kind), "choices": [choice]}
 
     def _named(self, kind: str) -> Json:
         return {
-            "id": f"{self.prefix}-{self._context.request_id}",
+            "id": f"{self.prefix}-{self.context.request_id}",
             "object": kind,
-            "created": self._context.created,
-            "model": self._context.model,
-            "system_fingerprint": self._context.fingerprint,
+            "created": self.context.created,
+            "model": self.context.model,
+            "system_fingerprint": self.context.fingerprint,
         }
 
     def _choice(self, index: int, choice: FinishedChoice) -> Json:
@@ -362,14 +353,14 @@ class ChatWriter(ResponseWriter):
         }
 
     def _turn(self, index: int) -> _Turn:
-        return _Turn(self._tools, self._reasoning, f"{self._context.request_id}/{index}")
+        return _Turn(self._tools, self._reasoning, f"{self.context.request_id}/{index}")
 
     def _part(self, index: int, delta: Json, scored: Sequence[ScoredToken], finish_reason: str | None) -> Json:
         logprobs = self._logprobs(scored) if scored else None
         return self._chunk({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason})
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
-        return chat_logprobs(scored, self._context.vocabulary) if self._context.logprobs else None
+        return chat_logprobs(scored, self.context.vocabulary) if self.context.logprobs else None
 
 
 class _Turn:
@@ -452,30 +443,13 @@ class CompletionWriter(ResponseWriter):
         return {"index": index, "text": text, "logprobs": self._logprobs(scored), "finish_reason": finish_reason}
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
-        return completion_logprobs(scored, self._context.vocabulary) if self._context.logprobs else None
+        return completion_logprobs(scored, self.context.vocabulary) if self.context.logprobs else None
 
 
 # Incremental detokenization of one choice, with stop strings and log-probabilities.
 #
 # Tokens are processed one by one even if a step returns several, so that the text and the token counts are equal to
 # those of decoding without speculation.
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """Text options of a request."""
-
-    stops: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-    min_tokens: int = 0
-    """Minimum number of output tokens; stop strings that end in the text of these tokens are ignored."""
-    logprobs: bool = False
-    """True if the client wants log-probabilities."""
-    generates: bool = True
-    """False if only the echo of the prompt is returned."""
-    counts_prompt: bool = True
-    """False for the further choices of a prompt, so that its tokens count once in the usage."""
 
 
 class ChoiceDetokenizer:
@@ -486,11 +460,12 @@ class ChoiceDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], options: TextOptions, *, first_offset: int = 0
+        self, tokenizer: Tokenizer, prompt: Sequence[int], request: GenerationRequest, *, first_offset: int = 0
     ) -> None:
-        self._options = options
-        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=options.skip_special_tokens)
-        self._stops = StopFinder(options.stops, shows_stop=options.include_stop)
+        self._min_tokens, self._scores = request.min_tokens, request.top_logprobs_count is not None
+        self._shows_stop = request.include_stop_str_in_output
+        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=request.skip_special_tokens)
+        self._stops = StopFinder(request.stop, shows_stop=self._shows_stop)
         self._decoded = self._shown = first_offset
         self._unsent: deque[ScoredToken] = deque()
         self.count = 0
@@ -503,7 +478,7 @@ class ChoiceDetokenizer:
             self.count += 1
             logprobs = tokens.logprobs[i] if tokens.logprobs else None
             ends = tokens.finish == "stop" and i == len(tokens.tokens) - 1
-            if ends and not self._options.include_stop:
+            if ends and not self._shows_stop:
                 break
             text += self._push_token(token, logprobs)
             if self._stops.matched is not None:
@@ -515,13 +490,13 @@ class ChoiceDetokenizer:
         return self._piece(text, "stop" if self._stops.matched is not None else tokens.finish)
 
     def _push_token(self, token: int, logprobs: Logprobs | None) -> str:
-        if self._options.logprobs:
+        if self._scores:
             self._unsent.append(ScoredToken(token, self._decoded, logprobs))
         return self._search(self._text.push(token))
 
     def _search(self, text: str) -> str:
         self._decoded += len(text)
-        return self._stops.push(text, may_end=self.count > self._options.min_tokens)
+        return self._stops.push(text, may_end=self.count > self._min_tokens)
 
     def _piece(self, text: str, finish_reason: str | None) -> ChoicePiece:
         """Build a piece with ``text`` and the scored tokens that begin in the text returned so far.

@@ -14,9 +14,8 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -56,26 +55,17 @@ _LOOPBACK = "127.0.0.1"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Signals:
-    """Shutdown signals of the process.
+def _shutdown_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Install the handlers for SIGTERM and SIGINT on the running event loop, and return the events that they set.
 
-    The first SIGTERM or SIGINT sets ``drain_requested`` (drain); each further signal sets ``exit_now`` (do not wait).
+    The first signal sets the first event (drain), each further one the second (do not wait).
     """
-
-    drain_requested: asyncio.Event
-    exit_now: asyncio.Event
-
-    @classmethod
-    def installed(cls) -> Self:
-        """Install the handlers for SIGTERM and SIGINT on the running event loop."""
-        signals = cls(asyncio.Event(), asyncio.Event())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, signals._on_signal)
-        return signals
-
-    def _on_signal(self) -> None:
-        (self.exit_now if self.drain_requested.is_set() else self.drain_requested).set()
+    drain_requested, exit_now = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: (exit_now if drain_requested.is_set() else drain_requested).set()
+        )
+    return drain_requested, exit_now
 
 
 async def serve(
@@ -102,7 +92,7 @@ async def serve(
         CannotStart: A port is taken, or the credentials, the TLS certificate, the model, the capture folder or the
             synthetic knobs are unusable.
     """
-    signals = _Signals.installed()
+    drain_requested, exit_now = _shutdown_signals()
     plan, knobs = _start_plan(config, standalone_plan), _start_knobs()
     credentials = load_credentials(config.server, os.environ, api_keys)
     tls = _certificate(config.server)
@@ -113,13 +103,13 @@ async def serve(
         lifecycle = Lifecycle()
         parts.start("engine watch", watch_engine(engine, lifecycle, config.server.step_timeout_seconds))
         service = Service(config, engine, lifecycle, plan, recorder)
-        shutdown = GracefulShutdown(lifecycle, config.server, lambda: engine.unfinished_answers, signals.exit_now)
+        shutdown = GracefulShutdown(lifecycle, config.server, lambda: engine.unfinished_answers, exit_now)
         apps = (public_app(service, credentials.api_keys), admin_app(service, shutdown, credentials.admin_tokens))
         admin_port = sockets[1].getsockname()[1]
         with credentials.in_use(admin_port, os.environ):
             async with listening(apps, sockets, config.server, tls, parts):
                 with contextlib.closing(service):
-                    deadline.code = await _run(service, shutdown, signals.drain_requested, parts.failed, deadline)
+                    deadline.code = await _run(service, shutdown, drain_requested, parts.failed, deadline)
                 deadline.set(_EXIT_SECONDS)
                 return deadline.code
     finally:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from fastapi.responses import StreamingResponse
@@ -22,10 +22,11 @@ from specdecode_worker.capture import Recorder
 from specdecode_worker.contract import OTHER_TASK, DraftConfig, Plan, Report, SyntheticKnobs, WorkerConfig, belongs
 from specdecode_worker.contract.internal_stream import Resume
 from specdecode_worker.core.errors import CallRefused, EngineGone
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.draft_files import draft_hash
 from specdecode_worker.drafts.swap import describe_failure
 from specdecode_worker.engine.client import EngineClient
-from specdecode_worker.metrics import ServerCounters
+from specdecode_worker.metrics import RequestCounter, ServerCounters
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.server.admission import (
     AdmissionQueue,
@@ -34,20 +35,21 @@ from specdecode_worker.server.admission import (
     RequestTerms,
     check_ids,
     compatibility_key,
+    prefix_salt,
 )
-from specdecode_worker.server.errors import ApiError, BadRequest, Conflict, ModelNotFound, Unavailable
+from specdecode_worker.server.errors import ApiError, BadRequest, Conflict, ModelNotFound, Unavailable, unsupported
 from specdecode_worker.server.generation import (
     Generation,
-    GenerationStarter,
     StartingChoice,
     continued_choices,
     earlier_choices,
     new_choices,
+    submit_of,
 )
 from specdecode_worker.server.grammars import AnswerGrammars, guided_format
 from specdecode_worker.server.listening import Lifecycle
 from specdecode_worker.server.prompts import Prompt, PromptPreparation
-from specdecode_worker.server.request_capture import RequestCapture, capture_permitted
+from specdecode_worker.server.request_capture import RequestCapture, StartRecord
 from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -57,13 +59,12 @@ from specdecode_worker.server.requests import (
     StreamOptions,
     ignored_header,
     parse,
-    parse_contract,
-    unsupported,
 )
 from specdecode_worker.server.responses import (
     DONE,
     ChatWriter,
     ChoicePiece,
+    ChoiceStatistics,
     CompletionWriter,
     FinishedChoice,
     Json,
@@ -161,11 +162,6 @@ class PlanStore:
         return next(matching, OTHER_TASK)
 
 
-def parse_plan(body: bytes) -> Plan:
-    """Parse and validate a plan. Raises BadRequest that names the field at fault."""
-    return parse_contract(Plan, body)
-
-
 def read_plan(path: Path, uid: str) -> Plan | None:
     """Read the plan mounted from the ConfigMap.
 
@@ -184,42 +180,6 @@ def read_plan(path: Path, uid: str) -> Plan | None:
         log.error("the plan in %s is for uid %r, this worker belongs to %r", path, plan.uid, uid)
         return None
     return plan
-
-
-# Draft swaps that a client of the admin port asks for: the checks before the engine begins to load the draft.
-
-
-class DraftSwapper:
-    """Starts draft swaps in the order of their requests."""
-
-    def __init__(self, engine: EngineClient, cache_dir: Path) -> None:
-        self._engine, self._cache_dir = engine, cache_dir
-        self._lock = asyncio.Lock()
-
-    async def begin(self, draft: DraftConfig, name: str, expected_hash: str | None) -> str:
-        """Start to replace the draft ``name`` and return the hash that the report shows once ``draft`` runs.
-
-        Raises:
-            Conflict: The files cannot be read, or do not have the expected hash.
-            CallRefused: The engine cannot try the swap.
-            EngineGone: The engine has ended.
-        """
-        async with self._lock:
-            actual_hash = await asyncio.to_thread(self._hash, draft)
-            if expected_hash not in (None, actual_hash):
-                raise Conflict(
-                    f"the files of {draft.uri or draft.method} have the hash {actual_hash}, not {expected_hash}; check "
-                    "the uri, or send the hash that you mean",
-                    param="expected_hash",
-                )
-            await self._engine.begin_draft_swap(draft, name, actual_hash)
-        return actual_hash
-
-    def _hash(self, draft: DraftConfig) -> str:
-        try:
-            return draft_hash(draft, lambda uri: model_store.resolve(uri, self._cache_dir))
-        except Exception as error:
-            raise Conflict(describe_failure(error, draft.uri or draft.method)) from None
 
 
 # Worker service behind the HTTP routes: engine client, tokenizer, current plan and lifecycle state.
@@ -248,7 +208,6 @@ class Service:
         self.ignored_fields = IgnoredFieldLog()
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
-        self._starter = GenerationStarter(engine, self._queue, self.counts, config.server.shared_prefix_cache)
         self._model: Model | None = None
         self.compatibility_key = ""
         """Digest of everything that text depends on besides the request; empty while the model loads."""
@@ -260,7 +219,7 @@ class Service:
         """Capture of requests; None without a folder for it, and while the model loads."""
         self._plan_lock = asyncio.Lock()
         self._engine_report = SharedCall(engine.report)
-        self._draft_swapper = DraftSwapper(engine, Path(config.cache_dir))
+        self._draft_lock = asyncio.Lock()
 
     def check_loaded(self) -> None:
         """Raise Unavailable while the model loads."""
@@ -317,14 +276,13 @@ class Service:
             self._prompts.close()
 
     @contextlib.contextmanager
-    def preparing(self, request: GenerationRequest, prompts: int, client: str = "") -> Iterator[PromptPreparation]:
+    def preparing(self, request: GenerationRequest, client: str) -> Iterator[PromptPreparation]:
         """Yield the preparation of prompts for a request that has a place in the queue.
 
         The place counts while the block runs, so that the queue also bounds the requests whose texts are prepared.
 
         Args:
             request: The validated request body.
-            prompts: Number of prompts of the request.
             client: Name of the request's API key; empty without keys.
 
         Raises:
@@ -332,16 +290,14 @@ class Service:
         """
         self.lifecycle.check_accepting()
         check_ids(request, self.model.limits)
-        places = prompts * request.n
-        self._check_queue(self.engine.in_flight + self._preparing, places, prompts, client)
+        places = request.prompt_count * request.n
+        field = "prompt" if request.prompt_count > 1 else "n"
+        self._queue.check(self.engine.in_flight + self._preparing, places, time.monotonic(), field, client)
         self._preparing += places
         try:
             yield self.prompts
         finally:
             self._preparing -= places
-
-    def _check_queue(self, in_flight: int, places: int, prompts: int, client: str) -> None:
-        self._queue.check(in_flight, places, time.monotonic(), "prompt" if prompts > 1 else "n", client)
 
     def check_model_name(self, name: str | None) -> None:
         """Raise ModelNotFound unless ``name`` is the served model. None means the served model."""
@@ -349,55 +305,52 @@ class Service:
         if name is not None and name != served:
             raise ModelNotFound(f"the model {name!r} does not exist here; {served!r} is served", param="model")
 
-    def start(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[Prompt],
-        task: str,
-        *,
-        capture: bool | None = None,
-        terms: RequestTerms = RequestTerms(),  # noqa: B008  # frozen
-    ) -> list[Generation]:
-        """Start ``request.n`` generations for each prompt. Either all of them start or none.
+    def start(self, call: Call, body: GenerationRequest, choices: Sequence[StartingChoice]) -> list[Generation]:
+        """Start the choices of a request. Either all of them start or none.
+
+        A request that continues an earlier attempt is not captured.
 
         Args:
-            request: The validated request body.
-            prompts: Tokenized prompts of the request.
-            task: Task label of the request.
-            capture: Whether the client permits its request to be captured; None if it does not say.
-            terms: Client and deadlines of the request.
-
-        Returns:
-            The generations, grouped by prompt in the order of ``prompts``.
-
-        Raises:
-            ApiError: The request does not fit the model, the queue is full, or the worker accepts no requests.
-        """
-        check_ids(request, self.model.limits)
-        choices = new_choices(self.model, request, prompts)
-        self.lifecycle.check_accepting()
-        self._check_queue(self.engine.in_flight, len(choices), len(prompts), terms.client)
-        start_record = self.capture.for_request(capture) if self.capture is not None else None
-        return self._starter.start(request, choices, task, terms, start_record)
-
-    def resume(
-        self, request: GenerationRequest, choices: Sequence[StartingChoice], task: str, *, terms: RequestTerms
-    ) -> list[Generation]:
-        """Continue all choices of a request that began on another worker. It is not captured.
-
-        Args:
-            request: The validated request body.
-            choices: The choices with their replayed output.
-            task: Task label of the request.
-            terms: Client and deadlines of the request.
+            call: Call of the route.
+            body: The validated request body, whose choices are prepared.
+            choices: The choices, grouped by prompt.
 
         Raises:
             ApiError: The queue is full, or the worker accepts no requests.
         """
+        terms = call.terms
         self.lifecycle.check_accepting()
-        left = sum(choice.output.finish_reason is None for choice in choices)
-        self._check_queue(self.engine.in_flight, left, len(choices), terms.client)
-        return self._starter.start(request, choices, task, terms)
+        starting = sum(choice.output.finish_reason is None for choice in choices)
+        self._queue.check(self.engine.in_flight, starting, time.monotonic(), "n", terms.client)
+        start_record = None
+        if self.capture is not None and call.resume is None:
+            start_record = self.capture.for_request(call.capture, body)
+        shared = self.config.server.shared_prefix_cache
+        salt = prefix_salt(terms.client, body.cache_salt or "", shared=shared, router_salt=terms.cache_salt)
+        task = self.plans.task(call.task, body.task, body.text, terms.client)
+        with contextlib.ExitStack() as started:
+            generations = []
+            for choice in choices:
+                generation = self._generation(choice, submit_of(choice, task, terms, salt), start_record)
+                started.callback(generation.close)
+                generations.append(generation)
+            started.pop_all()
+        return generations
+
+    def _generation(self, choice: StartingChoice, submit: Submit, start_record: StartRecord | None) -> Generation:
+        """Submit a choice to the engine, unless an earlier attempt has finished it. Raises Unavailable."""
+        if choice.output.finish_reason is not None:
+            return Generation(None, choice, self._queue, submit.client)
+        with _engine_errors():
+            stream = self.engine.submit(submit)
+        self._queue.record_start(submit.client)
+        earlier_tokens = None if submit.emitted is None else len(submit.emitted)
+        counter = RequestCounter(self.counts, submit.task, len(submit.prompt), submit.client, earlier_tokens)
+        record = None
+        if start_record is not None and choice.output.generates:
+            record = start_record(choice.prompt, submit.sampling, submit.task)
+        observers = (counter,) if record is None else (counter, record)
+        return Generation(stream, choice, self._queue, submit.client, observers)
 
     async def set_plan(self, plan: Plan) -> None:
         """Apply ``plan`` in the engine and make it the current plan.
@@ -417,7 +370,7 @@ class Service:
                 self.recorder.apply(plan.capture)
 
     async def begin_draft_swap(self, draft: DraftConfig, name: str, expected_hash: str | None = None) -> str:
-        """Start to replace the draft ``name`` (empty for the default draft).
+        """Start to replace the draft ``name`` (empty for the default draft). Swaps start in the order of the calls.
 
         The report shows the swap, and the reason if it fails; the previous draft then stays in use.
 
@@ -434,8 +387,24 @@ class Service:
         except ValidationError as error:
             reason = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise Conflict(reason, param="placement") from None
-        with _engine_errors(Conflict):
-            return await self._draft_swapper.begin(draft, name, expected_hash)
+        async with self._draft_lock:
+            actual_hash = await asyncio.to_thread(self._hash_of, draft)
+            if expected_hash not in (None, actual_hash):
+                raise Conflict(
+                    f"the files of {draft.uri or draft.method} have the hash {actual_hash}, not {expected_hash}; check "
+                    "the uri, or send the hash that you mean",
+                    param="expected_hash",
+                )
+            with _engine_errors(Conflict):
+                await self.engine.begin_draft_swap(draft, name, actual_hash)
+        return actual_hash
+
+    def _hash_of(self, draft: DraftConfig) -> str:
+        """Return the hash of the files of a draft. Raises Conflict if they cannot be read."""
+        try:
+            return draft_hash(draft, lambda uri: model_store.resolve(uri, Path(self.config.cache_dir)))
+        except Exception as error:
+            raise Conflict(describe_failure(error, draft.uri or draft.method)) from None
 
     async def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         """Turn the synthetic knobs on, or off with None.
@@ -485,14 +454,6 @@ def _engine_errors(refused: type[BadRequest] | type[Conflict] = BadRequest) -> I
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
-class Wait(Protocol):
-    """Function that returns the result of slow work. It may give up with an error if the result is not needed."""
-
-    async def __call__(self, work: Awaitable[Result], /) -> Result:
-        """Return the result of ``work``."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """Call of a generation route."""
@@ -531,17 +492,21 @@ class StartedRequest:
         """Headers of the response that depend on the body."""
         return ignored_header(self.body.ignored_fields)
 
-    @property
-    def stream_options(self) -> StreamOptions:
-        """Options of a streaming response."""
-        return self.body.stream_options or StreamOptions()
-
     async def encode_whole(self, choices: Sequence[FinishedChoice]) -> bytes:
         """Return the body of a response that does not stream."""
         if self.body.top_logprobs_count is None:
             return msgspec.json.encode(self.writer.whole(choices))
         # Log-probabilities can take a second to write.
         return await asyncio.to_thread(lambda: msgspec.json.encode(self.writer.whole(choices)))
+
+    def close(self, *, moved: bool = False) -> None:
+        """Close the generations, which frees their slots in the engine.
+
+        Args:
+            moved: Another worker continues the request.
+        """
+        for generation in self.generations:
+            generation.close(moved=moved)
 
 
 _BODIES: Mapping[str, type[CompletionRequest | ChatRequest]] = MappingProxyType(
@@ -551,8 +516,8 @@ GENERATION_ROUTES = tuple(_BODIES)
 """Public routes that generate text."""
 
 
-async def start(service: Service, route: str, call: Call, wait: Wait) -> StartedRequest:
-    """Start the generations of a request to a public route.
+async def start(service: Service, route: str, call: Call) -> StartedRequest:
+    """Start the generations of a request to a public route. A cancelled call has started none.
 
     Raises:
         ApiError: The request is invalid, or the worker cannot serve it.
@@ -562,43 +527,33 @@ async def start(service: Service, route: str, call: Call, wait: Wait) -> Started
     body = call.parse(_BODIES[route])
     service.check_model_name(body.model)
     body = service.model.with_defaults(body)
+    context = _context(service, call, body)
     writer: ResponseWriter
     if isinstance(body, ChatRequest):
-        text, count = body.text, 1
-        writer = ChatWriter(_context(service, call, body), _tool_call_options(service, body), _reasoning(service, body))
+        writer = ChatWriter(context, _tool_call_options(service, body), _reasoning(service, body))
     else:
-        text, count = "\n".join(prompt for prompt in body.prompt if isinstance(prompt, str)), len(body.prompt)
-        writer = CompletionWriter(_context(service, call, body))
-    if call.resume is not None:
-        started = await _resume(service, call, call.resume, body, text, writer, wait)
-    else:
-        with service.preparing(body, count, call.terms.client) as preparation:
-            prompts = await wait(preparation.prompts(body))
-        task = service.plans.task(call.task, body.task, text, call.terms.client)
-        capture = None if service.capture is None else capture_permitted(call.capture, body)
-        generations = service.start(body, prompts, task, capture=capture, terms=call.terms)
-        started = StartedRequest(body, prompts, generations, writer)
-    writer.begin(started.prompts[0].ids)
-    service.ignored_fields.record(started.body.ignored_fields, time.monotonic())
-    return started
+        writer = CompletionWriter(context)
+    prompts, choices = await _prepared(service, call, body)
+    writer.begin(prompts[0].ids)
+    generations = service.start(call, body, choices)
+    service.ignored_fields.record(body.ignored_fields, time.monotonic())
+    return StartedRequest(body, prompts, generations, writer)
 
 
-async def _resume(
-    service: Service,
-    call: Call,
-    resume: Resume,
-    body: GenerationRequest,
-    text: str,
-    writer: ResponseWriter,
-    wait: Wait,
-) -> StartedRequest:
-    earlier = earlier_choices(body, resume, service.compatibility_key, service.model.limits)
-    with service.preparing(body, len(resume.open.prompts), call.terms.client) as preparation:
-        prompts = await wait(preparation.resumed(body, resume.open.prompts))
-        work = partial(continued_choices, service.model, body, prompts, earlier)
-        choices = await wait(preparation.replay(sum(len(progress.ids) for _, progress in earlier), work))
-    task = service.plans.task(call.task, body.task, text, call.terms.client)
-    return StartedRequest(body, prompts, service.resume(body, choices, task, terms=call.terms), writer)
+async def _prepared(
+    service: Service, call: Call, body: CompletionRequest | ChatRequest
+) -> tuple[list[Prompt], list[StartingChoice]]:
+    """Return the prompts and the choices of a request, which are new ones or continue an earlier attempt."""
+    model, client = service.model, call.terms.client
+    if call.resume is None:
+        with service.preparing(body, client) as preparation:
+            prompts = await preparation.prompts(body)
+            return prompts, new_choices(model, body, prompts)
+    earlier = earlier_choices(body, call.resume, service.compatibility_key, model.limits)
+    with service.preparing(body, client) as preparation:
+        prompts = await preparation.resumed(body, call.resume.open.prompts)
+        work = partial(continued_choices, model, body, prompts, earlier)
+        return prompts, await preparation.replay(sum(len(progress.ids) for _, progress in earlier), work)
 
 
 def _context(service: Service, call: Call, body: GenerationRequest) -> ResponseContext:
@@ -657,23 +612,17 @@ _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class EventStream(StreamingResponse):
     """Response of server-sent events. It frees the engine slots however it ends, even before the first event."""
 
-    def __init__(
-        self,
-        generations: Sequence[Generation],
-        writer: ResponseWriter,
-        options: StreamOptions,
-        headers: Mapping[str, str],
-    ) -> None:
-        events = _all_events(EventEncoder(generations, writer, options))
-        super().__init__(events, media_type="text/event-stream", headers={**_SSE_HEADERS, **headers})
-        self._generations = generations
+    def __init__(self, started: StartedRequest) -> None:
+        events = _all_events(EventEncoder(started))
+        super().__init__(events, media_type="text/event-stream", headers={**_SSE_HEADERS, **started.headers})
+        self._started = started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events, then close all generations."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            close(self._generations)
+            self._started.close()
 
 
 async def _all_events(encoder: EventEncoder) -> AsyncIterator[bytes]:
@@ -699,10 +648,10 @@ async def _all_events(encoder: EventEncoder) -> AsyncIterator[bytes]:
 class EventEncoder:
     """Encoder of the server-sent events of one response."""
 
-    def __init__(self, generations: Sequence[Generation], writer: ResponseWriter, options: StreamOptions) -> None:
-        self.generations = generations
-        self._writer = writer
-        self._options = options
+    def __init__(self, started: StartedRequest) -> None:
+        self.generations = started.generations
+        self._writer = started.writer
+        self._options = started.body.stream_options or StreamOptions()
 
     def opening(self) -> list[bytes]:
         """Return the events before any text."""
@@ -727,7 +676,10 @@ class EventEncoder:
         """Return the events after the last text."""
         if not self._options.include_usage:
             return [DONE]
-        return [event(self._writer.closing([generation.statistics for generation in self.generations])), DONE]
+        return [event(self._writer.closing(self._statistics())), DONE]
+
+    def _statistics(self) -> list[ChoiceStatistics]:
+        return [generation.output.statistics for generation in self.generations]
 
     def _skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
         for piece in pieces:
@@ -739,7 +691,7 @@ class EventEncoder:
 
     def _encoded(self, chunk: Json) -> bytes:
         if self._options.continuous_usage_stats:
-            return event(chunk | {"usage": usage(generation.statistics for generation in self.generations)})
+            return event(chunk | {"usage": usage(self._statistics())})
         # OpenAI's reference: with include_usage every chunk has the field, and it is null in all but the last chunk.
         return event(chunk | ({"usage": None} if self._options.include_usage else {}))
 
@@ -784,9 +736,3 @@ async def _read(index: int, generation: Generation, queue: asyncio.Queue[_Read])
         await queue.put(error)
     else:
         await queue.put(None)
-
-
-def close(generations: Sequence[Generation]) -> None:
-    """Close all generations, which frees their slots in the engine."""
-    for generation in generations:
-        generation.close()

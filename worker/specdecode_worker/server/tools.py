@@ -149,11 +149,8 @@ class Tokenizer:
             TokenizerProblem: This is a base model.
             TemplateRefused: The template does not accept the messages.
         """
-        return self.encode_rendered(self.chat_template().render(messages))
-
-    def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a rendered template. Templates write BOS themselves, so no special token is added."""
-        return self.encode(text, add_special_tokens=False)
+        # Templates write BOS themselves, so no special token is added.
+        return self.encode(self.chat_template().render(messages), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -319,7 +316,7 @@ class StopFinder:
 
     __slots__ = ("_held", "_matchers", "_shows_stop", "matched")
 
-    def __init__(self, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
+    def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
         assert all(stops), "an empty stop string would end every text at once"
         self._matchers = [_StopMatcher(stop) for stop in stops]
         self._shows_stop = shows_stop

@@ -22,7 +22,8 @@ from specdecode_worker.guided.grammars import (
     with_readable_numbers,
 )
 from specdecode_worker.guided.guide import GrammarRefused, Guide
-from specdecode_worker.server.grammars import CallableFunction, forced_calls
+from specdecode_worker.server.grammars import forced_calls
+from specdecode_worker.server.requests import FunctionDefinition
 from support import small_model
 from support.char_tokenizer import END, tokenizer_json
 
@@ -176,7 +177,7 @@ def test_constants_that_end_the_library_are_refused(schema: str, number: int) ->
     with pytest.raises(GrammarRefused, match=f"the number {number} cannot be a constant"):
         context_free_grammar(f"start: %json {text}")
     with pytest.raises(GrammarRefused, match=f"the number {number} cannot be a constant"):
-        forced_calls("hermes", [CallableFunction("f", json.loads(text), False)], parallel=False)
+        forced_calls("hermes", [FunctionDefinition(name="f", parameters=json.loads(text))], parallel=False)
 
 
 def test_texts_with_such_numbers_are_no_constants(compiler: GrammarCompiler) -> None:

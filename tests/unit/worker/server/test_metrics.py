@@ -23,7 +23,7 @@ from specdecode_worker.contract import (
     TrafficCell,
 )
 from specdecode_worker.core.messages import FinishReason, Tokens
-from specdecode_worker.metrics import MAX_API_KEYS, VLLM_METRICS, ServerCounters, render, vllm_name
+from specdecode_worker.metrics import MAX_API_KEYS, VLLM_METRICS, RequestCounter, ServerCounters, render, vllm_name
 
 STEP = StepCell(
     tokens_bucket=1, draft_passes=0, prefill=False, context_bucket=0, count=4, x=(), xx=(), xt=(), t=0, tt=0,
@@ -110,7 +110,7 @@ def samples(counts: ServerCounters | None = None, report: Report = REPORT) -> di
 
 def count_request(counts: ServerCounters, task: str, *sums: tuple[int, int, int]) -> None:
     """Count a request of ``task`` with messages of these cumulative (drafts, draft tokens, accepted)."""
-    request_counter = counts.request_counter(task, 7)
+    request_counter = RequestCounter(counts, task, 7)
     for drafts, draft_tokens, accepted in sums:
         request_counter.process(
             Tokens(request_id="r", tokens=(), drafts=drafts, draft_tokens=draft_tokens, accepted=accepted)
@@ -173,7 +173,7 @@ def test_latency_by_task_adds_up_to_the_report() -> None:
 def test_timeouts_are_counted_by_reason() -> None:
     counts = still()
     for finish in ("deadline", "deadline", "queue_timeout", "stop"):
-        counts.request_counter("t", 7).process(Tokens(request_id="r", tokens=(), finish=finish))
+        RequestCounter(counts, "t", 7).process(Tokens(request_id="r", tokens=(), finish=finish))
     values = samples(counts)
     assert values["specdecode_request_timeouts_total[deadline]"] == 2
     assert values["specdecode_request_timeouts_total[queue]"] == 1
@@ -186,7 +186,7 @@ def test_requests_are_counted_by_the_reason_of_their_end() -> None:
         ("stop", "stop"), (None, "stop"), ("length", "length"), ("deadline", None), (None, None), ("error", None),
     )  # fmt: skip
     for engine_finish, finish_reason in ends:
-        request_counter = counts.request_counter("t", 7, "ann")
+        request_counter = RequestCounter(counts, "t", 7, "ann")
         request_counter.process(Tokens(request_id="r", tokens=(5,), finish=engine_finish))
         request_counter.end(finish_reason)
     values = samples(counts)
@@ -199,7 +199,7 @@ def test_requests_are_counted_by_the_reason_of_their_end() -> None:
 
 def count_keys(counts: ServerCounters, *names: str) -> None:
     for name in names:
-        request_counter = counts.request_counter("t", 30, name)
+        request_counter = RequestCounter(counts, "t", 30, name)
         request_counter.process(Tokens(request_id="r", tokens=(5, 6), finish="stop"))
         request_counter.end("stop")
 
@@ -218,10 +218,10 @@ def test_requests_are_counted_by_api_key() -> None:
 
 def test_continued_request_is_counted_once_over_both_workers() -> None:
     first, second = (ServerCounters(lambda: 0.0, api_keys=True) for _ in range(2))
-    moved = first.request_counter("t", 30, "ann")
+    moved = RequestCounter(first, "t", 30, "ann")
     moved.process(Tokens(request_id="r", tokens=(5, 6, 7)))
     moved.end(None, moved=True)
-    rest = second.request_counter("t", 30, "ann", 3)
+    rest = RequestCounter(second, "t", 30, "ann", 3)
     rest.process(Tokens(request_id="r", tokens=(8, 9), finish="stop"))
     rest.end("stop")
     parts = samples(first), samples(second)
@@ -277,7 +277,7 @@ def test_accepted_tokens_are_counted_by_position() -> None:
 
 def test_counters_do_not_fall_when_a_request_is_cancelled() -> None:
     counts = still()
-    request_counter = counts.request_counter("t", 7)
+    request_counter = RequestCounter(counts, "t", 7)
     request_counter.process(Tokens(request_id="r", tokens=(1, 2), drafts=1, draft_tokens=3, accepted=1))
     request_counter.process(Tokens(request_id="r", tokens=(), finish="deadline"))
     assert samples(counts)["specdecode_spec_decode_num_accepted_tokens_per_pos_total[0,t]"] == 1
@@ -298,12 +298,11 @@ def test_draft_info_lists_every_draft() -> None:
 def test_request_is_counted_once() -> None:
     now = 0.0
     counts = ServerCounters(lambda: now)
-    request_counter = counts.request_counter("t", 30)
+    request_counter = RequestCounter(counts, "t", 30)
     for now, tokens in ((1.0, (5, 6)), (1.001, (7,)), (1.002, ())):  # noqa: B007
         request_counter.process(Tokens(request_id="r", tokens=tokens))
     request_counter.end("stop")
-    request_counter.end("stop")
-    counts.request_counter("t", 9).end(None)
+    RequestCounter(counts, "t", 9).end(None)
     values = samples(counts)
     assert values["specdecode_request_prompt_tokens_sum[]"] == 30
     assert (
@@ -377,7 +376,7 @@ def vllm_text() -> str:
     count_request(counts, "t", (1, 3, 2), (2, 6, 5))
     count_request(counts, "other", (3, 9, 3))
     for task, reason in (("t", "stop"), ("t", "length"), ("other", "stop")):
-        counts.request_counter(task, 7).end(reason)
+        RequestCounter(counts, task, 7).end(reason)
     return render(BY_TASK, counts).decode()
 
 

@@ -25,7 +25,6 @@ def test_mss_requests_are_captured_only_if_greedy(
     if builder is not None:
         builder.process(Tokens(request_id="r", tokens=(4,)))
         builder.end()
-        builder.end()
     recorder.close()
     assert recorder.counts.records.total() == taken
     assert recorder.counts.dropped[Dropped.not_repeatable] == 1 - taken

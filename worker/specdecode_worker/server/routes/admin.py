@@ -25,7 +25,7 @@ from starlette.types import Scope as AsgiScope
 from specdecode_worker.capture.recorder import FinishedSegments
 from specdecode_worker.capture.records import FolderUnusable, SegmentNotFound
 from specdecode_worker.capture.segments import READ_BYTES
-from specdecode_worker.contract import MAX_REPORT_BYTES, Env, Header, Report, Route, SyntheticKnobs
+from specdecode_worker.contract import MAX_REPORT_BYTES, Env, Header, Plan, Report, Route, SyntheticKnobs
 from specdecode_worker.server.admission import (
     ReloadedSecrets,
     allowed_scopes,
@@ -38,7 +38,7 @@ from specdecode_worker.server.errors import ApiError, Forbidden, Unauthorized, U
 from specdecode_worker.server.listening import GracefulShutdown, answer_errors, error_response, read_body
 from specdecode_worker.server.requests import NewDraft, UserDeletion, parse_contract
 from specdecode_worker.server.routes.internal import add_internal
-from specdecode_worker.server.service import Service, parse_plan
+from specdecode_worker.server.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class _SegmentSource:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._segments: FinishedSegments | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "captured-segments", initializer=_lower_priority)
         self._transfers = 0
 
     async def listing(self) -> bytes:
@@ -151,8 +151,6 @@ class _SegmentSource:
 
     async def read(self, function: Callable[[], Result]) -> Result:
         """Call a blocking function in the thread of this source."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "captured-segments", initializer=_lower_priority)
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     def end_transfer(self) -> None:
@@ -280,7 +278,7 @@ def _add_plan(app: FastAPI, service: Service) -> None:
 
     @app.put(Route.plan)
     async def put_plan(request: Request) -> Response:
-        plan = parse_plan(await read_body(request))
+        plan = parse_contract(Plan, await read_body(request))
         await service.set_plan(plan)
         return _json(plan.model_dump_json().encode())
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdecode_worker.contract import Report
 from specdecode_worker.contract.internal_stream import (
@@ -24,8 +23,8 @@ from specdecode_worker.contract.internal_stream import (
 )
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.internal_stream import FrameStream
-from specdecode_worker.server.listening import answer_errors, read_body
-from specdecode_worker.server.routes.public import add_information, add_tokenization
+from specdecode_worker.server.listening import read_body
+from specdecode_worker.server.routes.public import information_app
 from specdecode_worker.server.service import Service
 
 ROUTER_SECONDS = 10.0
@@ -56,7 +55,7 @@ def add_internal(app: FastAPI, service: Service) -> None:
         answer = load_of(report, service.generations, routers)
         return Response(encode_document(answer), media_type="application/msgpack")
 
-    app.mount(INTERNAL_PUBLIC, _WithoutPrefix(_public_without_generation(service)))
+    app.mount(INTERNAL_PUBLIC, information_app(service))
 
 
 class RouterTable:
@@ -103,23 +102,3 @@ def load_of(report: Report, clients: Mapping[str, int], routers: RouterTable) ->
             for cell in report.steps
         ),
     )
-
-
-class _WithoutPrefix:
-    """ASGI application that hides the prefix from another one, so that its answers are those of the public port."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
-        path = scope["path"].removeprefix(INTERNAL_PUBLIC)
-        await self._app({**scope, "path": path, "raw_path": path.encode(), "root_path": ""}, receive, send)
-
-
-def _public_without_generation(service: Service) -> FastAPI:
-    app = FastAPI(title="specdecode", openapi_url=None)
-    answer_errors(app)
-    add_information(app, service)
-    add_tokenization(app, service)
-    return app

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from functools import cache, partial
+from functools import cache
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -41,7 +41,6 @@ from specdecode_worker.server.service import (
     Service,
     SharedCall,
     StartedRequest,
-    close,
     start,
 )
 from specdecode_worker.version import VERSION
@@ -49,7 +48,16 @@ from specdecode_worker.version import VERSION
 # Informational routes of the public port: probes, metrics, models, version and OpenAPI document.
 
 
-def add_information(app: FastAPI, service: Service) -> None:
+def information_app(service: Service) -> FastAPI:
+    """Build an application with the public routes that generate no text."""
+    app = FastAPI(title="specdecode", openapi_url=None)
+    answer_errors(app)
+    _add_information(app, service)
+    _add_tokenization(app, service)
+    return app
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
     """Add the routes for probes, metrics, models, version and OpenAPI document, and those that answer 501."""
     _add_probes(app, service)
     _add_not_built(app)
@@ -136,9 +144,7 @@ def _model_card(service: Service) -> dict[str, object]:
 # Routes /tokenize and /detokenize, with the fields of vLLM.
 
 
-def add_tokenization(app: FastAPI, service: Service) -> None:
-    """Add the routes /tokenize and /detokenize."""
-
+def _add_tokenization(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         fields = read_object(await read_body(request))
@@ -213,14 +219,10 @@ LAST_EVENT_ID_HEADER = "Last-Event-ID"
 
 def public_app(service: Service, api_keys: ReloadedSecrets | None = None) -> FastAPI:
     """Build the application of the public port. With ``api_keys`` a request needs one of them."""
-    app = FastAPI(title="specdecode", openapi_url=None)
+    app = information_app(service)
     app.state.body_budget = BodyBudget(service.config.server.max_unfinished_body_bytes)
     app.add_middleware(ApiKeyCheck, keys=api_keys)
     app.add_middleware(ResponseHeaders, lifecycle=service.lifecycle)
-    answer_errors(app)
-    add_information(app, service)
-    add_tokenization(app, service)
-
     for route in GENERATION_ROUTES:
         _add_generation(app, service, route)
     return app
@@ -240,7 +242,7 @@ def _add_generation(app: FastAPI, service: Service, route: str) -> None:
             capture=request.headers.get(CAPTURE_HEADER),
             terms=terms,
         )
-        return await _answer(request, await start(service, route, call, partial(cancel_on_disconnect, request)))
+        return await _answer(request, await cancel_on_disconnect(request, start(service, route, call)))
 
 
 def _check_no_event_id(request: Request) -> None:
@@ -259,14 +261,12 @@ def _check_no_event_id(request: Request) -> None:
 
 async def _answer(request: Request, started: StartedRequest) -> Response:
     """Return the response, streaming or complete. The generations are closed in every case."""
-    generations = started.generations
     if started.body.stream:
-        return EventStream(generations, started.writer, started.stream_options, started.headers)
+        return EventStream(started)
     try:
-        choices = await cancel_on_disconnect(
-            request, asyncio.gather(*(generation.whole() for generation in generations))
-        )
+        work = asyncio.gather(*(generation.whole() for generation in started.generations))
+        choices = await cancel_on_disconnect(request, work)
         content = await started.encode_whole(choices)
         return Response(content, headers=started.headers, media_type="application/json")
     finally:
-        close(generations)
+        started.close()

@@ -61,7 +61,7 @@ def test_texts_and_ids_are_those_of_transformers(tmp_path: Path, name: str) -> N
                 continue
             assert template.render(messages, tools, variables, add_generation_prompt=start) == text, case
             ids = theirs.encode(text, add_special_tokens=False)
-            assert ours.encode_rendered(text) == trained.encode(text) == ids, case
+            assert ours.encode(text, add_special_tokens=False) == trained.encode(text) == ids, case
             assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids), case
     messages = [USER, {"role": "assistant", "content": "The sky is "}]
     try:

@@ -12,18 +12,20 @@ from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided.grammars import choice_grammar, json_grammar, regex_grammar
 from specdecode_worker.guided.guide import GrammarRefused
 from specdecode_worker.server.grammars import (
-    NO_ARGUMENTS,
-    CallableFunction,
     calls_within_text,
     forced_calls,
     guided_format,
 )
+from specdecode_worker.server.requests import FunctionDefinition
 from specdecode_worker.server.tools import WrittenCall, parser_for
 from support.published.tokens import KINDS, TOKENS, Language
 
 WEATHER: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
                 "additionalProperties": False}  # fmt: skip
-FUNCTIONS = [CallableFunction("weather", WEATHER, exact=True), CallableFunction("now", NO_ARGUMENTS, exact=True)]
+FUNCTIONS = [
+    FunctionDefinition(name="weather", parameters=WEATHER, strict=True),
+    FunctionDefinition(name="now", strict=True),
+]
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama3_json")
 
 
@@ -98,14 +100,14 @@ def test_the_parser_reads_what_a_grammar_allows(language: Language, tool_format:
 
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_arguments_that_the_schema_does_not_name_are_not_allowed(language: Language, tool_format: ToolFormat) -> None:
-    functions = [CallableFunction("now", {"properties": {"zone": {"type": "string"}}}, exact=False)]
+    functions = [FunctionDefinition(name="now", parameters={"properties": {"zone": {"type": "string"}}})]
     grammar = forced_calls(tool_format, functions, parallel=False)
     assert language.allows(grammar, call(tool_format, "now", {"zone": "UTC"}))
     assert not language.allows(grammar, call(tool_format, "now", {"zone": "UTC", "other": 1}))
 
 
 def test_parameters_must_be_an_object() -> None:
-    bad = [CallableFunction("f", {"type": "string"}, exact=True)]
+    bad = [FunctionDefinition(name="f", parameters={"type": "string"}, strict=True)]
     with pytest.raises(GrammarRefused, match="object"):
         forced_calls("hermes", bad, parallel=True)
 
@@ -127,6 +129,7 @@ def test_names_of_tokens_are_texts(language: Language, name: str) -> None:
     for grammar, text in ((choice, f"{name}ok{name}"), (pattern, f"{name}a"), (schema, f'{{"{name}":"{name}"}}')):
         assert language.allows(grammar, text)
         assert language.written(grammar) == text
-    functions = [CallableFunction("say", {"properties": {"a": {"const": name}}, "required": ["a"]}, exact=True)]
+    parameters = {"properties": {"a": {"const": name}}, "required": ["a"]}
+    functions = [FunctionDefinition(name="say", parameters=parameters, strict=True)]
     for tool_format in (*FORMATS, "pythonic"):
         assert name in language.written(forced_calls(tool_format, functions, parallel=False))

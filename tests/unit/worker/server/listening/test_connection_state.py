@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from specdecode_worker.contract import ServerConfig
-from specdecode_worker.server.listening import ConnectionState, Cut, TimeLimits
+from specdecode_worker.server.listening import ConnectionState, Cut
 
-LIMITS = TimeLimits(header_seconds=10, body_seconds=30, write_seconds=20, idle_seconds=75)
+LIMITS = ServerConfig(header_timeout_seconds=10 / 0.95, body_timeout_seconds=30 / 0.95, write_timeout_seconds=20)
 
 
 def overdue(state: ConnectionState, now: float) -> Cut | None:
@@ -93,9 +93,13 @@ def test_rest_of_a_complete_response_must_be_read_whole(answering: ConnectionSta
     assert overdue(answering, 30.1) is Cut.UNREAD
 
 
-def test_configured_timeouts_end_a_little_early() -> None:
-    limits = TimeLimits.from_config(ServerConfig())
-    assert (limits.header_seconds, limits.body_seconds, limits.write_seconds) == (9.5, 28.5, 30)
+def test_configured_timeouts_end_a_little_early(state: ConnectionState) -> None:
+    config = ServerConfig(header_timeout_seconds=10, body_timeout_seconds=30)
+    assert state.overdue(9.5, config) is None
+    assert state.overdue(9.6, config) is Cut.HEADERS_LATE
+    state.has_headers = True
+    assert state.overdue(28.5, config) is None
+    assert state.overdue(28.6, config) is Cut.BODY_LATE
 
 
 def test_headers_and_framing_are_bounded(state: ConnectionState) -> None:

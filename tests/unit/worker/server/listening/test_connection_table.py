@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from specdecode_worker.server.listening import ConnectionState, ConnectionTable, Cut, TimeLimits
+from specdecode_worker.contract import ServerConfig
+from specdecode_worker.server.listening import ConnectionState, ConnectionTable, Cut
 
-LIMITS = TimeLimits(header_seconds=10, body_seconds=30, write_seconds=20)
+LIMITS = ServerConfig(header_timeout_seconds=10 / 0.95, body_timeout_seconds=30 / 0.95, write_timeout_seconds=20)
 
 
 class FakeConnection:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdecode_worker.core.messages import Logprobs, Tokens
-from specdecode_worker.server.responses import ChoiceDetokenizer, ChoicePiece, TextOptions
+from specdecode_worker.server.requests import CompletionRequest
+from specdecode_worker.server.responses import ChoiceDetokenizer, ChoicePiece
 from specdecode_worker.server.tools import Tokenizer
 
 END = 257
 fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: TextOptions) -> list[ChoicePiece]:
+def request(**fields: Any) -> CompletionRequest:
+    return CompletionRequest(model="m", prompt="p", **fields)
+
+
+def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: CompletionRequest) -> list[ChoicePiece]:
     """Return the pieces of ``ids`` and an end token, received in steps that are split at ``cuts``."""
     ids = [*ids, END]
     reader = ChoiceDetokenizer(tokenizer, [], reading)
@@ -34,7 +40,7 @@ def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: TextOpti
 @given(text=st.text(alphabet="abé你"), cuts=st.sets(st.integers(1, 30)), stop=st.sampled_from(["", "b", "ab", "éa"]))
 @fixture_is_constant
 def test_output_does_not_depend_on_step_sizes(tokenizer: Tokenizer, text: str, cuts: set[int], stop: str) -> None:
-    reading = TextOptions(stops=(stop,) if stop else (), logprobs=True)
+    reading = request(stop=[stop] if stop else [], logprobs=0)
     pieces = read(tokenizer, tokenizer.encode(text), cuts, reading)
     shown = "".join(piece.text for piece in pieces)
     assert shown == (text.partition(stop)[0] if stop else text)
@@ -45,7 +51,7 @@ def test_output_does_not_depend_on_step_sizes(tokenizer: Tokenizer, text: str, c
 
 
 def test_logprobs_wait_for_the_text_that_a_stop_string_holds_back(tokenizer: Tokenizer) -> None:
-    reading = TextOptions(stops=("abX",), logprobs=True)
+    reading = request(stop=["abX"], logprobs=0)
     pieces = read(tokenizer, tokenizer.encode("1abc"), {1, 2, 3, 4}, reading)
     assert [(piece.text, len(piece.scored)) for piece in pieces] == [("1", 1), ("", 0), ("", 0), ("abc", 3), ("", 0)]
 
@@ -53,14 +59,14 @@ def test_logprobs_wait_for_the_text_that_a_stop_string_holds_back(tokenizer: Tok
 def test_stop_token_is_counted_and_shown_only_if_requested(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a")
     for include, skip, text in ((False, False, "a"), (True, False, "a<|end|>"), (True, True, "a")):
-        reader = ChoiceDetokenizer(tokenizer, [], TextOptions(include_stop=include, skip_special_tokens=skip))
+        reader = ChoiceDetokenizer(tokenizer, [], request(include_stop_str_in_output=include, skip_special_tokens=skip))
         piece = reader.push(Tokens(request_id="r", tokens=(*ids, END), finish="stop"))
         assert (piece.text, piece.finish_reason, reader.count) == (text, "stop", 2)
 
 
 def test_output_that_ends_within_a_character_shows_that_something_was_there(tokenizer: Tokenizer) -> None:
     *beginning, _ = tokenizer.encode("a你")
-    reader = ChoiceDetokenizer(tokenizer, [], TextOptions())
+    reader = ChoiceDetokenizer(tokenizer, [], request())
     pieces = [reader.push(Tokens(request_id="r", tokens=(token,), finish=None)) for token in beginning[:-1]]
     last = reader.push(Tokens(request_id="r", tokens=(beginning[-1],), finish="length"))
     assert "".join(piece.text for piece in pieces) == "a"

@@ -36,8 +36,7 @@ def pool() -> Iterator[TemplatePool]:
 
 
 def render(pool: TemplatePool, content: str, **options: Any) -> str:
-    tools, variables = options.pop("tools", []), options.pop("variables", {})
-    return pool.render([{"role": "user", "content": content}], tools, variables, **options)
+    return pool.render({"messages": [{"role": "user", "content": content}], **options})
 
 
 @pytest.mark.parametrize("content", ["hi", "", "é你✨", 'quote " \\ \n \u2028 \x00', "\ud800", "x" * 1_000_000])
