@@ -103,6 +103,9 @@ class RecordWriter:
         self._queue, self._counts, self._store, self._ended = queue, counts, store, ended
         self._activity: tuple[str, float] | None = None
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     @property
@@ -568,6 +571,7 @@ class ControlThread:
         if self._writer is None and self._may_retry() and not self._is_held_up(rules.redact):
             self.is_stopped = False
             self._writer = RecordWriter(rules.redact, self._queue, self._counts, self._write, self._wake.set)
+            self._writer.start()
 
     def _assess(self, writer: RecordWriter) -> None:
         activity, seconds = writer.activity() or ("", 0.0)

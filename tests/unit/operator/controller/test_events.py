@@ -96,7 +96,7 @@ def test_every_decision_is_an_event() -> None:
 
 
 def test_stale_reports_are_named_each_with_its_reason_and_do_not_touch_ready() -> None:
-    memory, deployment = Session(), deployment_with()
+    memory, deployment = Session(), deployment_with(replicas=6)
     pods = tuple(pod(f"p{n}", ready=True, report_problem=f"problem {n}") for n in range(6))
     for look in range(4):
         observed = Observation(workload=workload_with(6), workers=pods, session=memory)
