@@ -165,14 +165,18 @@ def open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _write_small(path: Path, text: str) -> None:
-    """Write or replace a file that only this user can read, whole or not at all. Raise OSError on failure."""
+def _write_small(path: Path, text: str, *, lasting: bool = False) -> None:
+    """Write or replace a file that only this user can read, whole or not at all. Raise OSError on failure.
+
+    A crash of the machine does not undo the write of a ``lasting`` file.
+    """
     partial = path.with_name(f".{uuid.uuid4().hex}")
     try:
         with open(partial, "x", opener=open_private) as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -307,7 +311,7 @@ class SubjectKeys:
         """
         identifier = stored_hash.partition("-")[0]
         if identifier not in self._stored and identifier in self._used:
-            _write_small(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier].hex())
+            _write_small(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier].hex(), lasting=True)
             self._stored.add(identifier)
 
     def known(self) -> Mapping[str, bytes]:
