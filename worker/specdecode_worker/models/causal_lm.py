@@ -95,6 +95,10 @@ class Attention(nn.Module):
         self.register_buffer("head_norm_HD", self.joined_norm())
         del self.q_proj, self.k_proj, self.v_proj
 
+    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
+        """Return the attention output [T, E] of ``layer`` for its normed input [T, inputs]."""
+        return self.o_proj(self.attended(layer, x_TE, rope, attend))
+
     def attended(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the attended values [T, H * D], which the output projection reads."""
         if self.qkv_proj is None:
@@ -220,53 +224,50 @@ class Experts(nn.Module):
         return out_TE
 
 
-class DecoderLayer(nn.Module):
-    """Base of decoder layers, which end with the output projection of their attention and an MLP."""
-
-    def __init__(self, config: BlockConfig, attention: Attention, mlp: MLP | Experts) -> None:
-        super().__init__()
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = mlp
-
-    def after_attention(self, attended: Tensor, residual_TE: Tensor) -> Tensor:
-        """Return the layer's output [T, E] for the attended values [T, H * D].
-
-        On a GPU, the residual sums run inside of the matrix products where these have few rows. Else the one after
-        attention is part of the norm. ``residual_TE`` may be overwritten.
-        """
-        output, norm = self.self_attn.o_proj, self.post_attention_layernorm
-        if output.few(attended):
-            x_TE = output.plus(residual_TE, attended)
-            normed_TE: Tensor = norm(x_TE)
-        else:
-            normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
-        return self.mlp.plus(x_TE, normed_TE)
-
-
-class Block(DecoderLayer):
+class Block(nn.Module):
     """One pre-norm decoder layer.
 
-    ``input_norm`` is false for the first layer of an EAGLE-1 head, which reads the fused pair without a norm.
-    ``attention`` and ``mlp`` take the places of those of ``config``.
+    ``input_norm`` is false for the first layer of an EAGLE-1 head, which reads the fused pair without a norm. ``mlp``
+    takes the place of the MLP of ``config``.
     """
 
-    def __init__(
-        self,
-        config: BlockConfig,
-        *,
-        input_norm: bool = True,
-        attention: Attention | None = None,
-        mlp: MLP | Experts | None = None,
-    ) -> None:
-        super().__init__(config, attention or Attention(config, config.hidden_size), mlp or MLP(config))
+    def __init__(self, config: BlockConfig, *, input_norm: bool = True, mlp: MLP | Experts | None = None) -> None:
+        super().__init__()
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.input_layernorm = norm
+        self.self_attn = Attention(config, config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp or MLP(config)
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
         """Return the layer's output [T, E]."""
         attended = self.self_attn.attended(layer, self.input_layernorm(x_TE), rope, attend)
-        return self.after_attention(attended, x_TE)
+        return after_attention(self, attended, x_TE)
+
+
+class DecoderLayer(Protocol):
+    """Layer that ends with the output projection of its attention and an MLP."""
+
+    self_attn: Attention
+    post_attention_layernorm: RMSNorm
+
+    @property
+    def mlp(self) -> MLP | Experts: ...
+
+
+def after_attention(layer: DecoderLayer, attended: Tensor, residual_TE: Tensor) -> Tensor:
+    """Return the layer's output [T, E] for the attended values [T, H * D].
+
+    On a GPU, the residual sums run inside of the matrix products where these have few rows. Else the one after
+    attention is part of the norm. ``residual_TE`` may be overwritten.
+    """
+    output, norm, mlp = layer.self_attn.o_proj, layer.post_attention_layernorm, layer.mlp
+    if output.few(attended):
+        x_TE = output.plus(residual_TE, attended)
+        normed_TE: Tensor = norm(x_TE)
+    else:
+        normed_TE, x_TE = norm.of_sum(output(attended), residual_TE)
+    return mlp.plus(x_TE, normed_TE)
 
 
 # Decoder over a packed list of tokens, for targets and draft models, and the descriptor of an architecture.

@@ -43,6 +43,7 @@ class NativeBlock(nn.Module):
         super().__init__()
         norm = origin.input_layernorm
         self._entry = _entry(origin.self_attn, norm if isinstance(norm, RMSNorm) else None)
+        assert isinstance(origin.mlp, MLP), "it suits"
         self._tail = _tail(origin.self_attn, origin.post_attention_layernorm, origin.mlp)
 
     def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
@@ -85,8 +86,7 @@ def run_norms_natively(model: nn.Module) -> None:
 def run_blocks_natively(model: nn.Module) -> None:
     """Replace every supported block by its compiled version, in place.
 
-    Blocks with replaced projections (tensor parallelism, quantization), and those of a subclass or with another
-    attention, are left unchanged.
+    Blocks with replaced projections (tensor parallelism, quantization), and those of a subclass, are left unchanged.
     """
     for name, child in list(model.named_children()):
         if type(child) is Block and _suits(child.self_attn, child.mlp):
@@ -98,7 +98,7 @@ def run_blocks_natively(model: nn.Module) -> None:
 
 
 def _suits(attention: Attention, mlp: nn.Module) -> bool:
-    if type(attention) is not Attention or not isinstance(mlp, MLP):
+    if not isinstance(mlp, MLP):
         return False
     parts = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     parts += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
@@ -117,8 +117,7 @@ def _entry(attention: Attention, norm: RMSNorm | None) -> Entry:
     )
 
 
-def _tail(attention: Attention, norm: RMSNorm, mlp: nn.Module) -> Tail:
-    assert isinstance(mlp, MLP), "it suits"
+def _tail(attention: Attention, norm: RMSNorm, mlp: MLP) -> Tail:
     return Tail(
         matrix.pack(attention.o_proj.weight, attention.o_proj.bias),
         matrix.pack_gated(mlp.gate_proj.weight, mlp.up_proj.weight, mlp.gate_proj.bias, mlp.up_proj.bias),

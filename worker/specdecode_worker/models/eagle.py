@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.draft_input.op import draft_input
-from specdecode_worker.models.causal_lm import MLP, Attend, Attention, Block, CausalLM, DecoderLayer, RMSNorm
+from specdecode_worker.models.causal_lm import MLP, Attend, Attention, Block, CausalLM, RMSNorm, after_attention
 from specdecode_worker.models.config import Eagle3Config, EagleConfig, PassRotations, PEagleConfig, Rope
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.target_states import TargetStates
@@ -75,24 +75,27 @@ class EagleHead(nn.Module):
 # SafeAILab's (``midlayer.*``); names of other families are converted when a checkpoint is loaded.
 
 
-class Midlayer(DecoderLayer):
+class Midlayer(nn.Module):
     """First decoder layer of the head.
 
     Its attention reads the embedding and the hidden state side by side; its residual is the hidden state.
     """
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config, Attention(config, 2 * config.hidden_size), MLP(config))
+        super().__init__()
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * config.hidden_size)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
 
     def forward(
         self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor, rope: PassRotations, attend: Attend
     ) -> Tensor:
         """Return the layer's output [T, E] for tokens [T] and hidden states [T, E]."""
         pair, residual_TE = self.pair(embed_tokens, tokens_T, hidden_TE)
-        return self.after_attention(self.self_attn.attended(0, pair, rope, attend), residual_TE)
+        return after_attention(self, self.self_attn.attended(0, pair, rope, attend), residual_TE)
 
     def pair(self, embed_tokens: nn.Embedding, tokens_T: Tensor, hidden_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention input [T, 2 E] and the residual [T, E].

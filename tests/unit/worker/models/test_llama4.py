@@ -158,9 +158,8 @@ def test_parts_of_the_ranks_sum_to_the_whole(size: int, tmp_path: Path, monkeypa
     x_TE = torch.randn(40, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rope = whole.rope.at(positions_T, x_TE.dtype)
     for layer, block in enumerate(whole.model.layers):
-        attentions = [part.model.layers[layer].self_attn for part in parts]
-        outputs = [one.o_proj(one.attended(layer, x_TE, rope, attend)) for one in (*attentions, block.self_attn)]
-        torch.testing.assert_close(sum(outputs[:-1]), outputs[-1])
+        attended = [part.model.layers[layer].self_attn(layer, x_TE, rope, attend) for part in parts]
+        torch.testing.assert_close(sum(attended), block.self_attn(layer, x_TE, rope, attend))
         torch.testing.assert_close(sum(part.model.layers[layer].mlp(x_TE) for part in parts), block.mlp(x_TE))
     assert len(reduces) == 2 * size * 4
     assert parts[0].config.num_key_value_heads == max(2 // size, 1)
