@@ -27,7 +27,7 @@ from typing import Any
 
 from machine import described
 
-from specdecode_worker.commands.comparison import DecodingSteps, accepted_nodes, tokens_per_step
+from specdecode_worker.commands.comparison import DecodingSteps, tokens_per_step
 from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import (
@@ -193,8 +193,8 @@ def answer(
             running, made = running - bool(new.finish), made + len(new.tokens)
         if launched == [(at_once, 0)]:
             seconds, tokens, steps = seconds + time.process_time() - began, tokens + made, steps + 1
-    walks = [accepted_nodes(own) for own in decoding.by_request]
-    pace, error = tokens_per_step([(len(own), len(own) + sum(own)) for own in walks])
+    counts = [(len(own), sum(1 + (step.accepted or 0) for step in own)) for own in decoding.by_request]
+    pace, error = tokens_per_step(counts)
     return {
         "tokens_per_step": round(pace, 4),
         "bound": round(WITHIN_95_PERCENT * error, 4),

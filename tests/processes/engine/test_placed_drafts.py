@@ -165,8 +165,7 @@ def test_a_missing_device_is_named(folders: dict[str, Path]) -> None:
     """On a GPU the draft needs the one behind those of the target."""
     engine = load_engine(config(folders, "eagle3", "shared"), Path)
     checked: Any = engine.load_draft
-    own = dataclasses.replace(checked.loader.own, device=torch.device("cuda", 1))
-    load = dataclasses.replace(checked.loader, own=own)
+    load = dataclasses.replace(checked.loader, device=torch.device("cuda", 1))
     draft = DraftConfig(method="eagle3", uri=str(folders["eagle3"]), placement="own")
     with pytest.raises(ModelError, match="needs a GPU beside the target's, and torch sees 0 here"):
         load(draft)
