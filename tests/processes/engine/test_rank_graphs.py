@@ -107,7 +107,7 @@ class TestTexts:
         pipe = SimpleNamespace(send_bytes=lambda data, to=ranks._pipes[0].send_bytes: (sent.append(data), to(data)))
         with monkeypatch.context() as patch:
             patch.setattr(ranks, "_pipes", [pipe])
-            patch.setattr(ranks, "_send_with", None)
+            patch.setattr(ranks, "send_with", None)
             split.step()
             split.step()
         assert len(sent) == 2
