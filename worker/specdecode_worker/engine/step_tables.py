@@ -228,7 +228,7 @@ class StagedTensor:
         self._device_copy = torch.zeros(layout.size, dtype=dtype, device=device)
         pinned = device.type == "cuda"
         self._halves = [torch.zeros(layout.size, dtype=dtype, pin_memory=pinned) for _ in range(2)]
-        self._tables = [{name: view.numpy() for name, view in layout.views(half).items()} for half in self._halves]
+        self._tables: list[dict[str, NDArray[Any]]] = [{}, {}]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
@@ -242,7 +242,10 @@ class StagedTensor:
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()  # A copy queued two writes ago; it rarely blocks.
-        return self._tables[self._turn]
+        tables = self._tables[self._turn]
+        if not tables:  # launches are counted with tensors that have no memory
+            tables |= {name: view.numpy() for name, view in self._layout.views(self._halves[self._turn]).items()}
+        return tables
 
     def write(self, values: Tensor) -> None:
         """Queue the copy of flat values on the host to the first elements of the device's copy."""
