@@ -1,4 +1,4 @@
-"""Tasks that run beside a test."""
+"""Asyncio tasks that run in the background of a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A clock that stands still until a test moves it."""
+"""Manual clock for tests: its time changes only when a test sets it."""
 
 from __future__ import annotations
 

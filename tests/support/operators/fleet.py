@@ -270,12 +270,16 @@ def workload_with(replicas: int = 1, **fields: Any) -> Workload:
     )
 
 
+def observation_with(session: Session | None = None, **seen: Any) -> Observation:
+    """Return an observation of one available worker without a report; ``seen`` replaces its fields."""
+    return Observation(**{"workload": workload_with(), "workers": (), "session": session or Session(), **seen})
+
+
 def decided(
     deployment: Deployment, session: Session | None = None, *, now: float = 1000.0, **seen: Any
 ) -> tuple[Decision, Session]:
-    """Decide once on what is ``seen``; unless told otherwise, one worker is available and says nothing."""
-    observed = Observation(**{"workload": workload_with(), "workers": (), "session": session or Session(), **seen})
-    return decide(deployment, observed, DEFAULTS, now=now)
+    """Return one decision and the session after it. ``seen`` replaces fields of `observation_with`."""
+    return decide(deployment, observation_with(session, **seen), DEFAULTS, now=now)
 
 
 @dataclass

@@ -11,8 +11,8 @@ from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.plugin.explain import explain
 from specdecode_operator.state.learned import LearnedState, Session
-from specdecode_operator.types import ChildProblem, Decision, Deployment, Observation, Outcome, Worker, Workload
-from support.operators.fleet import DEFAULTS, Loop, deployment_with, workload_with
+from specdecode_operator.types import ChildProblem, Decision, Deployment, Outcome, Worker, Workload
+from support.operators.fleet import DEFAULTS, Loop, deployment_with, observation_with
 
 
 def pod(name: str = "p", **fields: Any) -> Worker:
@@ -41,15 +41,15 @@ def next_status(
     now: float = 1000,
     **seen: Any,
 ) -> Status:
-    """Return the status after one decision on what is ``seen``; unless told otherwise, one worker is available."""
-    observed = Observation(**{"workload": workload_with(), "workers": (), "session": session or Session(), **seen})
+    """Return the status after one decision. ``seen`` replaces fields of `observation_with`."""
+    observed = observation_with(session, **seen)
     decision, _ = decide(deployment, observed, DEFAULTS, now=now)
     return status_of(deployment, observed, decision, outcome or Outcome(), now=now)
 
 
 def status_after(loop: Loop, decision: Decision) -> Status:
     """Return the status after a decision of a loop."""
-    observed = Observation(workload=workload_with(), workers=(), session=loop.memory)
+    observed = observation_with(loop.memory)
     return status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
 
 

@@ -88,13 +88,8 @@ def test_two_processes_find_what_one_finds(simulate: Simulate) -> None:
     assert "over oracle" in texts[0]
 
 
-def test_runs_that_ended_are_not_run_again(simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = [*SHORT, "--json", "--keep", str(tmp_path)]
-    first = simulate.text(*flags)
-    file = tmp_path / "steady-cpu-quiet-0.1h-1.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
-    assert len(lines) == 3, "a policy and two oracles"
-    file.write_text(lines[0] + lines[1][:40])
+def counted_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which each run from now on adds the name of its policy."""
     asked: list[str] = []
     original = run.one
 
@@ -103,6 +98,17 @@ def test_runs_that_ended_are_not_run_again(simulate: Simulate, tmp_path: Path, m
         return original(name, *rest)
 
     monkeypatch.setattr(run, "one", counting)
+    return asked
+
+
+def test_runs_that_ended_are_not_run_again(simulate: Simulate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [*SHORT, "--json", "--keep", str(tmp_path)]
+    first = simulate.text(*flags)
+    file = tmp_path / "steady-cpu-quiet-0.1h-1.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    assert len(lines) == 3, "a policy and two oracles"
+    file.write_text(lines[0] + lines[1][:40])
+    asked = counted_runs(monkeypatch)
     assert simulate.text(*flags) == first
     assert len(asked) == 2, "what was lost of the second seed, and nothing of the first"
 
@@ -114,14 +120,7 @@ def test_runs_without_trees_repeat_only_what_trees_change(
     kept = [*flags, "--keep", str(tmp_path)]
     alone = simulate.text(*flags, "--chains")
     with_trees = simulate.text(*kept)
-    asked: list[str] = []
-    original = run.one
-
-    def counting(name: str, *rest: Any) -> run.Run:
-        asked.append(name)
-        return original(name, *rest)
-
-    monkeypatch.setattr(run, "one", counting)
+    asked = counted_runs(monkeypatch)
     assert simulate.text(*kept, "--chains") == alone
     assert asked == ["constrained", "clairvoyant"], "ours without trees ran beside ours, and fixed-2 has none"
     assert simulate.text(*kept) == with_trees

@@ -23,7 +23,7 @@ ALL = [{"apiGroups": [group], "resources": [name], "verbs": [*verbs]} for (group
 
 
 class Cluster(ListingApi):
-    """API server of empty namespaces, which tells the operator its rights."""
+    """Stand-in API server without objects, which answers the operator's review of its own permissions."""
 
     def __init__(self) -> None:
         super().__init__()
