@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from specdecode_worker.training.distillation.deletion import (
     delete_runs,
 )
 from specdecode_worker.training.distillation.pipeline import Distillation
+from specdecode_worker.training.distillation.records import Interrupted, write_samples
+from specdecode_worker.training.evaluation import Sample
 from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow
@@ -96,6 +99,19 @@ def test_what_distill_does_not_make_stays(runs: Path) -> None:
     assert tree(runs / EARLIER) == {"mine.txt": "mine"}, "its text is gone all the same"
     assert tree(runs / EARLIEST) == {"verdict.json": "folder"}
     assert any("did not make mine.txt" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["golden", "replay"])
+def test_samples_that_a_stop_left_half_written_go_with_their_run(name: str, runs: Path) -> None:
+    def stopped() -> Iterator[Sample]:
+        raise Interrupted
+        yield
+
+    with pytest.raises(Interrupted):
+        write_samples(runs / EARLIER / name, stopped())
+    assert (runs / EARLIER / f"{name}.partial").is_dir()
+    assert delete_runs(runs / OWN, log)
+    assert sorted(path.name for path in runs.iterdir()) == [OWN, LATER]
 
 
 @pytest.mark.parametrize("place", ["run", "entry", "inside", "deployment", "root"])

@@ -130,8 +130,8 @@ def _write(path: Path, records: Sequence[Record]) -> None:
 
 Log = Callable[[str], None]
 
-TEXT_FOLDERS = frozenset({"captured", "data", "golden", "replay"})
-"""Folders of a run with captured text, and with text that the target generated."""
+TEXT_FOLDERS = frozenset({"captured", "data", "golden", "golden.partial", "replay", "replay.partial"})
+"""Folders of a run with captured text, and with text that the target generated; a stop may leave a partial one."""
 RUN_FOLDERS = TEXT_FOLDERS | {"best", "head"}
 RUN_FILES = frozenset(
     name + ending for name in ("checkpoint.pt", "clock.json", "verdict.json") for ending in ("", ".partial")
