@@ -122,7 +122,7 @@ class LocalEngine:
 
     def prompts(self, path: Path) -> list[TokenizedPrompt]:
         """Read and tokenize a prompts file."""
-        return [self.prompt(json.loads(line)) for line in path.read_text().splitlines() if line.strip()]
+        return [self.prompt(json.loads(line)) for line in path.read_text().split("\n") if line.strip()]
 
     def answer(
         self,

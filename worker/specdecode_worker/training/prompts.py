@@ -285,7 +285,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
         PromptFileError: The file cannot be read, has no prompts or has an invalid line, which the message names.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
     prompt_lines = []

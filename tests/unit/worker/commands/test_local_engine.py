@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
 from specdecode_worker.commands.comparison import _run_domain
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
@@ -27,3 +30,13 @@ def test_eval_times_all_full_batches() -> None:
     assert (run.plain_timing.tokens, run.plain_timing.steps) == (4 * 7, 2 * 7), "their first tokens come from prefill"
     assert run.drafted_timing.tokens == 4 * 7
     assert run.drafted_timing.steps < 2 * 7
+
+
+def test_a_prompt_may_contain_line_separators_of_unicode(tmp_path: Path) -> None:
+    class Letters(SmallLocalEngine):
+        def prompt(self, line: dict[str, Any]) -> TokenizedPrompt:
+            return TokenizedPrompt(tuple(map(ord, line["prompt"])))
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", "utf-8")
+    assert Letters().prompts(path) == [TokenizedPrompt((97, 0x2028, 98, 0x85, 99))]

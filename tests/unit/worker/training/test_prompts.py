@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import random
 import re
 from collections import Counter
@@ -100,6 +101,12 @@ def test_prompt_file_in_another_encoding_is_reported(tmp_path: Path) -> None:
     path.write_bytes('{"prompt": "Zürich"}'.encode("latin-1"))
     with pytest.raises(PromptFileError, match="utf-8"):
         read_prompts(path)
+
+
+def test_a_prompt_may_contain_line_separators_of_unicode(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "one\u2028two\x85three"}, ensure_ascii=False) + "\n", "utf-8")
+    assert [line.text for line in read_prompts(path)] == ["one\u2028two\x85three"]
 
 
 @pytest.mark.parametrize("line", ["{", '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "{}"])
