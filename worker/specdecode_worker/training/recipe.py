@@ -46,6 +46,7 @@ from specdecode_worker.training.rollout import (
     Rollout,
     RolloutSettings,
     answer_tokens,
+    read_texts,
     record_states,
     record_texts,
     text_pieces,
@@ -173,7 +174,8 @@ def record_answers(
         return
     positions = prepare_causal_lm(placement.folder).network.config.max_position_embeddings
     if recording.text is not None:
-        pieces = text_pieces(chat, recording.text, min(recording.answer_tokens, positions), skip_tokens=have)
+        read = sum(len(text.tokens) for path in texts_paths(recorded) for text in read_texts(path))
+        pieces = text_pieces(chat, recording.text, min(recording.answer_tokens, positions), skip_tokens=read)
         record_texts(pieces, recorded, tokens=recording.tokens, log=log)
         return
     seed = seed + len(texts_paths(recorded))  # a resumed rollout asks new questions

@@ -13,6 +13,7 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import read_shard, shard_paths
 from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.prompts import Question
+from specdecode_worker.training.recipe import RecordingSettings, record_answers
 from specdecode_worker.training.rollout import (
     LOOP_COUNT,
     LOOP_NGRAM,
@@ -29,6 +30,13 @@ from specdecode_worker.training.rollout import (
 from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
 SETTINGS = RolloutSettings(rows=10, question_tokens=40, answer_tokens=24, for_training=False)
+
+
+class Letters:
+    """Chat with one token per letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
 
 
 def asked(count: int) -> list[Question]:
@@ -150,3 +158,13 @@ def test_recording_resumes_at_the_next_shard(engine: Engine, target: CausalLM, t
     assert answer_tokens(tmp_path) > first
     assert [path.name for path in shard_paths(tmp_path)] == ["shard-00000.safetensors", "shard-00001.safetensors"]
     assert all(c.domain == "qa" for path in shard_paths(tmp_path) for c in read_shard(path))
+
+
+def test_recording_of_a_text_resumes_behind_its_last_piece(placement: TargetPlacement, tmp_path: Path) -> None:
+    path, out = tmp_path / "text.txt", tmp_path / "out"
+    path.write_text("The quick brown fox jumps over the lazy dog.")
+    for tokens in (12, 24):
+        recording = RecordingSettings(tokens=tokens, text=path, answer_tokens=4)
+        record_answers(placement, Letters(), recording, 0, out, print)  # type: ignore[arg-type]
+    texts = [text for recorded in texts_paths(out / "recorded") for text in read_texts(recorded)]
+    assert [chr(token) for text in texts for token in text.tokens] == list("The quick brown fox jumps over t")
