@@ -35,6 +35,7 @@ from specdecode_worker.training.conversations import (
     shard_paths,
     uncovered,
 )
+from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.evaluation import write_calibration
 from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import (
@@ -177,6 +178,8 @@ def record_answers(
         read = sum(len(text.tokens) for path in texts_paths(recorded) for text in read_texts(path))
         pieces = text_pieces(chat, recording.text, min(recording.answer_tokens, positions), skip_tokens=read)
         record_texts(pieces, recorded, tokens=recording.tokens, log=log)
+        if not texts_paths(recorded):
+            raise PromptFileError(f"{recording.text} is too short to learn from; name a longer text")
         return
     seed = seed + len(texts_paths(recorded))  # a resumed rollout asks new questions
     settings = RolloutSettings(rows=recording.rows, answer_tokens=recording.answer_tokens, seed=seed)

@@ -168,3 +168,11 @@ def test_recording_of_a_text_resumes_behind_its_last_piece(placement: TargetPlac
         record_answers(placement, Letters(), recording, 0, out, print)  # type: ignore[arg-type]
     texts = [text for recorded in texts_paths(out / "recorded") for text in read_texts(recorded)]
     assert [chr(token) for text in texts for token in text.tokens] == list("The quick brown fox jumps over t")
+
+
+def test_text_that_is_too_short_is_refused_by_its_name(placement: TargetPlacement, tmp_path: Path) -> None:
+    path = tmp_path / "empty.txt"
+    path.write_text("")
+    recording = RecordingSettings(tokens=12, text=path)
+    with pytest.raises(PromptFileError, match=r"empty\.txt is too short"):
+        record_answers(placement, Letters(), recording, 0, tmp_path / "out", print)  # type: ignore[arg-type]
