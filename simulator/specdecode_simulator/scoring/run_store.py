@@ -27,7 +27,7 @@ def read_runs(file: Path) -> dict[str, Run]:
     try:
         return {document["policy"]: of_json(document) for document in map(json.loads, whole.splitlines())}
     except (KeyError, TypeError, ValueError) as error:
-        raise SimulatorError(f"--append_run: {file} holds no runs of this version; remove it: {error}") from error
+        raise SimulatorError(f"{file} holds no runs of this version; remove it: {error}") from error
 
 
 def append_run(file: Path, policy: str, run: Run) -> None:

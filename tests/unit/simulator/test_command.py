@@ -128,9 +128,10 @@ def test_runs_without_trees_repeat_only_what_trees_change(
 
 
 def test_runs_of_another_version_are_refused(simulate: Simulate, tmp_path: Path) -> None:
-    (tmp_path / "steady-cpu-quiet-0.1h-0.jsonl").write_text('{"policy": "ours"}\n')
+    file = tmp_path / "steady-cpu-quiet-0.1h-0.jsonl"
+    file.write_text('{"policy": "ours"}\n')
     simulate.text(*SHORT, "--keep", str(tmp_path), code=1)
-    assert "remove it" in simulate.err
+    assert f"specdecode-simulate: {file} holds no runs of this version; remove it" in simulate.err
 
 
 @pytest.mark.slow
