@@ -105,7 +105,7 @@ class Walk:
 
 @dataclass(slots=True, eq=False)
 class Records:
-    """All recorded answers end to end. ``starts`` are the roots where answers of a domain begin, with their lengths."""
+    """All recorded answers end to end. ``answers`` are the roots where those of a domain begin, with their lengths."""
 
     ranks: Array
     """[roots, DEPTH], 0-7 or MAX_RANKS."""

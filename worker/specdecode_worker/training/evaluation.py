@@ -89,7 +89,7 @@ class Verdict:
         return EXIT_CODES[self.finding]
 
 
-def compute_verdict(domains: Sequence[Domain], costs: PairedStepCosts, *, wanted_gain: float, seed: int = 0) -> Verdict:
+def compute_verdict(domains: Sequence[Domain], costs: PairedStepCosts, *, wanted_gain: float) -> Verdict:
     """Compare the drafts and return the verdict.
 
     ``better``: the lower bound of the mix exceeds ``wanted_gain``, and the lower bound of every domain exceeds
@@ -100,7 +100,7 @@ def compute_verdict(domains: Sequence[Domain], costs: PairedStepCosts, *, wanted
     judged = [d for d in domains if len(d.tokens_C)]
     if not any(d.weight > 0 for d in judged):
         return Verdict("inconclusive", ("no captured conversation to judge by",), None, {})
-    mix, gains = _gains(judged, costs, seed)
+    mix, gains = _gains(judged, costs)
     if few:
         reason = f"fewer than {MIN_CONVERSATIONS} conversations in a domain"
         return Verdict("inconclusive", (reason, *few), mix, gains)
@@ -119,9 +119,9 @@ def _finding(mix: GainBounds, gains: Mapping[str, GainBounds], wanted: float) ->
     return ("inconclusive", tuple(doubts)) if doubts else ("better", (f"mix: gain above {mix.lower:+.1%}",))
 
 
-def _gains(domains: Sequence[Domain], costs: PairedStepCosts, seed: int) -> tuple[GainBounds, dict[str, GainBounds]]:
+def _gains(domains: Sequence[Domain], costs: PairedStepCosts) -> tuple[GainBounds, dict[str, GainBounds]]:
     """Return the gain over the mix and the gain of each domain."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     ratio_B = _cost_ratios(costs, rng)
     steps = [_steps_per_token(domain, rng) for domain in domains]  # each [2, 1 + resamples]
     gains = {d.name: _gain(ratio_B * each[0] / each[1] - 1) for d, each in zip(domains, steps, strict=True)}
@@ -238,14 +238,12 @@ _BATCH, _PIECE = 2, 512
 
 
 @torch.inference_mode()
-def agreement(
-    head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, *, depth: int, seed: int = 0
-) -> Tensor:
+def agreement(head: Draft, conversations: Sequence[Conversation], output_VE: Tensor, *, depth: int) -> Tensor:
     """Return the share of slots where target and draft draw the same token from the same noise.
 
     The result is [temperatures, depth, factors], in the order of ``TEMPERATURES`` and ``FACTORS``.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     hits = torch.zeros(len(TEMPERATURES), depth, len(FACTORS))
     slots = torch.zeros(depth, 1)
     vocabulary = vocabulary_of(head, len(output_VE))

@@ -66,7 +66,7 @@ def method_in(folder: Path) -> Method:
 # An EAGLE-3 layer starts as the target's last one. Its query, key and value matrices for the state half of the pair are
 # those of the target's last layer, and those for the embedding half are the ones of the first layer, which was trained
 # on embeddings. The fused state starts as the deepest of the three states, the output rows as the target's own.
-# Existing drafts are prepared by ``continued_head``.
+# Existing drafts are prepared by ``prepare_draft``.
 
 
 def head_config(target: CausalLMConfig, draft_vocab_size: int, layers: int = 1) -> Eagle3Config:

@@ -120,7 +120,7 @@ def _write(path: Path, records: Sequence[Record]) -> None:
     write_bytes(path, msgspec.msgpack.encode(list(records)))
 
 
-# Deletion of what a deployment no longer needs: its earlier runs, and published drafts. It needs no torch.
+# Deletion of what a deployment no longer needs: its earlier runs, and published drafts.
 #
 #     .../NAME/RUN/     --out of a run; RUN is the time of its beginning, in seconds of the epoch and hexadecimal digits
 #     .../NAME/HASH/    published draft, with a lineage.json that names HASH

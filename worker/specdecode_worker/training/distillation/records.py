@@ -171,7 +171,7 @@ def write_samples(folder: Path, samples: Iterable[Sample], shard_tokens: int = S
             waiting, number = [], number + 1
     if waiting:
         write_sample_shard(partial, number, waiting)
-    shutil.rmtree(folder, ignore_errors=True)  # an empty folder of an earlier version
+    shutil.rmtree(folder, ignore_errors=True)  # it may be there without a shard
     partial.rename(folder)
 
 
