@@ -679,15 +679,16 @@ class StepProposals:
         return [orders[key] for key in keys]
 
     def own_ranks(self, rows: Sequence[Row], used: Sequence[str], own_FBNK: Tensor | None = None) -> OwnRanks | None:
-        """Return the ranks of the drafts ``used`` for the rows of tasks that merge drafts; None if there are none."""
+        """Return the ranks of the drafts ``used`` for rows with trees of tasks that merge drafts; None without any."""
         if not self._tasks.merges:
             return None
+        # The drafts of a row without a tree need not run in the step.
         proposers = {
             b: tuple(
                 CreditedDraft(name, self._drafts[name].state.hash, used.index(name)) for name in self.proposers(row)
             )
             for b, row in enumerate(rows)
-            if self._tasks.merged(row.request.submit.task)
+            if row.tree.drafted_depth and self._tasks.merged(row.request.submit.task)
         }
         return OwnRanks(proposers, own_FBNK) if proposers else None
 
