@@ -712,9 +712,10 @@ class StepProposals:
 
     def proposers(self, row: Row) -> tuple[str, ...]:
         """Return the drafts that propose for a row; without a tree those that must know of the request's tokens."""
-        request = row.request
-        own, merged = self._tasks.name(request.submit.task), self._tasks.merged(request.submit.task)
-        return request.proposers if merged and row.tree.drafted_depth else (own, *(one.draft for one in merged))
+        if self._tasks.merges and row.tree.drafted_depth:
+            return row.request.proposers
+        task = row.request.submit.task
+        return (self._tasks.name(task), *(one.draft for one in self._tasks.merged(task)))
 
     def _row_passes(self, row: Row, depth: int) -> int:
         """Return the number of draft passes for the first ``depth`` levels of a row's tree."""
