@@ -102,6 +102,22 @@ def test_graphs_run_merged_trees(make_engine: Any, plain: Any, drafts: str) -> N
     assert reports[0].credit == reports[1].credit
 
 
+def test_a_task_that_merges_a_lookup_decodes_plainly_beside_others(make_engine: Any, plain: Any) -> None:
+    """The graph has the passes of the others' drafts alone."""
+    tasks = (
+        TaskMatch(name="t0"),
+        TaskMatch(name="t1", draft="d1"),
+        TaskMatch(name="t2", merge=(MergedDraft(draft="d2"),)),
+    )
+    shapes = [TreeShape.parse(text) for text in ("chain:3", "chain:3", "none")]
+    engine = make_engine(["eagle3", "copy", "ngram-blind"], graphs=(1, 2, 4, 8), plan=plan_of(shapes, tasks=tasks))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=3) for i in range(6)]
+    assert texts(engine, requests) == plain(requests)
+    report = engine.report()
+    assert report.accepted_tokens > 0
+    assert report.credit == ()
+
+
 def recorded(rank: Any, depths: set[int]) -> Any:
     """Return the function ``rank`` of a drafter, which then adds its depths to ``depths``."""
 

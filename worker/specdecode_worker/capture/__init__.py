@@ -1,7 +1,7 @@
 """Capture of served requests: records in segment files, written by a background thread and read by ``distill``.
 
 server ──enqueue──> Recorder: bounded queue ──thread──> redaction ──> LiveStore ──> DIR/*.segment ──> read_records
-                                                                      `retention` and `user_deletion` delete from there
+                                                                      `sweep` and `delete_records` delete from there
 
 The rules of the `Recorder` come from the worker's configuration, or from the plan, which switches it on and off.
 """

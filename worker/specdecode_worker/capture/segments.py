@@ -503,11 +503,12 @@ class SegmentWriter:
 
     def close(self) -> None:
         """Flush the current segment to disk and close it."""
-        if self._file is not None:
+        file, self._file = self._file, None
+        if file is not None:
             with contextlib.suppress(OSError):
-                os.fsync(self._file)
-            os.close(self._file)
-            self._file = None
+                os.fsync(file)
+            with contextlib.suppress(OSError):  # of a network file system; the file is closed nevertheless
+                os.close(file)
 
     def _segment_for(self, more: int) -> int:
         """Return the open segment that takes ``more`` bytes."""

@@ -173,7 +173,7 @@ class Request:
     merged: dict[str, DraftProgress] = field(default_factory=dict)
     """Progress of drafts that are merged with the request's own one, by name; those with a network have some."""
     proposers: tuple[str, ...] = ()
-    """Names of the drafts that propose in the next step, if the request's task merges drafts."""
+    """Names of the drafts that propose in the next step, if some task merges drafts."""
     emitted: int = 0
     drafts: int = 0
     draft_tokens: int = 0

@@ -466,7 +466,7 @@ def write_children(ranked_BNK: Tensor, level: Level, slots_B: Tensor, state: Dev
     state.tokens_SP[slot_C, state.length_S[slot_C] + level.child_node_C] = token_C.clamp(min=0)
 
 
-# Drafting methods, drafts that were loaded, or that cannot run, and the interface of what loads them.
+# Arguments of a new drafter, a draft that was loaded, and the interface of what loads it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -392,7 +392,7 @@ def _shared_part(
         module = name.removesuffix(".weight")
         if name in prepared.checkpoint or module in prepared.quantized:
             tensors[name] = nn.Parameter(prepared.read_weight(module).to(device, dtype), requires_grad=False)
-    # A draft model shares nothing, but dtype and device of a draft are those of this matrix.
+    # A draft model shares nothing.
     nothing = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=False)
     target.model.embed_tokens.weight = tensors.get("model.embed_tokens.weight", nothing)
     target.lm_head.weight = tensors.get("lm_head.weight", target.model.embed_tokens.weight)

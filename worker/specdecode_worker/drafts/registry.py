@@ -679,15 +679,16 @@ class StepProposals:
         return [orders[key] for key in keys]
 
     def own_ranks(self, rows: Sequence[Row], used: Sequence[str], own_FBNK: Tensor | None = None) -> OwnRanks | None:
-        """Return the ranks of the drafts ``used`` for the rows of tasks that merge drafts; None if there are none."""
+        """Return the ranks of the drafts ``used`` for rows with trees of tasks that merge drafts; None without any."""
         if not self._tasks.merges:
             return None
+        # The drafts of a row without a tree need not run in the step.
         proposers = {
             b: tuple(
                 CreditedDraft(name, self._drafts[name].state.hash, used.index(name)) for name in self.proposers(row)
             )
             for b, row in enumerate(rows)
-            if self._tasks.merged(row.request.submit.task)
+            if row.tree.drafted_depth and self._tasks.merged(row.request.submit.task)
         }
         return OwnRanks(proposers, own_FBNK) if proposers else None
 
@@ -711,9 +712,10 @@ class StepProposals:
 
     def proposers(self, row: Row) -> tuple[str, ...]:
         """Return the drafts that propose for a row; without a tree those that must know of the request's tokens."""
-        request = row.request
-        own, merged = self._tasks.name(request.submit.task), self._tasks.merged(request.submit.task)
-        return request.proposers if merged and row.tree.drafted_depth else (own, *(one.draft for one in merged))
+        if self._tasks.merges and row.tree.drafted_depth:
+            return row.request.proposers
+        task = row.request.submit.task
+        return (self._tasks.name(task), *(one.draft for one in self._tasks.merged(task)))
 
     def _row_passes(self, row: Row, depth: int) -> int:
         """Return the number of draft passes for the first ``depth`` levels of a row's tree."""

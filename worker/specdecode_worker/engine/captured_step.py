@@ -119,7 +119,7 @@ class StepParts:
 class Proposals:
     """Results of what runs before a graph that only verifies.
 
-    ``ranked_BNK`` is as `Drafter.propose` returns it, and ``own_ranks`` has those of each draft where some are merged.
+    ``ranked_BNK`` is as `draft_trees` returns it, and ``own_ranks`` has those of each draft where some are merged.
     ``masks`` are the grammar masks of the packed tokens. The drafts took ``seconds``.
     """
 
@@ -151,7 +151,7 @@ class CapturedStep:
 
     ``out`` [B, 3 D + 3], with trees of depth D, holds the columns of an Outcome side by side: emitted tokens (D + 1),
     path (D), ranks (D + 1) and the number of accepted nodes (1). ``ranked_BNK`` holds the ranked draft tokens behind
-    each node as `Drafter.propose` returns them; it is None for a key without trees. Draft passes of the step write it;
+    each node as `draft_trees` returns them; it is None for a key without trees. Draft passes of the step write it;
     without such passes the host writes it before the step, and the tokens of the nodes are in the state. ``own_FBNK``
     has those of each draft, with a row of padding, if there are several; else it is None.
     """

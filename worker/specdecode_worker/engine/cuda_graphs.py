@@ -573,10 +573,13 @@ class StepGraphs:
         These are the graphs with passes of that draft and, if the stored target states have changed, all graphs, since
         graphs refer to tensors of both. What is captured are the most used of the discarded keys and those of the tree
         shapes ``wanted``, for at most SWAP_SECONDS. Call this after the registry has the new draft, with no step in
-        flight. Before the first plan there are no graphs, and none are captured.
+        flight. Before the first plan, and where all captures failed, there are no graphs, and none are captured.
         """
         drafter = self._drafts.paged().get(name)
-        if not self._graphs or (drafter is self._drafters.get(name) and not states_changed):
+        if drafter is self._drafters.get(name) and not states_changed:
+            return
+        if not self._graphs:
+            self._discard(name, ())
             return
         gone = [key for key in self._graphs if states_changed or name in key.drafts]
         used = [key for key in gone if self._graphs[key].replays]

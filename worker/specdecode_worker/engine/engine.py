@@ -702,12 +702,13 @@ class Engine:
         self._drafts.record_end(request)
 
     def _measure(self, step: LaunchedStep, seconds: float, emitted: int) -> None:
-        """Record the step time; steps without prefill also inform the guard and exploration."""
+        """Record the step time; steps that only decode also inform the guard and exploration."""
         self._scheduler.prefill_limit.record_step(step.size.prefill_tokens, seconds)
         self._recorder.record_block_step(step.choice.concurrency, step.choice.context, seconds)
         if step.choice.counted or step.size.prefill_tokens:
             self._recorder.statistics.costs.add(step.choice.context, step.size, emitted, seconds)
-        if step.size.prefill_tokens == 0 and step.size.sequences:
+        # A step without a token tells no time per token: all of its requests ended after its launch.
+        if step.size.prefill_tokens == 0 and emitted:
             self._shape_selector.record_step(step.choice, seconds, emitted / step.size.sequences, step.shadow_seconds)
 
     def _add_request_seconds(self, now: float) -> None:

@@ -184,6 +184,24 @@ def test_a_segment_that_cannot_be_cut_is_closed(tmp_path: Path, monkeypatch: pyt
     assert (in_order, stats.segments, stats.torn) == ([record(0), record(2)], 2, 1)
 
 
+def test_a_file_system_may_refuse_at_the_close_of_a_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As network file systems do for earlier writes. The descriptor is free then, and may be that of another file."""
+    close = os.close
+
+    def refuse(file: int) -> None:
+        close(file)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    segments = writer(tmp_path)
+    segments.append(encode(record(0)))
+    with monkeypatch.context() as refusing:
+        refusing.setattr(os, "close", refuse)
+        segments.close()
+    assert segments.open_path is None
+    segments.append(encode(record(1)))
+    assert sorted(one.tokens[0] for one in read(tmp_path)[0]) == [0, 1]
+
+
 def test_a_disk_that_is_full_at_start_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -395,3 +395,16 @@ def test_without_a_draft_a_plan_with_trees_runs_plain_steps(greedy: list[int]) -
     engine.set_plan(Plan(version=1, initial=TreeShape.chain(4), max_depth=4))
     assert end_of(engine, submit(max_tokens=60)) == (greedy, "length")
     assert (engine.report().drafts, engine.report().plain_steps) == (0, 59)
+
+
+def test_a_step_whose_requests_had_ended_tells_no_time_per_token() -> None:
+    """It was launched before the only token of its request was read."""
+    engine = small_engine(pipelined=True)
+    engine.set_plan(plan_of("chain:3", guard=True))
+    engine.set_plain_step_time(1, 0.001)
+    for name in "abcdef":
+        engine.add(submit(name, max_tokens=1))
+        assert texts(drain(engine)).keys() == {name}
+    report = engine.report()
+    assert sum(cell.count for cell in report.steps if not cell.prefill) == 6
+    assert [cell.speculative for cell in report.guard] == [None]

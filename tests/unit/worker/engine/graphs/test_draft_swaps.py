@@ -14,7 +14,7 @@ from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.lookup import NgramDrafter
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.engine import cuda_graphs as step_graphs
-from specdecode_worker.engine.cuda_graphs import Captured, EagerBackend, Work
+from specdecode_worker.engine.cuda_graphs import Captured, CaptureFailed, EagerBackend, Work
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.step_tables import GraphKey
 from specdecode_worker.models.target_states import TargetStates
@@ -175,3 +175,18 @@ def test_before_the_first_plan_nothing_is_captured() -> None:
     made = engine_of(networks(torch.float64), backend=backend, rows=ROWS)
     made.set_draft("", other_draft(made))
     assert not backend.keys
+
+
+class RefusingBackend(EagerBackend):
+    """Backend that captures nothing."""
+
+    def capture(self, work: Work) -> Captured:
+        raise CaptureFailed("out of memory")
+
+
+def test_a_draft_is_swapped_where_no_step_could_be_captured() -> None:
+    made = engine_of(networks(torch.float64), backend=RefusingBackend(), rows=ROWS)
+    made.set_plan(plan_of("chain:2"))
+    made.set_draft("", other_draft(made))
+    made.set_plan(plan_of("chain:3", version=2).model_copy(update={"draft": "other"}))
+    assert texts(made, ASKED) == plain_texts()

@@ -8,8 +8,9 @@ from specdecode_worker.engine.calibration import calibrate
 from support.worker.small_engine import drain, plan_of, small_engine, submit
 
 
-def test_every_load_is_timed_and_only_step_times_remain() -> None:
-    engine = small_engine(max_num_seqs=4)
+@pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
+def test_every_load_is_timed_and_only_step_times_remain(pipelined: bool) -> None:
+    engine = small_engine(max_num_seqs=4, pipelined=pipelined)
     engine.set_plan(plan_of("chain:3", guard=True))
     seconds_by_load = calibrate(engine, 60)
     assert list(seconds_by_load) == [1, 2, 4]
