@@ -220,7 +220,7 @@ class Worth:
         return self.saved_seconds > self.needed_seconds
 
     def sentence(self) -> str:
-        """Return the sum in words, as `explain` prints it."""
+        """Return the sum in words, for the condition DraftFresh and the reason of a run."""
         relation = "more" if self.is_worth_it else "not more"
         return (
             f"stale drafts cost {_hours(self.lost_seconds)} of device time within the payback period; a run is "
