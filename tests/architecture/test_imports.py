@@ -67,6 +67,12 @@ def test_the_operator_imports_without_anything_of_the_worker_image() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_the_plugin_imports_without_the_libraries_of_the_operator() -> None:
+    done = blocking({"kopf", "numpy", "prometheus_client", "torch"}, "import specdecode_operator.plugin.commands")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_contract_needs_pydantic_alone() -> None:
     done = python(
         """

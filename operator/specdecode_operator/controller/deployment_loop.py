@@ -55,8 +55,8 @@ REST_ROUNDS = 3
 GAP_SECONDS = 0.2
 """Least time from the end of a step to the next one, however many events come."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 60.0
-"""Longest pauses after a failed step; they double from failure to failure. The next round of reports ends one that is
-longer than FIRST_RETRY_SECONDS, and a change by a user any."""
+"""Longest pauses after a failed step; they double from failure to failure. A round of reports that wakes the loop ends
+one that is longer than FIRST_RETRY_SECONDS, and a change by a user any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

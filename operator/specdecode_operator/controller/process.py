@@ -156,7 +156,11 @@ class Process:
             self._stack.push_async_callback(self._elector.release)
             self._spawn(self._elector.run())
         self._spawn(self._lead())
-        await readiness.has_kind.wait()
+        try:
+            await readiness.has_kind.wait()
+        except asyncio.CancelledError:  # a stop, after which kopf runs no cleanup: the Lease would stay
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         """Stop all tasks, the loops first. The lease is released, so that another replica can lead at once."""

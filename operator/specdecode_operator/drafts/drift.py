@@ -6,8 +6,6 @@ import math
 import statistics
 from dataclasses import dataclass
 
-import numpy as np
-
 from specdecode_operator.drafts.crossover import TILTS, increments, log_mean
 
 # Cost of a token in steps of a chain of three, from the acceptance counts of the main path.
@@ -222,7 +220,7 @@ class Worth:
         return self.saved_seconds > self.needed_seconds
 
     def sentence(self) -> str:
-        """Return the sum in words, as `explain` prints it."""
+        """Return the sum in words, for the condition DraftFresh and the reason of a run."""
         relation = "more" if self.is_worth_it else "not more"
         return (
             f"stale drafts cost {_hours(self.lost_seconds)} of device time within the payback period; a run is "
@@ -274,8 +272,8 @@ class DriftDetector:
 
     def add(self, excess: float) -> DriftDetector:
         """Add one batch. ``excess`` is the loss beyond the accepted one, in standard deviations of a batch."""
-        steps = increments(excess)
-        return DriftDetector(tuple((np.logaddexp(0.0, self.logs) + steps).tolist()), self.batches + 1)
+        logs = tuple(_log_plus_one(log) + step for log, step in zip(self.logs, increments(excess), strict=True))
+        return DriftDetector(logs, self.batches + 1)
 
     @property
     def log_evidence(self) -> float:
@@ -302,3 +300,8 @@ def excess_loss(baseline: Baseline, at: float, log_cost: float) -> float:
 def batches_between_alarms(baseline: Baseline, tasks: int) -> float:
     """Return the threshold that lets all ``tasks`` together raise one false alarm a month on average."""
     return max(baseline.batches_per_month * max(tasks, 1), 1.0)
+
+
+def _log_plus_one(log: float) -> float:
+    """Return log(1 + x) for x given by its logarithm."""
+    return max(log, 0.0) + math.log1p(math.exp(-abs(log)))

@@ -42,11 +42,7 @@ from specdecode_operator.planning.estimates import (
     present_row,
 )
 from specdecode_operator.state.learned import LearnedState, MergeChoice, RowState
-from specdecode_worker.contract import (
-    OTHER_TASK,
-    Buckets,
-    TreeShape,
-)
+from specdecode_worker.contract import OTHER_TASK, Buckets, TreeShape
 
 Shapes = tuple[tuple[str, TreeShape], ...]
 """The shape of every task, in the order of the search's tasks."""

@@ -1,11 +1,17 @@
-"""Watch events of our kind: which of them change the state table, and which start a decision."""
+"""Watch events of our kind: which of them change the state table, and which start a decision; and a start in vain."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
+import pytest
+
 from specdecode_operator.controller.process import Fleet, Process
+from specdecode_operator.errors import NotFound
+from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.settings import Settings
+from support.operators.listing_api import ListingApi
 
 KEY = ("ns", "a")
 
@@ -88,3 +94,38 @@ def test_the_record_of_field_owners_is_not_stored() -> None:
     body["metadata"]["managedFields"] = [{"manager": "kubectl"}]
     process.resource_event(None, body)
     assert "managedFields" not in process.resources[KEY]["metadata"]
+
+
+class WithoutKind(ListingApi):
+    """API server without the CRD, whose other lists do not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers.clear()
+        self.is_closed = False
+
+    async def own_rules(self, namespace: str) -> dict[str, Any]:
+        return {}
+
+    async def list(self, *_: Any, **__: Any) -> dict[str, Any]:
+        raise NotFound("list sdd: the server could not find the requested resource")
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+async def test_a_stop_before_the_crd_is_there_ends_all_that_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kopf runs no cleanup after a start that it cancelled."""
+    api = WithoutKind()
+
+    async def connect(**_: Any) -> WithoutKind:
+        return api
+
+    monkeypatch.setattr(KubeClient, "connect", connect)
+    settings = Settings(listen_address="127.0.0.1").model_copy(update={"port_health": 0})
+    starting = asyncio.create_task(Process(settings).start())
+    await asyncio.sleep(0.05)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert starting.cancelled(), "it waits for the CRD"
+    assert api.is_closed
