@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdecode_kernels import dispatch
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.engine import engine as step_launcher
+from specdecode_worker.engine.calibration import calibrate
 from specdecode_worker.engine.cuda_graphs import CaptureFailed, CudaGraphBackend
 from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.factory import load_engine
 from support.small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
 SHAPE = {
@@ -206,3 +209,28 @@ def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPa
         assert results[True, shape] == results[False, shape]
         assert results[True, shape][0] == results[False, "none"][0]
     assert results[True, "chain:4"][1][1] > 10
+
+
+def test_a_worker_starts_from_files_and_times_its_steps_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the memory that the card has left, and steps that are launched ahead when the last one is timed."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
+    from networks import random_target, write_config, write_head
+    from shapes import Shapes
+
+    head = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2304}
+    shapes = Shapes("small", {**LLAMA, "architectures": ["LlamaForCausalLM"]}, head, 0.0, 1.0)
+    target = random_target(shapes, torch.bfloat16, torch.device("cuda"))
+    write_config(shapes, tmp_path / "target")
+    weights = {name: value.cpu() for name, value in target.state_dict().items()}
+    save_file(weights, tmp_path / "target" / "model.safetensors")
+    write_head(shapes, target, tmp_path / "head", torch.bfloat16, torch.device("cuda"))
+    config = WorkerConfig(
+        model=ModelConfig(uri=f"file://{tmp_path}/target", served_name="small", dtype="bfloat16"),
+        draft=DraftConfig(method="eagle3", uri=f"file://{tmp_path}/head", required=True),
+        engine=EngineConfig(device="cuda", max_num_seqs=4, kv_cache_tokens=8192),
+    )
+    made = load_engine(config, lambda uri: Path(uri.removeprefix("file://")))
+    made.set_plan(plan_of("chain:4").model_copy(update={"guard": True}))
+    assert list(calibrate(made, 20)) == [1, 2, 4]
+    assert all(texts(made, requests(4, sampled=True, vocabulary=2304, tokens=48)).values())
+    assert made.report().drafts > 0

@@ -251,6 +251,7 @@ def arguments(deployment: Deployment, run: RunRecord, keep: Sequence[str] = ()) 
         "time-limit": distillation.time_limit_seconds,
         "max-age": int(seconds_of(capture.max_age)),
         "device": "cuda" if distillation.job_devices else "cpu",
+        "tensor-parallel-size": max(1, distillation.job_devices),
     }
     if spec.engine.quantization:
         values["quantization"] = spec.engine.quantization

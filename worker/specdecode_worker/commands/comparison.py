@@ -243,7 +243,7 @@ def _rows(document: dict[str, Any]) -> list[str]:
         parts = {"overall": run["overall"], **run["domains"]}
         for name, part in [*parts.items(), *run["overall"]["contexts"].items()]:
             line = f"{run['temperature']:4.1f} {name:10} {part['tokens_per_step']:11.3f}"
-            if name in parts:
+            if "speedup" in part:
                 line += f" {part['drafted_steps']:8.2f} {part['speedup']:8.2f} {part['identical_texts']:9.2f}"
             else:
                 line += f"  in {part['steps']} steps at a context of {name} tokens"

@@ -162,6 +162,9 @@ def test_devices_are_those_of_the_template_and_pull_needs_none() -> None:
     assert made["containers"][0]["resources"] == resources
     assert made["initContainers"][0]["resources"] == {"requests": {"cpu": "2"}, "limits": {"memory": "8Gi"}}
     assert (flags(wanted)["device"], flags()["device"]) == ("cuda", "cpu")
+    four = template_with({"limits": {"nvidia.com/gpu": 4}})
+    sizes = [flags(each)["tensor-parallel-size"] for each in (wanted, four, {})]
+    assert sizes == ["1", "4", "1"], "the target is split over all devices"
     assert "nodeSelector" not in pod()
 
 
