@@ -514,6 +514,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
+            if not self._offers_upgrade():  # CONNECT, which the application refuses
+                return b""
             version = self.parser.get_http_version().encode()
             lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
             lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
