@@ -150,10 +150,12 @@ def test_offer_of_http2_is_ignored(worker: WorkerProcess, cuts: str, encode: Any
     assert answers.index(b'"one') < answers.index(b'"two') < answers.index(b"ok\n") < answers.index(b'"version"')
 
 
-def test_connect_is_refused(worker: WorkerProcess) -> None:
+@pytest.mark.parametrize(("target", "status"), [(b"x:80", 400), (b"/health", 405)])
+def test_connect_is_refused(worker: WorkerProcess, target: bytes, status: int) -> None:
     with connection(worker) as opened:
-        opened.sendall(b"CONNECT x:80 HTTP/1.1\r\nHost: x:80\r\n\r\n")
-        assert read_all(opened).startswith(b"HTTP/1.1 400 ")
+        opened.sendall(b"CONNECT %b HTTP/1.1\r\nHost: x:80\r\nConnection: close\r\n\r\n" % target)
+        assert read_all(opened).startswith(b"HTTP/1.1 %d " % status)
+    assert worker.get("/health").status_code == 200
 
 
 def test_hang_up_of_a_pipelining_client_frees_its_requests(worker: WorkerProcess) -> None:

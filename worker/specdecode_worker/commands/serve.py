@@ -38,7 +38,6 @@ from specdecode_worker.termination import write_termination_message
 
 _DEFAULT_SHAPE = TreeShape.chain(3)
 _EXPLORE = 0.01
-_ENGINE = EngineConfig()
 
 
 def run(args: argparse.Namespace) -> int:

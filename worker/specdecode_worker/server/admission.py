@@ -615,7 +615,7 @@ class AdmissionQueue:
         return min(max(math.ceil(leaving * seconds_each), 1), _MAX_RETRY_AFTER_SECONDS)
 
 
-# What a request asks for beside its text: sampling, limits, priority and deadline.
+# What a request asks for besides its text: sampling, limits and deadline.
 
 # Sampling parameters of a request: conversion for the engine, seeds of the choices, checks against the model.
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import partial
@@ -473,7 +473,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self.state = ConnectionState(time.monotonic())
         self._table = table
-        self._cycles: list[RequestResponseCycle] = []
+        self._cycles: deque[RequestResponseCycle] = deque()
         """Requests of the connection, the oldest first; those answered leave when another one comes."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -514,6 +514,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
+            if not self._offers_upgrade():  # CONNECT, which the application refuses
+                return b""
             version = self.parser.get_http_version().encode()
             lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
             lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
@@ -535,7 +537,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.state.has_headers = True
         super().on_headers_complete()
         self._cycles.append(self.cycle)
-        self._cycles = self._unanswered()
+        while self._cycles[0].response_complete:  # they are answered in order
+            self._cycles.popleft()
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of the body."""

@@ -21,7 +21,7 @@ from specdecode_worker.version import VERSION
 
 # JSON schemas of the request bodies, derived from the pydantic models that validate them.
 #
-# Rules that the models do not contain are added: null values, and the fields of `requests.unsupported_fields`.
+# Rules that the models do not contain are added: null values, and the fields of `requests.NEUTRAL`.
 
 Json = dict[str, Any]
 _NULL: Json = {"type": "null"}

@@ -213,8 +213,8 @@ class PromptPreparation:
         if not body.prescribes_answer and not body.bad_words:
             return prompts
         try:
-            work = self._threads.run(Lane.GRAMMAR, lambda _stopped: self._grammars.compiled(body))
-            grammar = await asyncio.wait_for(work, _GRAMMAR_SECONDS)
+            async with asyncio.timeout(_GRAMMAR_SECONDS):
+                grammar = await self._threads.run(Lane.GRAMMAR, lambda _stopped: self._grammars.compiled(body))
         except TimeoutError:
             raise TooManyWaiting("grammars take too long to compile now; try again later") from None
         return [replace(prompt, grammar=grammar) for prompt in prompts]

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -120,9 +121,9 @@ class Tokenizer:
         """Contents of tokenizer.json without padding and truncation, and with the tokens that `open_tokenizer` adds."""
         return str(self._model.to_str())
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
-        """Number of tokens, added tokens included."""
+        """Number of tokens, added tokens included. The library looks each added token up to count them."""
         return int(self._model.get_vocab_size(with_added_tokens=True))
 
     def tokens_from(self, first: int) -> Mapping[int, str]:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
-from specdecode_worker.server.prompts import SHORT_TEXT_CHARACTERS, Lane, TextThreads, lane_of
+from specdecode_worker.server.admission import ModelLimits
+from specdecode_worker.server.grammars import AnswerGrammars
+from specdecode_worker.server.prompts import SHORT_TEXT_CHARACTERS, Lane, PromptPreparation, TextThreads, lane_of
+from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.tools import Tokenizer
 
 
 @pytest.fixture
@@ -71,3 +76,33 @@ async def test_close_stops_work(threads: TextThreads) -> None:
     await asyncio.to_thread(began.wait, 5)
     threads.close()
     assert await asyncio.wait_for(task, 5)
+
+
+class ReadyGrammars(AnswerGrammars):
+    """Grammars that need no compiler."""
+
+    def __init__(self) -> None:
+        pass
+
+    def compiled(self, body: GenerationRequest) -> str:
+        return "grammar"
+
+
+async def test_client_that_leaves_while_its_grammar_gets_ready_is_not_served(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = TextThreads.run
+
+    async def run_and_leave(threads: TextThreads, lane: Lane, work: Callable[[threading.Event], Any]) -> Any:
+        result = await run(threads, lane, work)
+        if lane is Lane.GRAMMAR:
+            preparing.cancel()
+        return result
+
+    monkeypatch.setattr(TextThreads, "run", run_and_leave)
+    preparation = PromptPreparation(tokenizer, ModelLimits(64, 64), ReadyGrammars())
+    body = CompletionRequest.model_validate({"model": "small", "prompt": [1, 2], "bad_words": ["no"]})
+    preparing = asyncio.create_task(preparation.prompts(body))
+    with pytest.raises(asyncio.CancelledError):
+        await preparing
+    preparation.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -92,3 +93,24 @@ def test_missing_and_invalid_tokenizer_files_are_reported(tmp_path: Path) -> Non
     with pytest.raises(TokenizerProblem, match="chat template cannot be read"):
         find_template(_folder(tmp_path, "{% if %}"))
     assert find_template(tmp_path / "elsewhere") is None
+
+
+class CountedModel:
+    """Tokenizer of the library that counts how often its vocabulary is counted."""
+
+    def __init__(self, model: tokenizers.Tokenizer) -> None:
+        self._model, self.counts = model, 0
+
+    def get_vocab_size(self, with_added_tokens: bool) -> int:
+        self.counts += 1
+        return int(self._model.get_vocab_size(with_added_tokens))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def test_vocabulary_is_counted_once(tokenizer: Tokenizer) -> None:
+    model: Any = CountedModel(tokenizers.Tokenizer.from_str(tokenizer.json))
+    counted = Tokenizer(model, None)
+    assert [counted.vocab_size for _ in range(3)] == [tokenizer.vocab_size] * 3
+    assert model.counts == 1
