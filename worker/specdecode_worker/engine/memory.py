@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 # Memory budget of a worker: arithmetic over model shapes and configured bounds, without reading or loading anything.
 #
-# ``model_inventory.py`` collects the figures, the ``check`` command prints the budget before anything is loaded, and
+# `take_inventory` collects the figures, the ``check`` command prints the budget before anything is loaded, and
 # ``factory.py`` sizes its caches with the same ``kv_tokens``. Sizes are bytes on one device; with several devices, on
 # each of them.
 
