@@ -67,6 +67,8 @@ def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[li
 # The tokens of a draft tree are stored after the committed ones, node j at index length + j, as are its keys. Accepted
 # tokens and keys move to the front of that region; the next step overwrites the rest.
 
+SPARE_POSITIONS = 2 * (MAX_NODES + 1)
+"""Positions of a slot behind its longest text: what the step in flight may commit there, and the tree behind that."""
 STATE_RING_POSITIONS = 64
 """Number of last positions of each request with stored hidden states. A draft that paused can catch up this far."""
 
@@ -89,7 +91,7 @@ class DeviceState:
 
     def __init__(self, slots: int, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the state of ``slots`` requests of ``max_model_len`` tokens; auxiliary states use ``dtype``."""
-        reach = max_model_len + MAX_NODES + 1
+        reach = max_model_len + SPARE_POSITIONS
         self.scratch = reach
         self.padding_slot = slots
         self.tokens_SP = torch.zeros(slots + 1, reach + 1, dtype=torch.int64, device=device)

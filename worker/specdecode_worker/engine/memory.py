@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from specdecode_worker.contract import (
-    MAX_NODES,
     CheckVerdict,
     DraftConfig,
     DraftQuantization,
@@ -23,7 +22,7 @@ from specdecode_worker.contract import (
     Method,
     WorkerConfig,
 )
-from specdecode_worker.core.device_state import STATE_RING_POSITIONS
+from specdecode_worker.core.device_state import SPARE_POSITIONS, STATE_RING_POSITIONS
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadedDraft, union_reads
 from specdecode_worker.drafts.own_device import PlacedDraftLoader
@@ -45,7 +44,7 @@ log = logging.getLogger(__name__)
 
 # Memory budget of a worker: arithmetic over model shapes and configured bounds, without reading or loading anything.
 #
-# ``model_inventory.py`` collects the figures, the ``check`` command prints the budget before anything is loaded, and
+# `take_inventory` collects the figures, the ``check`` command prints the budget before anything is loaded, and
 # ``factory.py`` sizes its caches with the same ``kv_tokens``. Sizes are bytes on one device; with several devices, on
 # each of them.
 
@@ -178,7 +177,7 @@ class Budget:
 
         One slot more than ``max_num_seqs`` is for padding.
         """
-        rows, reach = self.engine.max_num_seqs + 1, self.max_model_len + MAX_NODES + 1
+        rows, reach = self.engine.max_num_seqs + 1, self.max_model_len + SPARE_POSITIONS
         slots = rows * 8 * (reach + 1 + 1 + -(-reach // BLOCK_SIZE))
         ring = rows * (STATE_RING_POSITIONS + 1) * self.aux_size * self.dtype_bytes
         return slots + ring + sum(network.tables for network in (self.target, *self.drafts))

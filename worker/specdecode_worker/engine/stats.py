@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from specdecode_worker.contract import (
     FEATURES,
+    MAX_DEPTH,
     MAX_RANKS,
     MAX_REPORT_BYTES,
     MAX_TASKS,
@@ -589,7 +590,11 @@ def _count(
     result: RowResult,
     ranks: Sequence[int],
 ) -> None:
-    """Count the ranks of a row's tokens in a category, by depth and by whether their parent is on the main path."""
+    """Count the ranks of a row's tokens in a category, by depth and by whether their parent is on the main path.
+
+    A report has depths up to MAX_DEPTH; the trees of a plan may be deeper.
+    """
+    ranks = ranks[:MAX_DEPTH]
     if not ranks or max(ranks) < 0:
         return
     counts, main, tree_ranks = counters(category), True, row.tree.ranks

@@ -308,7 +308,7 @@ def tree_shapes(key: GraphKey) -> TableShapes:
 
 @lru_cache(maxsize=256)
 def topology(trees: tuple[Tree, ...], key: GraphKey) -> Tensor:
-    """Return the tables of ``shapes`` as one flat int64 tensor on the host, padded to the rows of ``key``."""
+    """Return the tables of `tree_shapes` as one flat int64 tensor on the host, padded to the rows of ``key``."""
     rows = key.rows
     padded = trees + (PADDING_TREE,) * (rows - len(trees))
     counts = [tree.verified for tree in padded]

@@ -236,7 +236,7 @@ class QueuedRows:
     rows: tuple[Row, ...]
     """Rows of the pass. The first ones, as many as ``outcome_BC`` has, chose a token."""
     outcome_BC: Tensor | None = None
-    """Result of verification, as `Outcome.columns`, on the host after ``host_copy``; None if no row chose a token."""
+    """Result of verification, as `Committed.out`, on the host after ``host_copy``; None if no row chose a token."""
     ranked_BNK: Tensor | None = None
     """The draft's K best tokens by node, on the host after ``host_copy``; None if not needed."""
     host_copy: HostCopy = field(default_factory=HostCopy)

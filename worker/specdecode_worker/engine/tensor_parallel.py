@@ -594,7 +594,7 @@ class RankGroup:
             return []
 
     def _read_message(self, number: int, pipe: Connection) -> RankReady | RankFailed | CaptureState:
-        """Read one message of a rank; the end of the pipe counts as Failed."""
+        """Read one message of a rank; the end of the pipe counts as RankFailed."""
         message: RankReady | RankFailed | CaptureState
         try:
             message = self._decoder.decode(pipe.recv_bytes())
@@ -626,7 +626,7 @@ class RankGroup:
 
 # Target, KV cache and block tables of rank 0, which announce every operation to the other ranks before they run it.
 #
-# In a captured step nothing is announced: the collectives are part of the graphs of all ranks (leader_backend.py).
+# In a captured step nothing is announced: the collectives are part of the graphs of all ranks (`LeaderBackend`).
 
 
 class LeaderState(DeviceState):

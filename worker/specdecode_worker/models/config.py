@@ -305,7 +305,7 @@ class CausalLMConfig(BlockConfig):
     """Shape of a target, or of a draft model."""
 
     architecture: str = ""
-    """Name in the registry `arch`, which enters it, builds the network and splits it over devices."""
+    """Name in the registry `arch`, which enters it and builds the network."""
     vocab_size: int
     num_hidden_layers: int
     tie_word_embeddings: bool

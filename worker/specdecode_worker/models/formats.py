@@ -548,14 +548,13 @@ class Nvfp4(StoredMatrix):
     """
 
     format, scale = "NVFP4", "weight_scale"
+    whole: str
+    """Tensor that holds the scale of the matrix."""
 
     @classmethod
     def claims(cls, headers: Mapping[str, TensorHeader], shape: tuple[int, int]) -> bool:
         packed = headers.get("weight_packed") or headers.get("weight")
         return packed is not None and packed.dtype == "U8"
-
-    whole: str
-    """Tensor that holds the scale of the matrix."""
 
     def _layout(self) -> dict[str, Axes]:
         self.kind = "fp8"

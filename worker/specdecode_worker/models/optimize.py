@@ -7,7 +7,7 @@ for all MLPs. On a GPU, weights are stored and multiplied in quantized form. On 
 because its matrices have their own layouts: the values are the same, but no memory or time is saved.
 
 `fuse` joins projections that read the same input. In bf16 on a CPU with bf16 support, whole blocks are replaced by
-compiled ones (networks/compiled_cpu.py), and the remaining matrices are packed.
+compiled ones (`compiled_cpu`), and the remaining matrices are packed.
 """
 
 from __future__ import annotations

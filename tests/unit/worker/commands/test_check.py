@@ -24,7 +24,7 @@ memory                                                               2.00 GiB
 - activations of a step of 512 tokens                               -0.00 GiB
 = for keys and values                                                1.22 GiB
 / bytes per block of 16 tokens (target 384, draft 128 a token)        8,576 B
-= tokens of keys and values that there is room for                2,443,280
+= tokens of keys and values that there is room for                2,443,264
   one sequence of 256 tokens needs                                      320
 
 fits: 5,120 tokens of keys and values, 16 sequences of 256 tokens at once

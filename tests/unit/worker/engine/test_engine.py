@@ -177,6 +177,15 @@ def test_a_small_cache_limits_request_length_and_every_accepted_request_finishes
     assert {name: len(text) for name, text in texts(outputs).items()} == {"fits": 19, "next": 5}
 
 
+def test_a_large_tree_has_room_behind_the_longest_text(pipelined: bool) -> None:
+    """A tree of 62 nodes is launched behind a step in flight that may commit six tokens of the last four."""
+    request = submit(prompt=[1 + token % 7 for token in range(188)], max_tokens=4)
+    engine = small_engine(max_model_len=192, budget=256, pipelined=pipelined)
+    engine.set_plan(plan_of("tree:2,2,2,2,2"))
+    engine.add(request)
+    assert texts(drain(engine))["r"] == plain_text(request)
+
+
 def end_of(engine: Engine, request: Submit) -> tuple[list[int], str | None]:
     engine.add(request)
     outputs = drain(engine)

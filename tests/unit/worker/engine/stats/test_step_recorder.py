@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from specdecode_worker.contract import MAX_RANKS, TreeShape
+from specdecode_worker.contract import MAX_DEPTH, MAX_RANKS, TreeShape
 from specdecode_worker.core.request import Request, Row
 from specdecode_worker.engine.stats import RowResult, Statistics, StepRecorder
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
@@ -62,6 +62,13 @@ def test_all_depths_below_a_sibling_count_as_sibling() -> None:
     into, one = recorder(), request()
     walk(into, one, tree_of(TreeShape.levels(2, 1, 1)), [5, 6, 7, 8], ranks=[1, 0, 0, -1], path=[2, 4, 6])
     assert set(cells(into)) == {(1, "main"), (2, "sibling"), (3, "sibling")}
+
+
+def test_depths_that_no_report_has_are_not_counted() -> None:
+    into, one = recorder(), request(max_tokens=40)
+    chain = tree_of(TreeShape.chain(MAX_DEPTH + 2))
+    walk(into, one, chain, [5] * (MAX_DEPTH + 3), ranks=[0] * (MAX_DEPTH + 2) + [-1], path=[*range(1, MAX_DEPTH + 3)])
+    assert {depth for depth, _ in cells(into)} == {*range(1, MAX_DEPTH + 1)}
 
 
 def test_tokens_dropped_by_a_stop_are_not_counted() -> None:
