@@ -32,7 +32,7 @@ SELF_SPLIT_MESSAGE = "spec.router.trafficSplit names other deployments; this one
 
 MAX_TEXT = 1024
 """Maximum characters of a text in status."""
-_QUANTITY = re.compile(
+QUANTITY = re.compile(
     r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))))?$"
 )
 """Quantities as Kubernetes writes them."""
@@ -66,7 +66,7 @@ Anything = Annotated[dict[str, Any], Field(json_schema_extra={"x-kubernetes-pres
 
 Quantity = Annotated[
     int | str,
-    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": _QUANTITY.pattern, "maxLength": 64}),
+    WithJsonSchema({"x-kubernetes-int-or-string": True, "pattern": QUANTITY.pattern, "maxLength": 64}),
 ]
 """Amount of a resource, such as 2, 500m or 16Gi."""
 CountOrPercent = Annotated[

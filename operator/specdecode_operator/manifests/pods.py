@@ -7,9 +7,10 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal, DecimalException, InvalidOperation
 from typing import Any, Literal, NamedTuple
 
+from specdecode_operator.api.schema import QUANTITY
 from specdecode_operator.api.v1alpha1 import (
     AWS_REGION,
     NAME_LABEL,
@@ -71,6 +72,8 @@ _FACTORS = {
     **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)},
 }
 """Factors of the suffixes of a Kubernetes quantity."""
+_LARGEST_QUANTITY = Decimal(2**63 - 1)
+"""What Kubernetes takes for every greater quantity."""
 
 
 def worker_config(spec: Spec, uid: str) -> WorkerConfig:
@@ -169,16 +172,22 @@ def whole_cores(limits: Mapping[str, Any], field: str) -> int | None:
         return None
     try:
         cores = quantity_value(limits["cpu"])
-    except InvalidOperation:
+    except DecimalException:
         raise SpecError(f"{field}.cpu is {limits['cpu']!r}; write cores such as 2, 1.5 or 500m") from None
     return max(1, int(min(cores, Decimal(MAX_THREADS))))
 
 
 def quantity_value(quantity: object) -> Decimal:
-    """Return the number of a Kubernetes quantity. Raise decimal.InvalidOperation if the text is none."""
+    """Return the number of a Kubernetes quantity.
+
+    Raises:
+        decimal.DecimalException: The text is none, or its exponent is beyond all numbers.
+    """
     text = str(quantity)
+    if not QUANTITY.fullmatch(text):  # Decimal reads NaN and inf too
+        raise InvalidOperation(f"{text!r} is no quantity")
     suffix = next((suffix for suffix in sorted(_FACTORS, key=len, reverse=True) if text.endswith(suffix)), "")
-    return Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1)
+    return min(Decimal(text.removesuffix(suffix)) * _FACTORS.get(suffix, 1), _LARGEST_QUANTITY)
 
 
 # Strategic merge of a user's pod template over the operator's.
@@ -365,7 +374,7 @@ def cache_limit(spec: Spec, defaults: Defaults) -> int:
     limit = object_in(spec.model_cache or defaults.model_cache, "emptyDir").get("sizeLimit")
     try:
         return int(quantity_value(limit)) if limit is not None else 0
-    except InvalidOperation:
+    except DecimalException:
         raise SpecError(f"modelCache.emptyDir.sizeLimit is {limit!r}; write an amount such as 200Gi") from None
 
 

@@ -118,9 +118,12 @@ def test_served_name_is_the_last_part_without_a_revision(uri: str, name: str) ->
     assert config_of(template(model={"uri": uri})).model.served_name == name
 
 
-def test_an_invalid_cpu_quantity_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"jobTemplate: limits.cpu is 'many'; write cores such as"):
-        whole_cores({"cpu": "many"}, "jobTemplate: limits")
+@pytest.mark.parametrize("amount", ["many", "NaN", "-inf", "1_000", "1e9999999", {"cores": 1}], ids=str)
+def test_an_amount_that_is_no_quantity_is_refused(amount: Any) -> None:
+    with pytest.raises(SpecError, match=r"jobTemplate: limits.cpu is .*; write cores such as"):
+        whole_cores({"cpu": amount}, "jobTemplate: limits")
+    with pytest.raises(SpecError, match=r"modelCache.emptyDir.sizeLimit is .*; write an amount such as"):
+        template(modelCache={"emptyDir": {"sizeLimit": amount}})
 
 
 def test_the_plan_is_mounted_as_a_folder() -> None:

@@ -121,7 +121,8 @@ def test_resource_claims_reach_pod_and_container_and_the_worker_looks_for_its_de
 
 
 @pytest.mark.parametrize(
-    ("quantity", "value"), [("2k", 2000), ("1Ki", 1024), ("1e3", 1000), ("500m", 0.5), (3, 3), (".5", 0.5)]
+    ("quantity", "value"),
+    [("2k", 2000), ("1Ki", 1024), ("1e3", 1000), ("500m", 0.5), (3, 3), (".5", 0.5), ("1e999999", 2.0**63)],
 )
 def test_every_quantity_of_kubernetes_is_read(quantity: Any, value: float) -> None:
     assert float(quantity_value(quantity)) == value
