@@ -178,11 +178,11 @@ def run_section(deployment: Deployment, observed: Observation, job_problem: str)
     if record.phase is Phase.COLLECTING:
         needed = deployment.spec.distillation.trigger.min_conversations
         count = _stepped(captured_conversations(observed, record), needed)
-        problem = observed.jobs_problem or capture_problem(observed) or None
+        problem = (observed.jobs_problem or capture_problem(observed))[:MAX_TEXT] or None
         return shown.model_copy(update={"conversations": count, "needed": needed, "capture_problem": problem})
     state, reason = job_state(deployment, observed, run, job_problem)
-    update = {"job": manifests.job_name(deployment.name, run.id), "job_state": state, "job_reason": reason or None}
-    return shown.model_copy(update=update)
+    name, reason = manifests.job_name(deployment.name, run.id), reason[:MAX_TEXT]
+    return shown.model_copy(update={"job": name, "job_state": state, "job_reason": reason or None})
 
 
 def last_run_section(deployment: Deployment, observed: Observation, job_problem: str) -> DraftRunEndStatus | None:

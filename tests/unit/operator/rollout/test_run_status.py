@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator import metrics
+from specdecode_operator.api.v1alpha1 import DraftRunStatus
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from support.operators.canary import (
     DISTILLATION,
@@ -99,6 +100,13 @@ def test_a_refused_and_a_lost_job_are_named() -> None:
     run = shown(canary).draft.run
     assert (run.job_state, run.losses) == ("Absent", 1)
     assert "created again" in str(run.job_reason)
+
+
+def test_a_refusal_of_any_length_fits_the_status() -> None:
+    """The API server refuses the whole status for one text that is too long."""
+    run = shown(distilling(), f"{QUOTA}{' and more' * 1000}").draft.run
+    assert run.job_reason.startswith(QUOTA)
+    assert DraftRunStatus.model_validate(run.model_dump()) == run
 
 
 def test_the_latest_run_is_shown_with_its_gain_and_counted() -> None:
