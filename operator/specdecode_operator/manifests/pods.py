@@ -40,6 +40,7 @@ from specdecode_operator.manifests.objects import (
 from specdecode_operator.state.learned import MAX_TEMPLATE_BYTES, PLAN_KEY, RunRecord
 from specdecode_operator.types import Defaults, Deployment, Manifest
 from specdecode_worker.contract import (
+    GPU_DEFAULTS,
     DraftConfig,
     EngineConfig,
     Env,
@@ -727,9 +728,17 @@ def _worker(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     }
 
 
+def _config_text(config: WorkerConfig) -> str:
+    """Return the configuration as JSON without defaults, but with those that are others for a worker on a GPU."""
+    document = config.model_dump(mode="json", exclude_defaults=True)
+    if config.engine.device == "cuda":
+        document["engine"] |= {name: getattr(config.engine, name) for name in GPU_DEFAULTS}
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+
+
 def _environment(deployment: Deployment) -> list[dict[str, Any]]:
     """Return the variables of the worker."""
-    config = worker_config(deployment.spec, deployment.uid).model_dump_json(exclude_defaults=True)
+    config = _config_text(worker_config(deployment.spec, deployment.uid))
     count = threads(deployment.spec)
     return [
         {"name": "HOME", "value": "/tmp"},

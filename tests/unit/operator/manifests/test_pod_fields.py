@@ -306,6 +306,16 @@ def test_defaults_of_the_engine_are_those_of_the_worker() -> None:
     assert config.server == ServerConfig(admin_tokens_path=config.server.admin_tokens_path)
 
 
+@pytest.mark.parametrize("engine", [{}, {"maxNumSeqs": 16, "maxNumBatchedTokens": 512, "memoryPercent": 80}], ids=str)
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_worker_reads_the_limits_of_the_spec_on_every_device(count: int, engine: Json) -> None:
+    """A worker on a GPU has other defaults than a resource."""
+    spec: Json = {"workers": {"accelerator": {"count": count}}, "engine": engine}
+    read = config_of(pod_of(**spec))
+    assert read == manifests.worker_config(deployment_with(**spec).spec, "u1")
+    assert (read.engine.max_num_seqs, read.engine.gpu_memory_utilization) == (16, 0.8)
+
+
 # --- other children ------------------------------------------------------------------------------------------------
 
 
