@@ -8,7 +8,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from specdecode_operator.api.draft import DRAFT_KIND, UNRESOLVED, DraftResourceSpec, SpecDecodeDraft
+from specdecode_operator.api.schema import URI_FORMS
 from specdecode_operator.api.v1alpha1 import GROUP, VERSION, DraftStatus, NameRef
 from specdecode_operator.drafts.drift import BATCH_REQUESTS
 from specdecode_operator.drafts.job_status import obstacle_in_phase, obstacle_in_spec
@@ -92,10 +95,15 @@ def offer(
     """Return the SpecDecodeDraft that offers a draft, or the name of the one that offers it again as a candidate.
 
     Raises:
-        PluginError: The draft is offered already, or in use.
+        PluginError: URI or hash have no valid form, or the draft is offered already, or in use.
     """
     name = resource["metadata"]["name"]
-    spec = DraftResourceSpec(deployment_ref=NameRef(name=name), uri=uri, hash=hash)
+    try:
+        spec = DraftResourceSpec(deployment_ref=NameRef(name=name), uri=uri, hash=hash)
+    except ValidationError as error:
+        is_uri = error.errors()[0]["loc"] == ("uri",)
+        problem = f"URI is {uri!r}; write {URI_FORMS}" if is_uri else f"HASH is {hash!r}, which is none of a draft"
+        raise PluginError(problem) from error
     made = SpecDecodeDraft(metadata={"name": ""}, spec=spec)
     for known in map(read_draft, drafts):
         if known.spec.uri == uri and hash in (None, known.spec.hash):

@@ -260,6 +260,19 @@ def test_try_offers_a_candidate(server: Server, demo: str) -> None:
     assert body["spec"] == draft_resource()["spec"]
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [(("drafts/new",), "URI is 'drafts/new'; write one of hf://"), (("pvc://drafts/new", "a b"), "HASH is 'a b'")],
+    ids=["URI", "HASH"],
+)
+def test_a_slip_in_an_offer_is_named_and_not_written(
+    server: Server, demo: str, words: tuple[str, ...], sentence: str
+) -> None:
+    server.answers[DRAFTS] = (200, {"items": []})
+    assert sentence in server.refuses("try", "demo", *words)
+    assert server.written == []
+
+
 def test_try_repeats_a_trial_and_refuses_one_under_way(server: Server, demo: str) -> None:
     retired, tried = draft_resource(role="Retired", phase="Retired"), draft_resource(phase="Canary")
     path = f"{DRAFTS}/{retired['metadata']['name']}"
