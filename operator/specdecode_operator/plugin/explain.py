@@ -103,8 +103,11 @@ def _depth(
     resource: dict[str, Any], spec: Spec, status: Status, learned: LearnedState | None, now: float
 ) -> Iterator[str]:
     speculation = status.speculation
-    if spec.speculation.method == "none" or speculation is None:
+    if spec.speculation.method == "none":
         yield "Speculation is off because speculation.method is none. No draft is loaded."
+        return
+    if speculation is None:
+        yield "The operator has made no plan for this deployment yet."
         return
     yield f"Depth at the current load: {word(speculation.depth)}, from plan version {word(speculation.plan_version)}."
     yield _deciding_mode(mode_of(resource), spec)

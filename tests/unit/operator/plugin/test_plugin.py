@@ -235,6 +235,14 @@ def test_explain_says_who_decides(spec: dict[str, object], words: str) -> None:
     assert words in "\n".join(explain(resource_of(loop.deployment), None, loop.now))
 
 
+def test_explain_of_a_deployment_without_a_status_does_not_say_that_speculation_is_off(deepened: Loop) -> None:
+    resource = resource_of(deepened.deployment)
+    del resource["status"]
+    text = explained(resource, None, deepened.now)
+    assert "has made no plan for this deployment yet" in text
+    assert "method is none" not in text
+
+
 def test_a_status_of_a_newer_operator_is_read_all_the_same(deepened: Loop) -> None:
     resource = resource_of(deepened.deployment)
     resource["status"]["novelty"] = {"a": 1}
