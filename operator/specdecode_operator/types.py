@@ -13,6 +13,7 @@ from specdecode_operator.drafts.job_status import JobStatus
 from specdecode_operator.state.learned import LastReport, Session
 from specdecode_worker.contract import CheckVerdict, Plan, Port, Report, TreeShape
 from specdecode_worker.contract.demand import HeldRequests
+from specdecode_worker.contract.wire import MAX_PREFILL_WORKERS
 
 # Records of what was measured: figures for status, capacity, and workers that differ from their peers. Data only.
 
@@ -267,9 +268,10 @@ class Observation:
 
     @property
     def prefill_addresses(self) -> tuple[str, ...]:
-        """Addresses from which workers can ask for the blocks of prompts, in order."""
+        """Addresses from which workers can ask for the blocks of prompts, in order; as many as a plan may name."""
         ready = (one.address for one in self.prefill if one.ready and not one.leaving and one.address)
-        return tuple(sorted(f"[{host}]:{Port.blocks}" if ":" in host else f"{host}:{Port.blocks}" for host in ready))
+        named = sorted(f"[{host}]:{Port.blocks}" if ":" in host else f"{host}:{Port.blocks}" for host in ready)
+        return tuple(named[:MAX_PREFILL_WORKERS])
 
     @property
     def reports(self) -> tuple[Report, ...]:
