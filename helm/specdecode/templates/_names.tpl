@@ -29,7 +29,7 @@
 
 {{- define "specdecode.selector" -}}
 app.kubernetes.io/name: specdecode-operator
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "specdecode.labels" -}}
