@@ -797,7 +797,7 @@ def prefill_workload(deployment: Deployment, template: Mapping[str, Any], spec_h
     """
     labels = {**selector(deployment.name), ROLE_LABEL: Role.prefill.value}
     template = labelled(copy.deepcopy(dict(template)), labels)
-    for variable in container_in(template, "worker")["env"]:
+    for variable in container_in(template, "worker").get("env") or ():
         if variable["name"] == Env.config:
             config = json.loads(variable["value"])
             engine = {"block_port": Port.blocks, **config.get("engine", {}), "role": Role.prefill.value}
@@ -819,17 +819,19 @@ def prefetch_daemon_set(deployment: Deployment, template: Mapping[str, Any]) -> 
         template: Pod template of the workers, whose tolerations, volumes and pull secrets the pods have.
 
     Raises:
-        SpecError: The model cache is no folder of the node.
+        SpecError: The model cache is no folder of the node, or the template has no init container `pull`.
     """
-    pod, nodes = template["spec"], deployment.spec.prefetch_node_selector
+    pod, nodes = object_in(template, "spec"), deployment.spec.prefetch_node_selector
     assert nodes is not None, "the caller wants a DaemonSet"
-    sources = {volume["name"]: volume for volume in pod["volumes"]}
+    sources = {volume["name"]: volume for volume in objects_in(pod, "volumes", "name")}
     if "hostPath" not in sources.get("model-cache", {}):
         raise SpecError(
             "prefetchNodeSelector: it needs modelCache.hostPath, in a namespace of Pod Security level privileged"
         )
-    pull = next(one for one in pod["initContainers"] if one["name"] == "pull")
-    mounted = {mount["name"] for mount in pull["volumeMounts"]}
+    pull = next((one for one in objects_in(pod, "initContainers", "name") if one["name"] == "pull"), None)
+    if pull is None:
+        raise SpecError("prefetchNodeSelector: it needs the init container pull, which workers.template removes")
+    mounted = {mount["name"] for mount in objects_in(pull, "volumeMounts", "name")}
     labels = {NAME_LABEL: deployment.name, ROLE_LABEL: Role.prefetch.value}
     kept = ("automountServiceAccountToken", "enableServiceLinks", "securityContext", "imagePullSecrets", "tolerations")
     shared = ("image", "imagePullPolicy", "securityContext")
@@ -840,7 +842,7 @@ def prefetch_daemon_set(deployment: Deployment, template: Mapping[str, Any]) -> 
         "terminationGracePeriodSeconds": 1,
         # Those of a worker would be reserved for as long as the pod sleeps.
         "initContainers": [{**pull, "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}}}],
-        "containers": [{**{field: pull[field] for field in shared}, **sleep}],
+        "containers": [{**{field: pull[field] for field in shared if field in pull}, **sleep}],
         "volumes": [source for name, source in sources.items() if name in mounted],
     }
     made = metadata(deployment, prefetch_name(deployment.name))

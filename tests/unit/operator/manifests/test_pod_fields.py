@@ -9,6 +9,7 @@ import pytest
 from specdecode_operator import manifests
 from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.pods import merged, quantity_value
+from specdecode_operator.types import Deployment
 from specdecode_worker.contract import EngineConfig, Env, Port, ServerConfig, WorkerConfig
 from specdecode_worker.contract.distillation import JOB_CONTAINER
 from support.operators.fleet import DEFAULTS, RUN, deployment_with
@@ -413,6 +414,29 @@ def test_removed_parts_leave_a_template_with_the_labels_of_the_selector(template
     pod = manifests.pod_template(deployment_with(workers={"template": template}), DEFAULTS)
     assert pod["metadata"]["labels"] == manifests.selector("demo")
     assert isinstance(manifests.resolved_image(pod), str)
+
+
+@pytest.mark.parametrize("spec", [None, {"containers": None, "initContainers": None}, {"volumes": None}], ids=str)
+def test_other_children_of_a_template_with_removed_parts_are_made_or_refused(spec: Json | None) -> None:
+    deployment, pod = prefetching({"spec": spec})
+    assert manifests.prefill_workload(deployment, pod, "h", 1)["metadata"]["name"] == "demo-prefill"
+    with pytest.raises(SpecError, match="prefetchNodeSelector: it needs"):
+        manifests.prefetch_daemon_set(deployment, pod)
+
+
+def test_a_pull_without_a_security_context_leaves_prefetching_without_one() -> None:
+    made = manifests.prefetch_daemon_set(
+        *prefetching({"spec": {"initContainers": [{"name": "pull", "securityContext": None}]}})
+    )
+    pod = made["spec"]["template"]["spec"]
+    assert not [one for one in (*pod["initContainers"], *pod["containers"]) if "securityContext" in one]
+
+
+def prefetching(template: Json) -> tuple[Deployment, Json]:
+    """Return a deployment with this template that fills the model caches of nodes, and the template of its pods."""
+    fields = {"modelCache": {"hostPath": {"path": "/models"}}, "prefetchNodeSelector": {"models": "llama"}}
+    deployment = deployment_with(**fields, workers={"template": template})
+    return deployment, manifests.pod_template(deployment, DEFAULTS)
 
 
 def test_annotations_may_have_the_names_of_lists() -> None:
