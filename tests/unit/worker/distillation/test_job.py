@@ -109,6 +109,19 @@ def test_resumed_run_fetches_no_segments_again(
     assert read(message).verdict == "inconclusive"
 
 
+def test_a_file_that_a_kill_left_half_written_is_no_part_of_the_candidate(
+    flags: list[str], tmp_path: Path, message: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run(flags, out, "--keep-data") == 0
+    draft = read(message).draft
+    (out / "verdict.json").unlink()
+    (out / "best" / "model.safetensors.partial").write_text("half of it")
+    assert run(flags, out) == 0
+    assert read(message).draft == draft
+    assert not list((out / "head").glob("*.partial"))
+
+
 def test_time_limit_counts_over_restarts(flags: list[str], tmp_path: Path, message: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -321,7 +321,9 @@ class Distillation:
             target_folder=self._job.target.folder,
         )  # fmt: skip
         training_run.run(self._log, self._stopped)
-        shutil.copytree(self._job.out / "best", head_folder, dirs_exist_ok=True)
+        # A kill may have left a file half written there, which no later write has replaced.
+        unfinished = shutil.ignore_patterns("*.partial")
+        shutil.copytree(self._job.out / "best", head_folder, dirs_exist_ok=True, ignore=unfinished)
         texts = [sample.conversation for sample in student_data.validation] + list(student_data.old_validation)
         if texts:
             best = self._load(head_folder, output_VE.dtype)
