@@ -111,6 +111,18 @@ def test_interrupted_deletion_leaves_no_text_behind(run: Path) -> None:
     assert left(run) == [10, 11, 12, 13]
 
 
+def test_text_that_a_kill_left_half_written_or_half_deleted_goes_with_every_deletion(run: Path) -> None:
+    train = run / "data" / "train"
+    torn = [train / "shard-00000.safetensors.partial", train / "shard-00000.records.partial"]
+    torn += [run / "data" / "selected.records.partial", train / "shard-00003.records"]
+    for path in torn:
+        path.write_bytes(b"text of alice")
+    write_shard(train, 4, [conversation(record(40))])
+    assert delete_user("nobody-at-all", run) == 0
+    assert not [path for path in torn if path.exists()]
+    assert left(run) == [0, 1, 2, 3, 10, 11, 12, 13]
+
+
 def test_deletion_from_a_run_in_progress_starts_the_replay_again(run: Path) -> None:
     data = run / "data"
     (data / "summary.json").unlink()

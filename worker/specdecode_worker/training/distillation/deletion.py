@@ -65,11 +65,25 @@ def delete_from_run(folder: Path, unwanted: Unwanted) -> int:
     if not is_distillation_run(folder):
         raise TrainingError(f"{folder} is no run of `distill`; name its --out")
     data = folder / "data"
+    _delete_unfinished(data)
     count = _delete_selected(data, unwanted)
     for split in get_args(Split):
         for shard in shard_paths(data / split):
             count += _delete_from_shard(shard, unwanted)
     return count
+
+
+def _delete_unfinished(data: Path) -> None:
+    """Delete the text that a kill left half written or half deleted: no list of records and no shard has it."""
+    for folder in (data, *(data / split for split in get_args(Split))):
+        for path in folder.glob("*.partial"):
+            path.unlink()
+        shards = {shard.stem: shard for shard in shard_paths(folder)}
+        records = {path.stem: path for path in folder.glob("shard-*.records")}
+        for name in shards.keys() - records.keys():
+            _unlink_shard(shards[name])
+        for name in records.keys() - shards.keys():
+            records[name].unlink()
 
 
 def _delete_selected(data: Path, unwanted: Unwanted) -> int:

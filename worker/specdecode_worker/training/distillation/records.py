@@ -21,7 +21,7 @@ from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import SHARD_TOKENS, read_shard, shard_paths, write_shard
 from specdecode_worker.training.evaluation import Sample
-from specdecode_worker.training.files import write_json
+from specdecode_worker.training.files import write_bytes, write_json
 from specdecode_worker.training.replay import DropReason, Replayed, replay, static_drop_reason
 
 # Train, validation and test splits of captured conversations, without overlap; pure functions over token ids.
@@ -178,7 +178,7 @@ def write_samples(folder: Path, samples: Iterable[Sample], shard_tokens: int = S
 def write_sample_shard(folder: Path, number: int, samples: Sequence[Sample]) -> None:
     """Write a shard, then the records that it was made from."""
     path = write_shard(folder, number, [sample.conversation for sample in samples])
-    path.with_suffix(".records").write_bytes(msgspec.msgpack.encode([sample.record for sample in samples]))
+    write_bytes(path.with_suffix(".records"), msgspec.msgpack.encode([sample.record for sample in samples]))
 
 
 def read_records_of(shard: Path) -> list[Record]:
@@ -324,7 +324,7 @@ def _selected(source: CaptureSelection, folder: Path, vocab_size: int) -> tuple[
         stats = ReadStats()
         summary, chosen = select_records(read_records(source.folders, stats), source, vocab_size)
         summary.torn_segments, summary.unreadable = stats.torn, stats.unreadable
-        records_path.write_bytes(msgspec.msgpack.encode(chosen))
+        write_bytes(records_path, msgspec.msgpack.encode(chosen))
         write_json(summary_path, asdict(summary))
     records = msgspec.msgpack.decode(records_path.read_bytes(), type=list[Record])
     return msgspec.convert(json.loads(summary_path.read_text()), Summary), records
