@@ -833,7 +833,7 @@ def speculation_section(deployment: Deployment, decision: Decision, now: float) 
             "depth": decision.shown.depth if decision.shown.depth is not None else before.depth,
             "nodes": decision.shown.nodes if decision.shown.nodes is not None else before.nodes,
             "plan_version": decision.plan.version,
-            "pinned": decision.shown.pinned or None,
+            "pinned": decision.shown.pinned[:MAX_TEXT] or None,
             "recommended": decision.shown.recommended,
             "device_hours_saved": _device_hours(before, decision.shown.figures),
             "history": history,

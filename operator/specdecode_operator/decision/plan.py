@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from specdecode_operator import health
+from specdecode_operator.api.schema import MAX_TEXT
 from specdecode_operator.api.speculation import Pin, pin_text, read_pin
 from specdecode_operator.api.v1alpha1 import Cause, Decision
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
@@ -200,7 +201,13 @@ def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> D
     if not before or before == after:
         return None
     return Decision(
-        time=iso(now), kind="Steering", load="every load", before=before, after=after, cause=cause, reason=reason
+        time=iso(now),
+        kind="Steering",
+        load="every load",
+        before=before[:MAX_TEXT],
+        after=after[:MAX_TEXT],
+        cause=cause,
+        reason=reason,
     )
 
 

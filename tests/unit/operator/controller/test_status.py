@@ -14,7 +14,7 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import Session
 from specdecode_operator.types import Decision, Deployment, Figures, Observation, Outcome, Speed, TaskFigures, Worker
 from specdecode_worker.contract import DraftState, GuardCell, Report, StartSeconds
-from support.operators.fleet import DEFAULTS, Truth, deployment_with, loop_over, workload_with
+from support.operators.fleet import DEFAULTS, Truth, deployment_with, loop_over, with_pin, workload_with
 from support.operators.statuses import (
     conditions,
     explained,
@@ -47,6 +47,17 @@ def reporting(**draft: Any) -> Worker:
 def test_the_ready_column_shows_ready_and_wanted_workers() -> None:
     assert status_with().ready == "0/1"
     assert status_with(workload_with(3, ready=1, available=1), replicas=3).ready == "1/3"
+
+
+def test_pins_of_any_length_fit_history_and_status() -> None:
+    wide, tasks = ",".join(str(node // 4) for node in range(63)), [f"t{index}" for index in range(7)]
+    loop = loop_over(speculation={"tasks": [{"name": task} for task in tasks]})
+    polled(loop, 1)
+    loop.deployment = with_pin(loop.deployment, wide, **dict.fromkeys(tasks, wide))
+    (status,) = polled(loop, 1)
+    assert status.speculation.pinned.startswith(wide)
+    assert "Steering" in {decision.kind for decision in status.speculation.history}
+    assert Status.model_validate(status.model_dump()) == status
 
 
 def test_seconds_of_the_start_are_those_of_the_newest_ready_worker() -> None:
