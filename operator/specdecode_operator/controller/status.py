@@ -996,7 +996,7 @@ serve; the conditions then stay as they are until the first round of reports."""
 ALTERNATING_REASONS = ("ImageNotPulled",)
 """Reasons whose message alternates: the kubelet reports the error of a pull, then its back-off, and so on."""
 MAX_REASON, MAX_MESSAGE = 1024, 4096
-"""Bytes of the REASON column and of a condition's message, as the CRD limits them."""
+"""Characters of the REASON column and of a condition's message, as the CRD limits them."""
 
 
 def status_of(
