@@ -184,7 +184,9 @@ class _Parts:
             try:
                 for chunk in self._source.read(self._file, start, end):
                     piece = chunk[: end - start]
-                    os.pwrite(self._content, piece, start)
+                    written = os.pwrite(self._content, piece, start)  # fewer where the disk is nearly full
+                    while written < len(piece):
+                        written += os.pwrite(self._content, piece[written:], start + written)
                     start += len(piece)
                     with self._lock:
                         self._received += len(piece)
