@@ -25,7 +25,14 @@ from specdecode_worker.core.errors import RankLost
 from specdecode_worker.engine import factory
 from specdecode_worker.engine import tensor_parallel as rank_graphs
 from specdecode_worker.engine import tensor_parallel as rank_group
-from specdecode_worker.engine.cuda_graphs import EagerBackend, StagedBackend, StepGraphs, Work
+from specdecode_worker.engine.cuda_graphs import (
+    CaptureFailed,
+    EagerBackend,
+    RankCaptureFailed,
+    StagedBackend,
+    StepGraphs,
+    Work,
+)
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.tensor_parallel import LeaderBackend, RankGraphs, StepShape
@@ -232,6 +239,15 @@ def test_draft_passes_alone_are_captured_on_the_first_rank() -> None:
     captured.replay()
     captured.release()
     assert len(runs) == 2
+
+
+def test_draft_passes_alone_that_fail_cost_no_other_graph() -> None:
+    """The other ranks do not know of them, so their graphs and those of this rank can still be replayed."""
+    target: Any = SimpleNamespace(take_shape=lambda: None)
+    ranks: Any = SimpleNamespace()  # a message would raise AttributeError
+    with pytest.raises(CaptureFailed, match="rank 0: RuntimeError: out of memory") as failed:
+        LeaderBackend(ShortBackend(), target, ranks).capture(lambda: None)
+    assert not isinstance(failed.value, RankCaptureFailed)
 
 
 def test_a_rank_keeps_the_static_tensors_of_its_graphs() -> None:

@@ -380,8 +380,8 @@ MOST_NODES = 512.0
 class Credit(NamedTuple):
     """Ranks of the tokens that a row emitted in one draft's own order, from the root on.
 
-    ``ranks`` are as in ``Outcome.rank_BD``: MAX_RANKS for a miss, -1 where the draft proposed nothing. ``draft`` is its
-    name and ``hash`` its hash.
+    ``ranks`` has MAX_RANKS for a miss, and -1 where the draft proposed nothing. ``draft`` is its name and ``hash`` its
+    hash.
     """
 
     draft: str

@@ -149,7 +149,7 @@ class CapturedStep:
 
     The host writes ``inputs`` before each run.
 
-    ``out`` [B, 3 D + 3], with trees of depth D, holds the columns of an Outcome side by side: emitted tokens (D + 1),
+    ``out`` [B, 3 D + 3], with trees of depth D, is `Committed.out`: side by side the emitted tokens (D + 1),
     path (D), ranks (D + 1) and the number of accepted nodes (1). ``ranked_BNK`` holds the ranked draft tokens behind
     each node as `draft_trees` returns them; it is None for a key without trees. Draft passes of the step write it;
     without such passes the host writes it before the step, and the tokens of the nodes are in the state. ``own_FBNK``

@@ -35,6 +35,7 @@ from specdecode_worker.core.kv_cache import blocks_for
 from specdecode_worker.drafts.registry import paged_cache
 from specdecode_worker.engine.cuda_graphs import (
     Captured,
+    CaptureFailed,
     EagerBackend,
     RankCaptureFailed,
     StagedBackend,
@@ -767,15 +768,18 @@ class LeaderBackend:
         """Capture ``work`` on this rank and the target's part of it on the others, if it has one.
 
         Raises:
-            CaptureFailed: The work has no part of the target, and this rank cannot capture it.
+            CaptureFailed: This rank cannot capture the work, and came to no pass of the target.
             RankCaptureFailed: A rank cannot capture it. No rank may replay the steps that it captured before.
             RankLost: Another rank ended meanwhile.
         """
         self._target.take_shape()
-        _require([problem_of(lambda: self._rehearse(work))])
+        problem = problem_of(lambda: self._rehearse(work))
         shape = self._target.take_shape()
-        if shape is None:  # draft passes alone, which run on this rank
+        if shape is None:  # draft passes alone, which run on this rank, or a step that came to no pass of the target
+            if problem:
+                raise CaptureFailed(f"rank 0: {problem}")
             return self._own.capture(work)
+        _require([problem])
         self._ranks.send(Prepare(shape))
         _require(["", *(state.problem for state in self._ranks.capture_states())])
         self._ranks.send(RecordStep())

@@ -364,9 +364,14 @@ class BlockServer:
                     return
                 time.sleep(ALIVE_SECONDS)  # out of file descriptors, for example
                 continue
-            if self._slots.acquire(blocking=False):
+            if not self._slots.acquire(blocking=False):
+                connection.close()
+                continue
+            try:
                 threading.Thread(target=self._serve, args=(connection,), name="blocks", daemon=True).start()
-            else:
+            except RuntimeError as error:  # the system has no thread left
+                log.warning("a worker gets no blocks: %s", error)
+                self._slots.release()
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -467,7 +472,10 @@ class BlockFetch:
         self._lock = threading.Lock()
         self._closed = False
         self._connection: socket.socket | None = None
-        threading.Thread(target=self._run, name="fetch", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="fetch", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread left
+            self.ended, self.problem = True, str(error)
 
     def take(self) -> ArrivedBlocks | None:
         """Return the next blocks that have arrived. They count in the budget until `release`."""

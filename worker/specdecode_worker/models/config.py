@@ -249,8 +249,8 @@ def _yarn_scaled(frequency: Tensor, theta: float, scaling: YarnScaling) -> Tenso
 def rotate(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return ``x_THD`` rotated by ``cos`` and ``sin`` [T, 1, D], in its own dtype."""
     half = x_THD.shape[-1] // 2
-    rotate = torch.cat((-x_THD[..., half:], x_THD[..., :half]), dim=-1)
-    return (x_THD * cos + rotate * sin).to(x_THD.dtype)
+    turned = torch.cat((-x_THD[..., half:], x_THD[..., :half]), dim=-1)
+    return (x_THD * cos + turned * sin).to(x_THD.dtype)
 
 
 # Shapes of networks, read from config.json.

@@ -184,7 +184,9 @@ class _Parts:
             try:
                 for chunk in self._source.read(self._file, start, end):
                     piece = chunk[: end - start]
-                    os.pwrite(self._content, piece, start)
+                    written = os.pwrite(self._content, piece, start)  # fewer where the disk is nearly full
+                    while written < len(piece):
+                        written += os.pwrite(self._content, piece[written:], start + written)
                     start += len(piece)
                     with self._lock:
                         self._received += len(piece)
@@ -429,7 +431,7 @@ class Bucket:
             written = any(entry["path"] == MANIFEST for entry in listed)
             manifest = bytes(obstore.get(self.store, MANIFEST).bytes()) if written else b'{"files": []}'
         try:
-            digests = {file["name"]: str(file["digest"]) for file in json.loads(manifest)["files"]}
+            digests = {file["name"]: bytes.fromhex(file["digest"]).hex() for file in json.loads(manifest)["files"]}
         except (ValueError, KeyError, TypeError, RecursionError):
             raise NotOnHub(f"{self.uri}: {MANIFEST} is no manifest; upload the model again, or delete it") from None
         files = {str(entry["path"]): entry for entry in listed}

@@ -205,7 +205,9 @@ def _token_id(folder: Path, text: str) -> int | None:
     """Return the id of a token of tokenizer.json; None if it has no such token."""
     tokenizer = read_optional(folder / "tokenizer.json")
     added = {token["content"]: index for index, token in listed_tokens(folder).items()}
-    added |= {token.get("content"): token.get("id") for token in tokenizer.get("added_tokens") or ()}
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    listed, model = (tokenizer.get(name) for name in ("added_tokens", "model"))
+    more = (token for token in (listed if isinstance(listed, list) else ()) if isinstance(token, Mapping))
+    added |= {_token_text(token): token.get("id") for token in more}
+    vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     token = added.get(text, vocabulary.get(text) if isinstance(vocabulary, Mapping) else None)
     return token if isinstance(token, int) else None

@@ -22,7 +22,7 @@ from specdecode_worker.models.download_folder import check_room, disk_full_error
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
 
 _PICKLE = re.compile(r"pytorch_(model(?:-\d+-of-\d+)?)\.bin")
-_INDEX = "pytorch_model.bin.index.json"
+_INDEX, _STORED_INDEX = "pytorch_model.bin.index.json", "model.safetensors.index.json"
 _CHILD = Path(__file__).with_name("pickle_child.py")
 _MEGABYTES_PER_SECOND = 5
 
@@ -57,7 +57,7 @@ def convert(source: Path, names: Iterable[str], target: Path) -> list[Path]:
             document["weight_map"] = {name: _stored_name(file) for name, file in document["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightMismatch(f"{index} is no index of pickled weights: {error}") from None
-        (target / "model.safetensors.index.json").write_text(json.dumps(document))
+        (target / _STORED_INDEX).write_text(json.dumps(document))
     return pickles
 
 
@@ -98,7 +98,7 @@ def _fill(folder: Path, files: Sequence[Path], ready: Path) -> None:
     partial.mkdir()
     pickles = convert(folder, [path.name for path in files], partial)
     for path in folder.iterdir():
-        if path not in pickles and path.name != _INDEX:
+        if path not in pickles and path.name not in (_INDEX, _STORED_INDEX):  # of safetensors that are not there
             (partial / path.name).symlink_to(path.resolve())
     partial.rename(ready)
 

@@ -8,6 +8,7 @@ unknown fields, which are ignored, named in a header of the response and logged.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Container, Sequence
@@ -19,9 +20,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    FailFast,
     Field,
     GetJsonSchemaHandler,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema
@@ -39,6 +42,9 @@ from specdecode_worker.server.tools import FUNCTION_NAME
 log = logging.getLogger(__name__)
 
 # Base class and shared types of the request models.
+#
+# A list whose length is not bounded is refused at its first wrong entry (`FailFast`). pydantic would collect the errors
+# of all entries: two million fit a body, which would stop all streams for seconds.
 
 
 class RequestModel(BaseModel):
@@ -64,6 +70,10 @@ class RequestBody(RequestModel):
         return tuple(self.model_extra or ())
 
 
+_MOST_FIELDS = 64
+"""More fields than any `ClosedModel` has: one of so many is unknown, and is enough for the refusal."""
+
+
 class ClosedModel(RequestModel):
     """Object whose unknown fields are refused, unless they are null or false as clients that know more send them."""
 
@@ -74,7 +84,8 @@ class ClosedModel(RequestModel):
     def _leave_out_unset(cls, fields: Any) -> Any:
         if not isinstance(fields, dict):
             return fields
-        return {name: value for name, value in fields.items() if value is not None and value is not False}
+        given = ((name, value) for name, value in fields.items() if value is not None and value is not False)
+        return dict(itertools.islice(given, _MOST_FIELDS))
 
 
 MAX_ID = 2**31 - 1
@@ -473,6 +484,14 @@ class GenerationRequest(RequestBody):
     metadata: dict[str, Any] = Field(default={})
     """Free-form metadata: ``task`` labels the request; ``capture`` set to false excludes it from traffic capture."""
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _are_few(cls, biases: Any) -> Any:
+        """Refuse too many entries before each of them is checked, and named if it is wrong."""
+        if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+            raise ValueError(f"at most {MAX_BIASES} tokens can have a bias, got {len(biases)}")
+        return biases
+
     @property
     def text(self) -> str:
         """Text of all prompts or messages; token ids have none."""
@@ -593,7 +612,7 @@ class ChatMessage(RequestModel):
     reasoning_content: Any = None
     """Thinking of an earlier turn, for the template. Other servers name it ``reasoning``."""
     reasoning: Any = None
-    tool_calls: list[ToolCall] = Field(default=[])
+    tool_calls: Annotated[list[ToolCall], FailFast()] = Field(default=[])
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -650,7 +669,7 @@ class ChatMessage(RequestModel):
         return message
 
 
-Messages = Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)]], Field(min_length=1)]
+Messages = Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)]], Field(min_length=1), FailFast()]
 
 
 class ConversationRequest(RequestBody):
@@ -881,7 +900,7 @@ class DetokenizeRequest(RequestBody):
     """Request for the text of token ids, special tokens included."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FailFast()]
 
 
 # Request body of the admin route that deletes the captured requests of a user.

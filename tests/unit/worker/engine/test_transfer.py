@@ -415,6 +415,23 @@ def test_connections_are_bounded_and_silent_ones_end(server: BlockServer, monkey
         connection.close()
 
 
+def test_no_thread_that_can_be_started_costs_one_transfer(server: BlockServer) -> None:
+    """As at the limit of processes of a pod. The engine goes on, and so does the server."""
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert ended(fetch(server.port)) == "can't start new thread"
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            assert connection.recv(1) == b""
+    assert server._slots._value == MAX_CONNECTIONS
+    made = fetch(server.port)
+    one_want(server).finish(AllSent())
+    assert "0 of 2" in ended(made)
+
+
 def test_want_larger_than_a_prompt_is_not_read(server: BlockServer) -> None:
     made = BlockFetch(
         f"127.0.0.1:{server.port}", ACCESS, msgspec.structs.replace(WANT, tokens=bytes(100_000)), DIGESTS,

@@ -7,12 +7,14 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests import (
     MAX_STOP_CHARACTERS,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     IgnoredFieldLog,
     JsonObjectFormat,
     StreamOptions,
@@ -251,3 +253,25 @@ def test_seeds_span_64_bits() -> None:
     assert chat(seed=-(2**63)).seed == -(2**63)
     with pytest.raises(BadRequest, match="seed"):
         chat(seed=2**63)
+
+
+CALLS = {"role": "assistant", "tool_calls": [0] * 1000}
+MANY = {str(-number): 0 for number in range(5000)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (ChatRequest, {"messages": [0] * 1000}),
+        (ChatRequest, {"messages": [CALLS]}),
+        (ChatRequest, {"logit_bias": MANY}),
+        (ChatRequest, {"stream_options": dict.fromkeys(MANY, 1)}),
+        (DetokenizeRequest, {"tokens": [-1] * 1000}),
+    ],
+    ids=["messages", "calls", "biases", "options", "tokens"],
+)
+def test_not_all_wrong_entries_are_collected(kind: Any, fields: dict[str, Any]) -> None:
+    """A body has room for two million of them, and they are checked on the event loop."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields})
+    assert refused.value.error_count() <= 64

@@ -101,6 +101,13 @@ def test_second_pull_makes_no_requests(pull: Pull) -> None:
     assert repository.requests == []
 
 
+def test_bytes_that_a_disk_does_not_take_at_once_are_written_again(pull: Pull, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that is nearly full takes a part of a write, and may have room for the rest a moment later."""
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: write(file, data[: (len(data) + 1) // 2], at))
+    assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
+
+
 def test_parts_are_received_apart_and_go_on_where_a_connection_broke(pull: Pull) -> None:
     repository = Repository(FILES, cut_after=PART // 3 + 1)
     folder = pull(repository)

@@ -169,7 +169,10 @@ def test_known_draft_is_used_while_the_store_is_gone(
         model_store.resolve(URI, tmp_path / "other")
 
 
-@pytest.mark.parametrize("manifest", [b"{", b"[]", b'{"files": [1]}'])
+NO_DIGEST = b'{"files": [{"name": "model.safetensors", "digest": null}]}'
+
+
+@pytest.mark.parametrize("manifest", [b"{", b"[]", b'{"files": [1]}', NO_DIGEST])
 def test_a_manifest_that_cannot_be_read_is_named(manifest: bytes, head: Path, bucket: S3Store, tmp_path: Path) -> None:
     """It is no store that does not answer, for which the content that was fetched last would be used."""
     download.upload(head, URI)

@@ -115,6 +115,26 @@ def test_target_and_head_of_local_folders_load_as_from_safetensors(tmp_path: Pat
     assert main(["check", "--model", uris[0], "--draft", uris[1], "--device", "cpu", *cache]) == 0
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
+def test_an_index_of_safetensors_that_are_not_there_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Many repositories have both formats; a user who downloads the pickles alone has both indices."""
+    monkeypatch.setattr(pickled_weights, "_convert_file", lambda source, target: target.write_bytes(b""))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / name).write_bytes(b"")
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "model-00001-of-00009.safetensors"}}')
+    if name != "pytorch_model.bin":
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    converted = pickled_weights.converted_folder(folder, tmp_path / "cache")
+    stored = name.removeprefix("pytorch_").replace(".bin", ".safetensors")
+    assert (converted / stored).is_file()
+    written = converted / index.name
+    assert not written.exists() or json.loads(written.read_bytes())["weight_map"] == {"a": stored}
+
+
 class Runs:
     """Object whose pickle calls a function."""
 

@@ -64,6 +64,15 @@ def test_a_wrong_file_is_named(tmp_path: Path, document: str) -> None:
         all_end_tokens(tmp_path)
 
 
+@pytest.mark.parametrize("document", [{"added_tokens": [1, {"content": ["a"]}]}, {"added_tokens": 1}, {"model": [1]}])
+def test_a_tokenizer_of_another_form_has_no_end_token(tmp_path: Path, document: dict[str, Any]) -> None:
+    """The tokenizer itself is refused by name when it is read."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 4}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    assert all_end_tokens(tmp_path) == (4,)
+
+
 def test_a_loaded_target_has_them(tmp_path: Path) -> None:
     """Serving, training and evaluation read them from the target."""
     small_model.write_target(tmp_path, config={"eos_token_id": 1})
