@@ -198,6 +198,21 @@ async def test_client_that_does_not_read_a_large_body_is_dropped() -> None:
         writer.close()
 
 
+async def test_client_that_does_not_read_a_forwarded_answer_is_dropped() -> None:
+    async with router_over(Script(), write_timeout_seconds=0.5) as router:
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.connect(("127.0.0.1", router.port))
+        reader, writer = await asyncio.open_connection(sock=small, limit=1024)
+        content = b"x" * 4_000_000
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+        await wait_until(lambda: router.workers[0].forwarded, 20)
+        await wait_until(lambda: not router.state.lifecycle.running)
+        received = await asyncio.wait_for(reader.read(-1), 5)
+        assert len(received) < len(content), "the connection was dropped in the middle"
+        writer.close()
+
+
 @pytest.mark.slow
 async def test_connections_without_a_request_are_closed() -> None:
     async with router_over(Script(), header_timeout_seconds=0.3, max_connections=3) as router:
