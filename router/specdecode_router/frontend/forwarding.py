@@ -86,7 +86,7 @@ async def _ask(
     request: web.Request, state: RouterState, admin_url: str, body: bytes, headers: dict[str, str]
 ) -> web.Response:
     response = await state.relay.client.forward(
-        admin_url, request.method, request.raw_path, body, headers, _FORWARD_SECONDS
+        admin_url, request.method, request.rel_url.raw_path_qs, body, headers, _FORWARD_SECONDS
     )
     async with response:
         content = await response.read()

@@ -303,6 +303,12 @@ async def test_headers_that_are_no_utf8() -> None:
         assert (asked.task, asked.capture) == ("caf?", "?")
 
 
+async def test_forwarded_requests_may_name_the_whole_url() -> None:
+    async with router_over(Script()) as router:
+        answer = await raw(router, b"GET http://a.b/v1/models?x=1 HTTP/1.1\r\nHost: a.b\r\nConnection: close\r\n\r\n")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["path"] == "/internal/v1/public/v1/models?x=1"
+
+
 async def test_every_answer_has_the_id_of_its_request(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("alice=key-of-alice-0123456789\n")
     refusal = error_frame(429, "rate_limit_exceeded", retryable=False)
