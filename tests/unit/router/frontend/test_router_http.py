@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -225,6 +228,28 @@ async def test_connections_without_a_request_are_closed() -> None:
         for _, writer in many:
             writer.close()
         assert (await router.get("/ready"))[0] == 200
+
+
+@pytest.mark.slow
+async def test_connections_whose_clients_do_not_answer_the_end_of_tls_are_dropped(tmp_path: Path) -> None:
+    certificate, key = str(tmp_path / "tls.crt"), str(tmp_path / "tls.key")
+    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    subprocess.run([*words, "-subj", "/CN=a", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    settings = {"tls_cert_file": certificate, "tls_key_file": key, "header_timeout_seconds": 0.3}
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(received, sent)
+    async with router_over(Script(), **settings) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        while tls.version() is None:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+            writer.write(sent.read())
+            if tls.version() is None:
+                received.write(await reader.read(65536))
+        await asyncio.wait_for(reader.read(), 5)
+        writer.close()
 
 
 async def test_connections_that_had_a_request_make_room_too() -> None:
