@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--tls-key-file", metavar="FILE", help="PEM key of the certificate, without a password")
     serve.add_argument("--admin-token-file", metavar="FILE",
                        help="tokens of the workers' admin ports, one a line; read again when it changes")  # fmt: skip
-    serve.add_argument("--ca-file", metavar="FILE", help="PEM certificates that sign those of the workers")
+    serve.add_argument("--ca-file", metavar="FILE",
+                       help="PEM certificates that sign those of the workers; read again when it changes")  # fmt: skip
     serve.add_argument("--api-keys-path", metavar="PATH",
                        help="folder of tenants' keys, or file with one a line; read again when it changes")  # fmt: skip
     for name, text in _NUMBERS.items():

@@ -26,6 +26,8 @@ _SEND_BUFFER_BYTES = 128 * 1024
 """Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
 _BACKLOG = 2048
 _OTHER_FILES = 256
+_TLS_CLOSE_SECONDS = 1.0
+"""Time for a client to answer the end of TLS before its connection is dropped, as at a worker."""
 
 
 def read_certificate(settings: RouterSettings) -> TlsCertificate | None:
@@ -63,10 +65,18 @@ async def listening(
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
     assert runner.server is not None
     context = None if certificate is None else certificate.context
-    # Without a limit of its own a handshake may take a minute, and its connection is not among those of the server.
-    handshake_seconds = None if context is None else settings.header_timeout_seconds
+    # Without a limit of its own a handshake may take a minute, and its connection is not among those of the server. The
+    # end of TLS has one too, because clients need not answer it.
+    handshake_seconds, close_seconds = (
+        (None, None) if context is None else (settings.header_timeout_seconds, _TLS_CLOSE_SECONDS)
+    )
     server = await asyncio.get_running_loop().create_server(
-        runner.server, sock=listener, backlog=_BACKLOG, ssl=context, ssl_handshake_timeout=handshake_seconds
+        runner.server,
+        sock=listener,
+        backlog=_BACKLOG,
+        ssl=context,
+        ssl_handshake_timeout=handshake_seconds,
+        ssl_shutdown_timeout=close_seconds,
     )
     sweeps = asyncio.create_task(sweeper.run(runner.server))
     sweeps.add_done_callback(end_process_on_error)

@@ -33,7 +33,7 @@ from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.settings import LiveSettings, RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
-from specdecode_router.workers.client import TokenFile, WorkerClient
+from specdecode_router.workers.client import CaFile, TokenFile, WorkerClient
 from specdecode_router.workers.load_poller import LoadPoller
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint
@@ -116,7 +116,9 @@ async def running_router(
         discovery.run(update),
         LoadPoller(registry, client, settings.load_seconds, router, lambda: state.admission.waiting > 0).run(),
         state.relay.monitor.run(),
-        _refresh((tokens, certificate, *backend_tokens.values(), state.tenants, live), lambda: _apply(live, state)),
+        _refresh(
+            (tokens, client.ca, certificate, *backend_tokens.values(), state.tenants, live), lambda: _apply(live, state)
+        ),
     ]
     if demand is not None:
         loops += [demand.run(), _report_held(state.admission, registry, demand)]
@@ -203,7 +205,9 @@ def _tokens(settings: RouterSettings) -> Callable[[], Sequence[str]]:
 
 async def _refresh(sources: Iterable[object], on_refresh: Callable[[], None]) -> None:
     """Read changed files again, in a thread: a file system that hangs must not stop the event loop."""
-    files = [one for one in sources if isinstance(one, TokenFile | TlsCertificate | TenantTable | LiveSettings)]
+    files = [
+        one for one in sources if isinstance(one, CaFile | LiveSettings | TenantTable | TlsCertificate | TokenFile)
+    ]
     while True:
         await asyncio.sleep(_FILE_CHECK_SECONDS)
         for one in files:

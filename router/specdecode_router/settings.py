@@ -70,7 +70,7 @@ class RouterSettings(BaseModel):
     admin_token_file: str | None = None
     """File with tokens of the scope router, one a line and the current one first; read again when it changes."""
     ca_file: str | None = None
-    """Certificates that sign those of the workers, as PEM; None for the system's."""
+    """Certificates that sign those of the workers, as PEM; read again when it changes. None for the system's."""
 
     api_keys_path: str | None = None
     """Folder or file with the API keys of tenants; read again when it changes. None for clients without keys."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from typing import cast
 
 from aiohttp import web
 from aiohttp.http import StreamWriter
 
 from specdecode_router.errors import ApiError
-from specdecode_router.frontend.error_responses import error_parts
+from specdecode_router.frontend.error_responses import error_parts, error_response
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
 from specdecode_worker.contract.internal_stream import Open, Step
 
@@ -78,7 +77,7 @@ class ClientResponse:
     async def end(self, body: bytes) -> None:
         """Send the last events or the whole body."""
         if self.response is None:
-            await self._send_whole(200, body, self._headers)
+            await self.send(web.Response(body=body, headers=self._headers, content_type="application/json"))
             return
         if self._opening or body:
             await self._write(self._opening + body)
@@ -86,15 +85,15 @@ class ClientResponse:
 
     async def fail(self, error: ApiError | RefusedByWorker) -> None:
         """Send an error: as the response, or as the last event if the response has begun."""
-        status, body, headers = error_parts(error)
         if self.response is None:
-            await self._send_whole(status, body, headers)
+            await self.send(error_response(error))
             return
+        _, body, _ = error_parts(error)
         await self._write(b"data: " + body + b"\n\n")
         await self._finish()
 
-    async def _send_whole(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        response = web.Response(status=status, body=body, headers=headers, content_type="application/json")
+    async def send(self, response: web.Response) -> None:
+        """Send a whole response. Raises ClientGone."""
         self.response = response
         try:
             async with asyncio.timeout(self._write_seconds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import aiohttp
@@ -9,8 +10,10 @@ from aiohttp import web
 
 from specdecode_router.errors import ApiError
 from specdecode_router.frontend.bodies import read_body
+from specdecode_router.frontend.client_response import ClientResponse
 from specdecode_router.frontend.request_headers import trace_headers
 from specdecode_router.frontend.state import RouterState
+from specdecode_router.relay.client_stream import ClientGone
 from specdecode_router.relay.worker_choice import WorkerChoice
 
 _OPEN_PATHS = frozenset({"/version", "/openapi.json"})
@@ -26,6 +29,7 @@ _FAILED_STATUSES = frozenset({502, 503})
 
 def add_forwarding(app: web.Application, state: RouterState) -> None:
     """Add the routes that are forwarded to a worker."""
+    settings = state.settings
     models: dict[str, Any] = {}
     """Last answers of the routes of models by path, for the time without workers."""
 
@@ -33,7 +37,13 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
         if request.path not in _OPEN_PATHS:
             state.tenants.authenticate(request.headers.get("Authorization", ""))
         with state.lifecycle.request():
-            return await _forward(request, state, models)
+            answer = await _forward(request, state, models)
+            client = ClientResponse(
+                request, max_unsent_bytes=settings.max_unsent_bytes, write_seconds=settings.write_timeout_seconds
+            )
+            with contextlib.suppress(ClientGone):
+                await client.send(answer)
+            return answer
 
     for path in ("/version", "/openapi.json", "/v1/models", "/v1/models/{name:.+}"):
         app.router.add_get(path, forward, allow_head=False)
@@ -76,7 +86,7 @@ async def _ask(
     request: web.Request, state: RouterState, admin_url: str, body: bytes, headers: dict[str, str]
 ) -> web.Response:
     response = await state.relay.client.forward(
-        admin_url, request.method, request.raw_path, body, headers, _FORWARD_SECONDS
+        admin_url, request.method, request.rel_url.raw_path_qs, body, headers, _FORWARD_SECONDS
     )
     async with response:
         content = await response.read()

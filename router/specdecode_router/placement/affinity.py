@@ -49,7 +49,7 @@ def affinity_of(route: str, body: Mapping[str, Any], *, tenant: str, task: str |
     cache_salt = body.get("cache_salt")
     salt = json.dumps([tenant, cache_salt if isinstance(cache_salt, str) else ""])
     # Routes have different templates around the same text, so their prefixes differ.
-    return Affinity(salt, task or "", _digest([route, str(body.get("model", ""))[:PART_CHARACTERS], *parts]))
+    return Affinity(salt, task or "", _digest([route, _beginning(body.get("model")), *parts]))
 
 
 def _chat_parts(body: Mapping[str, Any]) -> Iterator[str]:
@@ -58,10 +58,15 @@ def _chat_parts(body: Mapping[str, Any]) -> Iterator[str]:
     for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, Mapping):
             return
-        role = message.get("role")
+        role = _beginning(message.get("role"))
         yield f"{role}:{_text(message.get('content'))}"
         if role not in _SYSTEM_ROLES:
             return
+
+
+def _beginning(value: Any) -> str:
+    """Return the first characters of a text. Other values count as none: they may be nested too deep to be written."""
+    return value[:PART_CHARACTERS] if isinstance(value, str) else ""
 
 
 def _text(content: Any) -> str:

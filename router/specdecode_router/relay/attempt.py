@@ -100,25 +100,31 @@ class Attempt:
     async def _read(self, response: aiohttp.ClientResponse) -> Outcome:
         if response.status != 200:
             return Failed(f"it answered with status {response.status}", answered=False)
-        reader, content = FrameReader(), response.content
+        reader, content, unread_seconds = FrameReader(), response.content, 0.0
         try:
             while True:
                 try:
                     data = await content.readany()
                 except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                    return Failed(_text(error), self.answered)
+                    return self._lost(_text(error), unread_seconds)
                 if not data:
-                    return Failed("it closed the connection before the last frame", self.answered)
-                self.signs.last_frame = self._clock()
+                    return self._lost("it closed the connection before the last frame", unread_seconds)
+                self.signs.last_frame = began = self._clock()
                 self.answered = True
                 for frame in reader.push(data):
                     if (outcome := await self._use(frame)) is not None:
                         await _finish(response)
                         return outcome
+                unread_seconds = self._clock() - began
         except KeyDiffers as error:
             return Failed(str(error), answered=False, is_fault=False)
         except (ValueError, WorkerFailed) as error:
             return Failed(str(error), self.answered)
+
+    def _lost(self, reason: str, unread_seconds: float) -> Failed:
+        """Return the result for a broken connection. The worker may close one that is not read for a slow client."""
+        is_fault = unread_seconds < self._context.limits.write_timeout_seconds
+        return Failed(reason, answered=self.answered and is_fault, is_fault=is_fault)
 
     async def _use(self, frame: Frame) -> Outcome | None:
         """Pass a frame on. Return it if it is the last one."""

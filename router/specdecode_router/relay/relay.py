@@ -116,15 +116,19 @@ class Relay:
         return (0, 0) if journal is None else (journal.prompt_tokens, journal.tokens)
 
     def check_silence(self, now: float) -> None:
-        """Wake the request if the worker of an attempt is silent."""
+        """Wake the request if the worker of an attempt is silent. The suspicion ends when its frames go on."""
         for attempt in self._running.values():
-            if self._is_silent(attempt, now) and not attempt.is_suspected:
+            if not self._is_silent(attempt, now):
+                # The bound alone may have grown, by a false suspicion of the other attempt.
+                if now - attempt.signs.last_frame < self._limits.min_silence_seconds:
+                    self._end_suspicion(attempt)
+            elif not attempt.is_suspected:
                 attempt.is_suspected = True
                 self._context.workers.record_silence(attempt.endpoint.name)
                 log.warning("worker %s is silent; request %s is tried on another one", attempt.endpoint.name,
                             self._request.request_id)  # fmt: skip
                 self._wake.set()
-            elif attempt.is_suspected and (now >= self._next_hedge or not self._is_silent(attempt, now)):
+            elif now >= self._next_hedge:
                 self._wake.set()
         if now > self._deadline + _DEADLINE_GRACE_SECONDS:
             self._wake.set()

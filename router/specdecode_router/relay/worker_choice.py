@@ -80,4 +80,6 @@ class WorkerChoice:
         task, name = task_of(plan_tasks_of(views), self._header, self._fields, self._tenant), self._header
         if task is not None and task.draft:
             name, self._draft = task.name, task.draft
-        return affinity_of(self._route, self._fields, tenant=self._tenant, task=name)
+        affinity = affinity_of(self._route, self._fields, tenant=self._tenant, task=name)
+        self._fields = {}  # a prompt of token ids takes many times its bytes while the request runs
+        return affinity

@@ -15,6 +15,7 @@ from yarl import URL
 
 from specdecode_router.errors import CannotStart
 from specdecode_worker.contract.internal_stream import INTERNAL_STREAMS
+from specdecode_worker.http_edge import Fingerprint, fingerprint_of
 
 PUBLIC_PREFIX = "/internal/v1/public"
 """Path below which a worker answers requests of its public port."""
@@ -42,11 +43,11 @@ class WorkerClient:
             CannotStart: The file with certificates is unusable.
         """
         self._tokens = tokens
+        self.ca = CaFile(ca_file)
+        """Certificates that sign those of the workers."""
         # The handshake of TLS is part of the time for a connection.
         timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect_seconds)
-        connector = aiohttp.TCPConnector(
-            limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, ssl=_tls(ca_file), socket_factory=_bounded_socket
-        )
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS, socket_factory=_bounded_socket)
         self._session = aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
@@ -102,7 +103,7 @@ class WorkerClient:
 
         While the tokens are replaced, a worker may have read its files earlier or later than this router.
         """
-        url = URL(admin_url + path, encoded=True)
+        url, fields = URL(admin_url + path, encoded=True), {**fields, "ssl": self.ca.current}
         *first, last = self._tokens(admin_url)
         for token in first:
             response = await self._session.request(method, url, headers={**headers, **_bearer(token)}, **fields)
@@ -136,17 +137,33 @@ def _bounded_socket(address: AddrInfoType) -> socket.socket:
     return made
 
 
-def _tls(ca_file: str | None) -> ssl.SSLContext | bool:
-    if ca_file is None:
-        return True
-    try:
-        context = ssl.create_default_context(cafile=ca_file)
+class CaFile:
+    """Certificates that sign those of the workers, as TLS settings of calls. The file is read again when it changes."""
+
+    def __init__(self, path: str | None) -> None:
+        """Read the file. Without one the certificates are the system's.
+
+        Raises:
+            CannotStart: The file is unusable.
+        """
+        self._path = None if path is None else Path(path)
+        self._seen: Fingerprint = ()
+        self.current: ssl.SSLContext | bool = True
+        try:
+            self.refresh()
+        except OSError as error:
+            raise CannotStart(f"CA file {path}: {error}") from None
+
+    def refresh(self) -> None:
+        """Read the file if it changed. Raises OSError; the last certificates stay in use."""
+        if self._path is None or (seen := fingerprint_of((self._path,))) == self._seen:
+            return
+        self._seen = seen  # also that of a bad file, which is logged once
+        context = ssl.create_default_context(cafile=self._path)
         # Workers are called by IP address, and one certificate is shared by pods whose addresses are not known when it
         # is issued. The signature of the CA is still required.
         context.check_hostname = False
-        return context
-    except (OSError, ssl.SSLError) as error:
-        raise CannotStart(f"CA file {ca_file}: {error}") from None
+        self.current = context
 
 
 class TokenFile:

@@ -33,7 +33,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from specdecode_worker.contract import ServerConfig
+from specdecode_worker.contract import ServerConfig, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import EngineWatchdog, State
 from specdecode_worker.http_edge import BodyBudget, BodyReservation, TlsCertificate
@@ -599,8 +599,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 # Time for open connections to read the data already written, after the last request has ended.
 _FLUSH_SECONDS = 2
-# The operator, a router and the kubelet need a few connections each.
-_MAX_ADMIN_CONNECTIONS = 256
+# Connections of the admin port besides those of streams: the operator, routers and the kubelet need a few each.
+_OTHER_ADMIN_CONNECTIONS = 256
 # File descriptors for everything but connections: models, libraries, sockets of the engine, capture.
 _OTHER_FILES = 256
 # Bytes of unread output that the kernel holds for each connection; without it the kernel grows its buffer to megabytes.
@@ -674,7 +674,7 @@ class Listener(uvicorn.Server):
 async def listening(
     apps: tuple[FastAPI, FastAPI],
     sockets: Sequence[socket.socket],
-    config: ServerConfig,
+    config: WorkerConfig,
     tls: TlsCertificate | None,
     parts: VitalParts,
 ) -> AsyncIterator[None]:
@@ -682,11 +682,14 @@ async def listening(
 
     On exit, open connections get some time to read the data already written.
     """
+    server = config.server
+    # A stream of a router is a connection of its own, whether its request runs or waits.
+    admin_connections = config.engine.max_num_seqs + server.max_waiting + _OTHER_ADMIN_CONNECTIONS
     tables = (
-        ConnectionTable("public", config, _affordable_connections(config.max_connections)),
-        ConnectionTable("admin", config, _MAX_ADMIN_CONNECTIONS),
+        ConnectionTable("public", server, _affordable_connections(server.max_connections, admin_connections)),
+        ConnectionTable("admin", server, admin_connections),
     )
-    header_seconds = _EARLY_FACTOR * config.header_timeout_seconds
+    header_seconds = _EARLY_FACTOR * server.header_timeout_seconds
     listeners = [Listener(app, table, header_seconds, tls) for app, table in zip(apps, tables, strict=True)]
     for one in sockets:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)  # accepted sockets inherit it
@@ -703,9 +706,9 @@ async def listening(
         await asyncio.gather(*serving, return_exceptions=True)
 
 
-def _affordable_connections(max_connections: int) -> int:
-    """Raise the limit of open files for ``max_connections``, and return how many connections the limit allows."""
-    needed = max_connections + _MAX_ADMIN_CONNECTIONS + _OTHER_FILES
+def _affordable_connections(max_connections: int, admin_connections: int) -> int:
+    """Raise the limit of open files for the connections of both ports. Return how many the public one may have."""
+    needed = max_connections + admin_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

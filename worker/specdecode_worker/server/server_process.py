@@ -107,7 +107,7 @@ async def serve(
         apps = (public_app(service, credentials.api_keys), admin_app(service, shutdown, credentials.admin_tokens))
         admin_port = sockets[1].getsockname()[1]
         with credentials.in_use(admin_port, os.environ):
-            async with listening(apps, sockets, config.server, tls, parts):
+            async with listening(apps, sockets, config, tls, parts):
                 with contextlib.closing(service):
                     deadline.code = await _run(service, shutdown, drain_requested, parts.failed, deadline)
                 deadline.set(_EXIT_SECONDS)

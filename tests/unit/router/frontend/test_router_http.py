@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
+import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -198,6 +201,21 @@ async def test_client_that_does_not_read_a_large_body_is_dropped() -> None:
         writer.close()
 
 
+async def test_client_that_does_not_read_a_forwarded_answer_is_dropped() -> None:
+    async with router_over(Script(), write_timeout_seconds=0.5) as router:
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.connect(("127.0.0.1", router.port))
+        reader, writer = await asyncio.open_connection(sock=small, limit=1024)
+        content = b"x" * 4_000_000
+        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+        await wait_until(lambda: router.workers[0].forwarded, 20)
+        await wait_until(lambda: not router.state.lifecycle.running)
+        received = await asyncio.wait_for(reader.read(-1), 5)
+        assert len(received) < len(content), "the connection was dropped in the middle"
+        writer.close()
+
+
 @pytest.mark.slow
 async def test_connections_without_a_request_are_closed() -> None:
     async with router_over(Script(), header_timeout_seconds=0.3, max_connections=3) as router:
@@ -210,6 +228,44 @@ async def test_connections_without_a_request_are_closed() -> None:
         for _, writer in many:
             writer.close()
         assert (await router.get("/ready"))[0] == 200
+
+
+@pytest.mark.slow
+async def test_connections_whose_clients_do_not_answer_the_end_of_tls_are_dropped(tmp_path: Path) -> None:
+    certificate, key = str(tmp_path / "tls.crt"), str(tmp_path / "tls.key")
+    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    subprocess.run([*words, "-subj", "/CN=a", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    settings = {"tls_cert_file": certificate, "tls_key_file": key, "header_timeout_seconds": 0.3}
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    received, sent = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(received, sent)
+    async with router_over(Script(), **settings) as router:
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+        while tls.version() is None:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                tls.do_handshake()
+            writer.write(sent.read())
+            if tls.version() is None:
+                received.write(await reader.read(65536))
+        await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+
+
+async def test_connections_that_had_a_request_make_room_too() -> None:
+    async with router_over(Script(tokens=100_000), max_connections=3) as router:
+        async with router.client.post(CHAT, data=body(stream=True)) as running:
+            many = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(6)]
+            for reader, writer in many:
+                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            closed = [asyncio.create_task(reader.read()) for reader, _ in many]
+            await wait_until(lambda: sum(one.done() for one in closed) == 4)
+            assert [one.done() for one in closed] == [True] * 4 + [False] * 2, "the oldest ones"
+            assert await running.content.readline()
+            for one, (_, writer) in zip(closed, many, strict=True):
+                one.cancel()
+                writer.close()
 
 
 async def test_keys_of_tenants(tmp_path: Path) -> None:
@@ -270,6 +326,12 @@ async def test_headers_that_are_no_utf8() -> None:
         assert (await raw(router, b"\r\n".join(lines))).startswith(b"HTTP/1.1 200 OK\r\n")
         (asked,) = router.workers[0].requests
         assert (asked.task, asked.capture) == ("caf?", "?")
+
+
+async def test_forwarded_requests_may_name_the_whole_url() -> None:
+    async with router_over(Script()) as router:
+        answer = await raw(router, b"GET http://a.b/v1/models?x=1 HTTP/1.1\r\nHost: a.b\r\nConnection: close\r\n\r\n")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["path"] == "/internal/v1/public/v1/models?x=1"
 
 
 async def test_every_answer_has_the_id_of_its_request(tmp_path: Path) -> None:

@@ -92,5 +92,13 @@ def test_no_body_raises(messages: Any, prompt: Any, salt: Any) -> None:
     of({"prompt": prompt})
 
 
+def test_values_nested_deep_do_not_raise() -> None:
+    nested: list[Any] = []
+    for _ in range(10_000):
+        nested = [nested]
+    of({"messages": [{"role": nested, "content": nested}], "model": nested, "cache_salt": nested})
+    of({"prompt": nested, "model": nested})
+
+
 def test_lone_surrogates_are_hashed() -> None:
     assert of({"prompt": "\ud800"}) != of({"prompt": "\ud801"})

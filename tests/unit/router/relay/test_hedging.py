@@ -57,6 +57,18 @@ async def test_false_suspicion_changes_nothing() -> None:
         assert over.metric("resumes_total", reason="silence", outcome="resumed") == 0
 
 
+async def test_a_suspicion_ends_when_the_frames_go_on_without_a_token() -> None:
+    async with harness(Script(silent_at=1, interval_seconds=30, alive_seconds=0.1)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.registry.counts()["suspect"])
+        over.workers[0].voice.set()
+        await wait_until(lambda: not over.registry.counts()["suspect"], 2)
+        assert len(over.client.events) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 async def test_both_deliver_at_the_same_time() -> None:
     async with harness(Script(silent_at=5), Script(resumed_delay_seconds=0.05)) as over:
         task = asyncio.create_task(over.run(BODY))

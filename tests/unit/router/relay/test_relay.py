@@ -10,7 +10,7 @@ import pytest
 
 from specdecode_router.errors import ApiError
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
-from support.relay_harness import Harness, chat, harness, wait_until
+from support.relay_harness import LIMITS, Harness, chat, harness, wait_until
 from support.stand_in_worker import Script, error_frame, text_of
 
 BODY = chat()
@@ -130,6 +130,19 @@ async def test_two_crashes_end_the_request() -> None:
         assert failed.value.status == 500
         assert "2 workers failed" in failed.value.message
         assert not over.workers[2].requests
+
+
+async def test_a_connection_that_breaks_while_the_client_does_not_read_is_no_fault_of_the_worker() -> None:
+    async with harness(Script(close_at=5), Script()) as over:
+        over.context.limits = LIMITS.model_copy(update={"write_timeout_seconds": 0.1})
+        over.client.write_seconds = 0.2
+        relay = over.relay(BODY)
+        task = asyncio.create_task(relay.run())
+        await wait_until(lambda: over.workers[1].requests)
+        assert (over.registry.counts()["suspect"], relay._history.crashes) == (0, 0)
+        over.client.write_seconds = 0.0
+        await task
+        assert over.client.text() == TEXT
 
 
 async def test_another_key_never_continues_the_text() -> None:

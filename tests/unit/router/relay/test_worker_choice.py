@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -64,3 +65,17 @@ def test_without_a_worker_nothing_is_chosen_or_recorded() -> None:
     choice = choice_of(PlacementState(), "hello")
     assert choice.choose([], "", frozenset()) is None
     assert choice.deployment == ""
+
+
+class Body(dict[str, Any]):
+    """Body that can be watched."""
+
+
+def test_the_parsed_body_is_kept_until_the_first_choice_only() -> None:
+    body = Body(prompt=[1, 2, 3])
+    watched = weakref.ref(body)
+    choice = WorkerChoice(PlacementState(), RouterMetrics(), "/v1/completions", body, tenant="t", task=None)
+    del body
+    first = choice.choose(WORKERS, "", frozenset())
+    assert watched() is None
+    assert choice.choose(WORKERS, "", frozenset()) == first
