@@ -248,7 +248,7 @@ def grouped_linear(
     if not rows:
         return out_TN
     wide = x_TK.dtype == torch.float32
-    # Older GPUs have room for fewer tiles in flight.
+    # Other GPUs have room for fewer tiles in flight.
     stages = 4 if dispatch.is_hopper(x_TK) and not wide else 2
     how = {
         "SCORED": scored,
