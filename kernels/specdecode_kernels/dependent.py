@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel starts while the one before it runs, and waits before it reads results.
 
 Between two launches of a graph the memory is idle for two to four microseconds, while one kernel ends and the next
-begins. On GPUs of compute capability 9.0 and later, a kernel launched with `options` is on its multiprocessors by then.
+begins. On GPUs of compute capability 9.0 to 11, a kernel launched with `options` is on its multiprocessors by then.
 
 Every program of a kernel that is launched so calls `wait` before it reads anything but weights, and before it writes.
 `wait` returns when all earlier kernels have ended, since each of them waited itself. Once all programs of a kernel

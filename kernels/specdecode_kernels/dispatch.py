@@ -35,8 +35,11 @@ def processors(x: Tensor) -> int:
 
 
 def is_hopper(x: Tensor) -> bool:
-    """Return whether the tensor's GPU has compute capability 9.0 or more; True without a GPU."""
-    return not x.is_cuda or _capability(x.device) >= (9, 0)
+    """Return whether programs on the tensor's GPU have the shared memory of a Hopper; True without a GPU.
+
+    That is 227 KiB from compute capability 9.0 to 11; GPUs of 12, like those of 8.9, have 99 KiB.
+    """
+    return not x.is_cuda or (9, 0) <= _capability(x.device) < (12, 0)
 
 
 def has_fp8(x: Tensor) -> bool:

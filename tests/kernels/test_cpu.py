@@ -244,6 +244,9 @@ def test_missing_compiler_is_reported_with_a_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CXX", "/bin/false")
     with pytest.raises(native.NativeUnavailable, match="/bin/false failed"):
         native.built()
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.raises(native.NativeUnavailable, match="/no/such/compiler does not start: No such file"):
+        native.built()
     monkeypatch.setenv("SPECDECODE_NATIVE", "off")
     with pytest.raises(native.NativeUnavailable, match="off"):
         native.built()

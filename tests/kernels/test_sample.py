@@ -185,3 +185,24 @@ def test_rows_are_sampled_as_in_the_reference(vocab: int, cuts: bool, mapped: bo
         assert torch.equal(proposed, wanted)
     else:  # equal logits of a greedy row are in any order
         assert torch.equal(proposed[1:], wanted[1:])
+
+
+@pytest.mark.parametrize("vocab", [70, 4100])
+def test_a_row_without_any_token_is_no_error(vocab: int) -> None:
+    """All that a grammar or the allowed tokens leave may be tokens that the vocabulary of a draft has not."""
+    logits = logits_of(2, vocab, 2, torch.float32)
+    logits[0] = -math.inf
+    temperature_R, *truncation = columns([(1.0, 0, 0.9, 0.0)] * 2, torch.float32)
+    fields: dict[str, Any] = {
+        "temperature_R": temperature_R,
+        "seed_R": torch.tensor([3, 5]),
+        "position_R": torch.tensor([7, 8]),
+        "truncation": reference.Truncation(*truncation),
+    }
+    chosen = verify_op.choose(logits, *fields.values())
+    assert 0 <= chosen[0] < vocab
+    assert chosen[1] == verify_reference.chosen_tokens(logits, *fields.values())[1]
+    fields |= {"vocab_size": vocab}
+    proposed, best = top_k_op.top_k(logits, 4, **fields), top_k_reference.top_k(logits, 4, **fields)
+    assert len(set(proposed[0].tolist())) == 4
+    assert torch.equal(proposed[1], best[1])

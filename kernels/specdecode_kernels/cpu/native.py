@@ -138,6 +138,8 @@ def _run(command: list[str]) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
         raise NativeUnavailable(f"{command[0]} took longer than {_BUILD_SECONDS} s") from error
+    except OSError as error:
+        raise NativeUnavailable(f"{command[0]} does not start: {error.strerror or error}") from error
     if done.returncode:
         raise NativeUnavailable(f"{command[0]} failed: {done.stderr.strip()[-400:]}")
 

@@ -24,13 +24,16 @@ ROW_BYTES = 256
 
 @triton.jit
 def _chosen(logits_TX, t, x, rows, experts):
-    """Return the largest logit of each row, and a one [T, X] at its first expert; none for rows that do not exist."""
+    """Return the largest logit of each row, and a one [T, X] at its first expert; none for rows that do not exist.
+
+    A row whose logits are no numbers gets the last expert, so that it takes no place of another row.
+    """
     inside = (t < rows)[:, None] & (x < experts)[None, :]
     place = logits_TX + t.to(tl.int64)[:, None] * experts + x[None, :]
     logit_TX = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
     top_T = tl.max(logit_TX, 1)
     first_T = tl.min(tl.where(logit_TX == top_T[:, None], x[None, :], experts), 1)
-    one_TX = ((x[None, :] == first_T[:, None]) & inside).to(tl.int32)
+    one_TX = ((x[None, :] == tl.minimum(first_T, experts - 1)[:, None]) & inside).to(tl.int32)
     return top_T, one_TX
 
 
@@ -245,7 +248,7 @@ def grouped_linear(
     if not rows:
         return out_TN
     wide = x_TK.dtype == torch.float32
-    # Older GPUs have room for fewer tiles in flight.
+    # Other GPUs have room for fewer tiles in flight.
     stages = 4 if dispatch.is_hopper(x_TK) and not wide else 2
     how = {
         "SCORED": scored,

@@ -170,7 +170,7 @@ def _beyond(logits_V: Tensor, top_p: float) -> Tensor:
     """
     mass_V = torch.softmax(logits_V, dim=-1)
     bound = (1 - top_p) / len(logits_V) / 2 if 1 - top_p > _SAFE else 0.0
-    candidates_C = torch.nonzero(mass_V >= bound)[:, 0]
+    candidates_C = torch.nonzero(~(mass_V < bound))[:, 0]  # all of a row without any token, whose masses are NaN
     order_C = torch.sort(logits_V[candidates_C], descending=True, stable=True).indices
     mass_C = mass_V[candidates_C[order_C]]
     keep_mask_C = mass_C.cumsum(-1) - mass_C < top_p

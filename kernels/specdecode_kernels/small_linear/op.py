@@ -11,7 +11,7 @@ from specdecode_kernels.small_linear import reference
 MOST_ROWS = 64
 """Maximum number of rows. With more, the library's products are as fast, and compute rather than read."""
 MOST_ROWS_OF_OLDER_GPUS = 16
-"""The same on GPUs before compute capability 9.0, which have less shared memory than larger tiles take."""
+"""The same on GPUs before compute capability 9.0 and from 12.0 on, which lack the shared memory for larger tiles."""
 LEAST_OUTPUTS = 2048
 """Fewest outputs of a matrix. One program serves 16 to 64, so a smaller matrix leaves most of a GPU idle."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

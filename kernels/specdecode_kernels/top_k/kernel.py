@@ -111,20 +111,21 @@ def _join_kernel(
     _take(score, index, (index >= 0).to(tl.int32), score_RK + row * K, best_RK + row * K, K)
     if CUT or MAPPED:
         tl.debug_barrier()
-        best_K = tl.load(best_RK + row * K + j, mask=j < K, other=0)
+        best_K = tl.load(best_RK + row * K + j, mask=j < K, other=-1)
+        listed_K = best_K >= 0  # of logits that are no numbers, none is listed
         place_K = j
         if CUT:
             lse_C = tl.load(lse_RS + row * (entries // K) + c, mask=c < entries // K, other=float("-inf"))
             top = tl.max(lse_C, 0)
             lse = top + tl.log(tl.sum(tl.exp(lse_C - top), 0))
-            x_K = scaled(logits_RV + row * row_stride, best_K, j < K, tl.load(temperature_R + row), sharpness)
+            x_K = scaled(logits_RV + row * row_stride, best_K, listed_K, tl.load(temperature_R + row), sharpness)
             top_k, top_p, min_p = tl.load(top_k_R + row), tl.load(top_p_R + row), tl.load(min_p_R + row)
             # The candidates of a greedy row are in the order of their logits, which no cut changes.
             passing_K = (_passing(x_K, lse, top_k, top_p, min_p) & (j < K)).to(tl.int32)
             dropped_K = tl.sum(passing_K, 0) + tl.cumsum(1 - passing_K, 0)
             place_K = tl.where(passing_K > 0, tl.cumsum(passing_K, 0), dropped_K) - 1
         if MAPPED:
-            best_K = tl.load(ids_V + best_K, mask=j < K, other=0)
+            best_K = tl.load(ids_V + best_K, mask=listed_K, other=-1)
         tl.debug_barrier()
         tl.store(best_RK + row * K + place_K, best_K, mask=j < K)
 
@@ -143,7 +144,7 @@ def top_k(
 ) -> Tensor:
     """Return k target token ids per row, [R, k] int64, best first. Rows of temperature 0 are greedy.
 
-    ``truncation`` None truncates nothing.
+    ``truncation`` None truncates nothing. Logits that are no numbers are not proposed; -1 stands for a missing token.
     """
     rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits must be contiguous"

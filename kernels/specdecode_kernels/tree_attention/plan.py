@@ -50,7 +50,6 @@ class Plan:
     block_size: int
     groups: int
     tile_queries: int
-    most_chunks: int
 
 
 @triton.jit
@@ -195,15 +194,7 @@ def plan(
         BLOCK_B=next((size for size in _BATCHES if batch <= size), triton.next_power_of_2(batch)),
         BLOCK_W=_PIECES_AT_ONCE,
     )
-    return Plan(
-        pieces_WF,
-        block_table_BM,
-        ancestors_T,
-        block_size,
-        groups,
-        tile,
-        most_chunks,
-    )
+    return Plan(pieces_WF, block_table_BM, ancestors_T, block_size, groups, tile)
 
 
 def _tile_queries(tokens: int, batch: int, groups: int) -> int:

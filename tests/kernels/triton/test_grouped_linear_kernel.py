@@ -105,6 +105,12 @@ def test_rows_and_experts_of_quantised_matrices(rows: int, to: str, kind: str) -
     assert matches(kernel, rows, 4, to, torch.float16, store=STORES[kind])
 
 
+def test_a_row_without_numbers_takes_no_place_of_another() -> None:
+    logits = routed(20, 5)
+    logits[7] = torch.nan
+    assert sorted(kernel.group(logits).order_T.tolist()) == list(range(20))
+
+
 @pytest.mark.parametrize("to", ["any", "last"])
 def test_more_rows_than_one_grouping_pass_planted(to: str) -> None:
     assert matches(kernel, 200, 6, to, torch.float32)

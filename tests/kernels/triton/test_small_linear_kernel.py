@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.small_linear import kernel, op, reference
 from support.kernels.interpreted import Plant, random
 
@@ -86,6 +89,17 @@ def test_products_that_the_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not op.fits(x.double(), weight.double())
     assert not op.fits(x, weight.bfloat16())
     assert torch.allclose(op.small_linear(x, weight), reference.small_linear(x, weight), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "large"), [((8, 6), False), ((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_gpus_with_little_shared_memory_take_small_tiles(
+    capability: tuple[int, int], large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has 227 KiB of a Hopper and of a B200, but 99 KiB of an L40S and of the newer RTX PRO 6000."""
+    monkeypatch.setattr(dispatch, "_capability", lambda _: capability)
+    assert dispatch.is_hopper(cast(Tensor, SimpleNamespace(is_cuda=True, device="cuda:0"))) == large
 
 
 ALL = {"biased": True, "gated": True, "added": True}

@@ -112,6 +112,16 @@ def test_proposals_are_distinct_with_few_candidates() -> None:
     assert all(len(set(row)) == 8 and min(row) >= 0 and max(row) < 130 for row in proposals.tolist())
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_logits_that_are_no_numbers_give_no_proposals(mapped: bool) -> None:
+    """A head can overflow in fp16. What lies before the ids of its vocabulary is no id."""
+    logits, ids = logits_of(7), torch.arange(100, 108)[1:] if mapped else None
+    logits[:2] = torch.nan
+    actual = proposed(kernel, logits, 3, ids, 1.0)
+    assert (actual[:2] == -1).all()
+    assert torch.equal(actual[2:], wanted(logits, 3, ids, 1.0)[2:])
+
+
 @pytest.mark.usefixtures("on_kernels")
 def test_the_op_runs_the_kernel() -> None:
     proposals = op.top_k(
@@ -134,7 +144,7 @@ BUGS: dict[str, tuple[str, str]] = {
     ),
     "the wrong word of a counter": ("(ids % 4)[:, None]", "((ids + 1) % 4)[:, None]"),
     "a token is proposed twice": ("free = tl.where(index == first, 0, free)", "free = free"),
-    "ids are not mapped": ("tl.load(ids_V + best_K, mask=j < K, other=0)", "best_K + 0"),
+    "ids are not mapped": ("tl.load(ids_V + best_K, mask=listed_K, other=-1)", "best_K + 0"),
     "what is cut is proposed": ("if CUT:", "if False:"),
     "shares are of the listed": ("tl.exp(x_K - lse)", "tl.exp(x_K - tl.max(x_K, 0))"),
     "a slice's mass is that of its best": ("tl.log(tl.sum(tl.exp(x - tl.maximum(top, -1e30)), 0))", "0.0"),

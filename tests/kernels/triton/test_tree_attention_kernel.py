@@ -20,6 +20,7 @@ from torch import Tensor
 from specdecode_kernels import dispatch
 from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_kernels.tree_attention import kernel, op, plan
+from specdecode_worker.engine import memory
 from support.kernels.attention_cases import (
     BLOCK,
     UGLY,
@@ -151,6 +152,11 @@ def test_plan_splits_only_the_long_sequence() -> None:
     used = pieces[pieces[:, 2] > 0]
     assert [(used[:, 0] == b).sum() for b in range(7)] == [6, 1, 1, 1, 1, 1, 1]
     assert (used[:, 5] - 16 * used[:, 4]).max() == 5 * 16
+
+
+def test_the_budget_of_memory_knows_the_sizes_of_pieces() -> None:
+    assert memory.TILE_ROWS == plan.TILE_ROWS
+    assert memory.SPARE_PIECES == 160 * plan.WAVES, "the largest GPUs have 160 multiprocessors"
 
 
 def test_query_without_visible_keys_yields_zeros() -> None:

@@ -64,10 +64,10 @@ COUNT_BYTES = 9
 MASK_BYTES = 27
 """Peak bytes per (token of a pass, visible key) while the attention mask is built on a CPU: indices and booleans. The
 kernel of a GPU builds none."""
-TILE_ROWS = 64
+TILE_ROWS = 128
 """Most rows (a query and a head) of a tile of the attention kernel, whose partial sums are fp32."""
-SPARE_PIECES = 2 * 160
-"""Pieces that the attention kernel cuts tiles into: two for each multiprocessor; the largest GPUs have 160."""
+SPARE_PIECES = 4 * 160
+"""Pieces that the attention kernel cuts tiles into: four for each multiprocessor; the largest GPUs have 160."""
 RUNTIME_BYTES = {"cpu": 384 * 2**20, "cuda": 640 * 2**20}
 """Fixed bytes of the process: Python and torch of engine and server (measured, private pages only), or the CUDA
 context."""

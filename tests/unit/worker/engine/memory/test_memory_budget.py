@@ -140,11 +140,11 @@ def test_defaults_of_a_gpu_leave_its_memory_to_keys(gigabytes: int) -> None:
 
 
 def test_attention_of_a_gpu_needs_partial_sums_and_no_mask() -> None:
-    """With few sequences, the widest layer needs more than sampling; its partial sums have 64 rows for each tile."""
+    """With few sequences, the widest layer needs more than sampling; its partial sums have 128 rows for each tile."""
     wide = {"max_num_seqs": 1, "max_num_batched_tokens": 8192, "graph_rows": 1}
     short, long = budget(max_model_len=8192, **wide), budget(max_model_len=131_072, **wide)
     assert short.activations == long.activations
-    partial = (8192 * 32 + (2 * 8 + 2 * 160) * 64) * 129 * 4
+    partial = (8192 * 32 + (2 * 8 + 4 * 160) * 128) * 129 * 4
     assert short.activations == 8192 * 2 * (4 * 4096 + 4 * 14336 + 3 * 4096) + partial
     masked = budget(max_model_len=131_072, kind="cpu", **wide)
     assert masked.activations > 20 * long.activations
