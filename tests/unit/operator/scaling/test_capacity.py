@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.api.v1alpha1 import ScalingSpec
+from specdecode_operator.api.v1alpha1 import ObjectiveSpec, ScalingSpec
 from specdecode_operator.planning.acceptance import Objective, Request, prompt_of, prompt_token_seconds, request_of
 from specdecode_operator.planning.estimates import StepTimeModel, buckets_for
 from specdecode_operator.scaling import (
@@ -147,6 +147,15 @@ def test_a_worker_that_adapts_carries_more_than_one_of_fixed_depth() -> None:
     adapts = capacity(MIX, planned(), Limits(max_sequences=64))
     deep = capacity(MIX, planned(depth={"min": 5, "initial": 5}), Limits(max_sequences=64))
     assert adapts.rate > 1.05 * deep.rate
+
+
+@pytest.mark.parametrize("fields", [{"mode": "Static"}, {"mode": "Advisory"}, {"depth": {"min": 5}}], ids=str)
+def test_a_least_gain_that_no_allowed_shape_has_leaves_a_capacity(fields: dict[str, Any]) -> None:
+    """Rows that are not planned keep their shape, and a least depth allows no plain decoding."""
+    learned, asked = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0), ObjectiveSpec(min_gain_percent=900)
+    request = Request(100, 200, 500)
+    model = step_pace(spec(**fields), learned, buckets_for(16), request, Objective(asked), kv_tokens=None)
+    assert capacity(MIX, model, LIMITS).rate > 0
 
 
 def test_prompt_time_is_learned_from_steps_with_prefill() -> None:
