@@ -596,7 +596,9 @@ def _next_plan(
     """
     speculation, before, uid = deployment.spec.speculation, learned.plan, deployment.uid
     is_off = speculation.method == "none" or speculation.mode == "Off"
-    planned = rows if plans(speculation) and learned.draft != "" else ()
+    # In mode Advisory rows stay, also those of workers that ran more sequences.
+    kept = tuple(row for row in rows if row.concurrency <= len(buckets.concurrency))
+    planned = kept if plans(speculation) and learned.draft != "" else ()
     plan = Plan(
         uid=uid,
         draft=learned.draft,

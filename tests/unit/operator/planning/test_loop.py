@@ -95,6 +95,13 @@ def test_modes_that_do_not_follow(mode: str, depth: int) -> None:
     assert (decision.shown.recommended is not None) == (mode == "Advisory")
 
 
+def test_rows_that_are_kept_end_where_the_workers_do() -> None:
+    loop = loop_over(engine={"maxNumSeqs": 64})
+    assert {row.concurrency for row in loop.polls(2).plan.rows} == set(range(7))
+    loop.deployment = loop_over(engine={"maxNumSeqs": 16}, speculation={"mode": "Advisory"}).deployment
+    assert {row.concurrency for row in loop.poll().plan.rows} == set(range(5))
+
+
 def test_method_none_plans_nothing() -> None:
     loop = loop_over(speculation={"method": "none", "draft": None})
     plan = loop.poll().plan
