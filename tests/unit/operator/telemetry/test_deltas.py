@@ -60,6 +60,16 @@ def test_first_tokens_by_context_are_of_the_running_draft_and_of_the_same_edges(
     assert other.contexts == {}
 
 
+@pytest.mark.parametrize(("share", "is_counted"), [(0.5, True), (1.5, False)], ids=["new", "left out before"])
+def test_a_kind_of_step_that_a_reading_left_out_is_not_counted_from_zero(share: float, is_counted: bool) -> None:
+    before, after = readings()
+    passed = after.clock_seconds - before.clock_seconds
+    cell = after.steps[0].model_copy(update={"wall_seconds": share * passed})
+    without = before.model_copy(update={"steps": ()})
+    result = difference(without, after.model_copy(update={"steps": (cell,)}), at=100, buckets=BUCKETS)
+    assert bool(result.steps) == is_counted
+
+
 def test_acceptance_of_another_draft_is_no_evidence() -> None:
     before, after = readings()
     other = tuple(cell.model_copy(update={"draft": "old"}) for cell in after.acceptance)
