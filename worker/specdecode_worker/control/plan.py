@@ -29,7 +29,7 @@ appears to lose until plain decoding is timed on that machine as well.
 PROBE_SHARE = 0.005
 """Largest share of the steps between probes that a probe may lose. A shape that loses much therefore waits longer."""
 MAX_PROBE_WAIT_FACTOR = 16
-"""Largest wait between probes, in multiples of PROBE_EVERY. Each failed probe doubles the wait up to this limit."""
+"""Largest wait for a probe, in multiples of PROBE_EVERY. Each failed probe doubles the wait up to this limit."""
 EARLY_STOP_RULES = STOP_RULES[2:]
 """Stop rules that also end a probe early."""
 MIN_REPORTED_STEPS = EARLY_STOP_RULES[-1][0]
@@ -129,7 +129,8 @@ class ShapeState:
             or _is_slower(self.speculative, plain_seconds, STOP_RULES[:1])
         ):
             self.suppressed, self.steps_since_decision, self.check = True, 0, TimePerToken()
-            self.probe_wait = max(PROBE_EVERY, _steps_until_probe(self.recent, plain_seconds))
+            wait = max(PROBE_EVERY, _steps_until_probe(self.recent, plain_seconds))
+            self.probe_wait = min(wait, MAX_PROBE_WAIT_FACTOR * PROBE_EVERY)
 
     def _confirm_stop(self, check: TimePerToken, plain: TimePerToken) -> None:
         """Confirm a stop after CHECK_STEPS plain steps, or revoke it if speculation was faster than these steps."""
