@@ -11,7 +11,7 @@ from specdecode_operator import health
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.api.v1alpha1 import SpeculationSpec
+from specdecode_operator.api.v1alpha1 import Spec, SpeculationSpec
 from specdecode_operator.decision.plan import realised, saved_seconds
 from specdecode_operator.drafts.drift import (
     ACCEPTED_LOSS,
@@ -64,7 +64,7 @@ from specdecode_operator.telemetry.counters import (
 )
 from specdecode_operator.times import iso, seconds_of
 from specdecode_operator.types import Deployment, Observation, Worker
-from specdecode_worker.contract import DRAFT_FREE, OTHER_TASK, Buckets, Method, Report
+from specdecode_worker.contract import DRAFT_FREE, OTHER_TASK, Buckets, Report
 
 Cell = TypeVar("Cell", AcceptanceCell, ContextCell)
 Key = tuple[str, int, Literal["main", "sibling"]]
@@ -368,7 +368,7 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
     delta, others = _fleet_deltas(judged, observed, deltas, now)
     window = (*observed.session.window, *([delta] if delta else []))
     return Learnt(
-        learned=_moved(judged, observed, delta, others, buckets, deployment.spec.speculation.method, now),
+        learned=_moved(judged, observed, delta, others, buckets, deployment.spec, now),
         delta=delta,
         baselines=baselines,
         window=tuple(item for item in window if item.at > now - WINDOW_SECONDS),
@@ -442,7 +442,7 @@ def _moved(
     delta: Delta | None,
     others: Sequence[Delta],
     buckets: Buckets,
-    method: Method,
+    spec: Spec,
     now: float,
 ) -> LearnedState:
     # A draft is known as soon as a worker names it, long before its first token.
@@ -453,8 +453,9 @@ def _moved(
     seeded = learn_first_reports(moved, _first_reports(observed), buckets, now=now)
     if delta is None:
         return seeded
-    saved = seeded.saved_device_seconds + saved_seconds(delta, seeded.costs)
-    return realised(seeded.model_copy(update={"saved_device_seconds": saved}), delta, buckets, method)
+    saved = max(1, spec.worker_devices) * saved_seconds(delta, seeded.costs)
+    summed = seeded.model_copy(update={"saved_device_seconds": seeded.saved_device_seconds + saved})
+    return realised(summed, delta, buckets, spec.speculation.method)
 
 
 def _first_reports(observed: Observation) -> tuple[Report, ...]:
