@@ -25,7 +25,7 @@ from specdecode_operator.scaling import (
     step_pace,
     waiting_seconds,
 )
-from specdecode_operator.state.learned import LearnedState, LoadState, ScalingState, TrafficCell
+from specdecode_operator.state.learned import LearnedState, LoadState, PodState, ScalingState, TrafficCell
 from specdecode_operator.telemetry.counters import NO_TRAFFIC, Delta
 from specdecode_operator.types import Capacity, StepEstimate, StepModel
 from support.operators.estimates import FULL, chances, moments, spec
@@ -189,6 +189,8 @@ def test_the_first_answers_are_not_as_long_as_all_that_run() -> None:
     waiting = (TrafficCell(task="other", sums=(50, 10, 100, 0, 10 * 32 + 4 * 16)),)
     result = request_of(LearnedState(traffic=waiting, load=LoadState(sequences=4)))
     assert result.output == pytest.approx(32), "waiting requests have no output yet"
+    fleet = LearnedState(traffic=waiting, load=LoadState(sequences=2), pods=(PodState(uid="a"), PodState(uid="b")))
+    assert request_of(fleet).output == pytest.approx(32), "two workers, of two sequences each"
 
 
 # --- replicas -----------------------------------------------------------------------------------------------------
