@@ -198,16 +198,23 @@ def _doubted(cell: AcceptanceCell) -> AcceptanceCell:
 
 def _updated(known: Cell, fresh: Hits, effect: float, now: float, recent: float) -> Cell:
     """Return the counts with those of this poll. Counts are new if the last ones came after ``recent``."""
-    gathered = Hits(known.new_hits, known.new_total) if known.at > recent else counters.NO_HITS
+    gathered = _gathered(known) if known.at > recent else NO_HITS
     keep = kept_share(fresh.total, now - known.at, TUNING.half_life_drafts * effect)
     before = Hits(known.hits, known.total, known.ranks)
     after, new, changed = joined(before, gathered, fresh, keep, partial(rate_changed, effect=effect))
     # New evidence that did not contradict the older within these drafts is no longer counted apart.
-    new = new if new.total < TUNING.prior_drafts * TUNING.prior_effect * effect else counters.NO_HITS
+    new = new if new.total < TUNING.prior_drafts * TUNING.prior_effect * effect else NO_HITS
     counts = {"hits": after.hits, "total": after.total, "new_hits": new.hits, "new_total": new.total}
     update = {name: rounded(count) for name, count in counts.items()}
     changed_at = now if changed else known.changed_at
     return known.model_copy(update={**update, "ranks": _ranks(after.ranks), "at": now, "changed_at": changed_at})
+
+
+def _gathered(known: Cell) -> Hits:
+    """Return the counts that are still new. Ranks are counted together, so theirs are a share by their misses."""
+    misses, new_misses = known.total - known.hits, known.new_total - known.new_hits
+    share = min(1.0, max(0.0, new_misses) / misses) if misses > 0 else 0.0
+    return Hits(known.new_hits, known.new_total, tuple(share * count for count in known.ranks))
 
 
 def _ranks(counts: Iterable[float]) -> tuple[float, ...]:
