@@ -288,7 +288,7 @@ def _wander(learned: LearnedState, delta: Delta) -> float:
             excess = (before.mean_seconds - fresh.mean_seconds) ** 2 - noise
             excesses.append(fresh.seconds * min(most, max(0.0, excess) / before.mean_seconds**2))
             weights.append(fresh.seconds)
-    if not weights:
+    if sum(weights) <= 0:
         return learned.wander
     return rounded(learned.wander + TUNING.wander_share * (sum(excesses) / sum(weights) - learned.wander))
 

@@ -315,7 +315,7 @@ def _with_steps(
     before, after = TreeShape.parse(follow.before), TreeShape.parse(follow.after)
     loads = {(concurrency, context) for concurrency, context, task in _unchanged_rows(follow, learned.plan, after)}
     for key, moments in delta.steps.items():
-        if not _runs(key, moments, after, method):
+        if not _runs(key, moments, after, method) or moments.seconds <= 0:
             continue
         sequences = moments.mean_of(_SEQUENCES)
         old = _per_token(learned.costs, before, method, key.context_bucket, sequences)

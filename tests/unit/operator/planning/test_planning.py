@@ -226,6 +226,13 @@ def test_wander_is_learnt_from_means_that_move_beyond_noise() -> None:
     assert after([1.0] * 20 + [5.0] + [5.0] * 9) < 0.01, "one step of cost is no wandering"
 
 
+def test_steps_without_a_time_are_no_wandering() -> None:
+    learned = LearnedState(costs=(cost(1, 3, 0.03),), wander=0.01)
+    key = CellKey.of(learned.costs[0])
+    after = learn_delta(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.0, 50)}), now=1005)
+    assert (after.wander, after.costs) == (0.01, learned.costs)
+
+
 def test_a_neighbour_that_comes_again_is_no_change_of_cost() -> None:
     """Spells as long as a poll or two, twice as slow: the estimate stays between, whatever came last."""
     key, learned = CellKey(4, 3, False, 0), LearnedState()
