@@ -27,7 +27,7 @@ from specdecode_operator.drafts.drift import (
     log_cost,
 )
 from specdecode_operator.health import WorkerDelta
-from specdecode_operator.planning.acceptance import design_effect
+from specdecode_operator.planning.acceptance import design_effect, names
 from specdecode_operator.planning.estimates import TUNING, joined, kept_share, observed_load, rate_changed, time_changed
 from specdecode_operator.state.learned import (
     ALL_TASKS,
@@ -411,9 +411,23 @@ def draft_of(observed: Observation, learned: LearnedState) -> str:
 
 
 def _recalled(deployment: Deployment, learned: LearnedState) -> LearnedState:
-    """Return the state of this deployment. A lost state takes the history back from the status."""
+    """Return the state of this deployment. A lost state takes the history back from the status.
+
+    Tasks that neither the spec nor the plan names are forgotten: nothing outweighs what was known of them, and all
+    tasks together are what ``other`` is once the spec has none.
+    """
     shown = deployment.status.speculation.history if deployment.status.speculation else ()
-    return learned.model_copy(update={"uid": deployment.uid, "history": learned.history or shown})
+    planned = learned.plan.tasks if learned.plan is not None else ()
+    present = {*names(deployment.spec.speculation), *(task.name for task in planned)}
+    return learned.model_copy(
+        update={
+            "uid": deployment.uid,
+            "history": learned.history or shown,
+            "acceptance": tuple(cell for cell in learned.acceptance if cell.task in present),
+            "contexts": tuple(cell for cell in learned.contexts if cell.task in present),
+            "requests": tuple(cell for cell in learned.requests if cell.task in present),
+        }
+    )
 
 
 def _with_planned_draft(learned: LearnedState, observed: Observation) -> LearnedState:
