@@ -700,8 +700,9 @@ class Exploration:
         planner learns only from steps. There is no burst if ``max_depth`` is 0.
         """
         history = self._loads[concurrency]
-        # Plain steps show nothing of a draft that became better, so exploration then goes on as before.
-        self._pace = history.pace if running.nodes else 1.0
+        # Plain steps show nothing of a draft that became better, so exploration then goes on as before. Time in which
+        # nothing may be explored does not count: it would be made up for at once.
+        self._pace = 0.0 if not (max_depth and share) else history.pace if running.nodes else 1.0
         burst = self.burst
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
@@ -766,7 +767,8 @@ class Exploration:
         series, self._series = self._series, None
         if series is None:
             return
-        self.bursts.pay(series.seconds - series.usual_seconds)
+        if self._pace:  # what is lost in time that does not count is not made up for either
+            self.bursts.pay(series.seconds - series.usual_seconds)
         is_timed = series.steps >= MIN_SERIES_STEPS and min(series.seconds, series.usual_seconds) > 0
         if series.shape is not None and is_timed:
             loss = log(series.seconds / series.usual_seconds)
