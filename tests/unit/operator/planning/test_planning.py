@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from specdecode_operator.decision.learn import learn_delta
 from specdecode_operator.planning.acceptance import Objective, Request, chain_rates, lacking
 from specdecode_operator.planning.estimates import (
+    MOST_LOADS,
     Batch,
     Estimate,
     Load,
@@ -283,6 +284,14 @@ def test_scaling_expects_of_a_mean_of_sequences_the_row_of_the_nearest_number() 
     tokens = [step_of(sequences, 0).tokens for sequences in (2.0, 2.04, 2.6)]
     assert tokens[0] == tokens[1] > 2
     assert tokens[2] == 1
+
+
+def test_a_model_remembers_few_loads() -> None:
+    """Mean contexts of requests differ from poll to poll, and without a decoding step the model stays the same."""
+    times = StepTimeModel.fit(FULL)
+    for context in range(2 * MOST_LOADS):
+        assert times.near(Load(1, context))
+    assert len(times.nearby) <= MOST_LOADS
 
 
 def test_loads_in_words() -> None:
