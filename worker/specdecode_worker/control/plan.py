@@ -776,7 +776,7 @@ class Exploration:
 
 
 def changed_loads(before: Plan, after: Plan) -> set[int]:
-    """Return the concurrency buckets at which two plans have different rows."""
-    if (before.buckets, before.initial) != (after.buckets, after.initial):
+    """Return the concurrency buckets at which two plans have different rows, or allow other shapes."""
+    if (before.buckets, before.initial, before.max_depth) != (after.buckets, after.initial, after.max_depth):
         return set(range(len(after.buckets.concurrency) + 1))
     return {row.concurrency for row in set(before.rows) ^ set(after.rows)}

@@ -313,6 +313,8 @@ def test_loads_that_a_plan_changes() -> None:
     assert changed_loads(plan(1, 2, 3), plan(1, 4, 3, version=2)) == {1}
     assert changed_loads(plan(1, 2), plan(1, 2, 3)) == {2}
     assert changed_loads(plan(1), plan(1, initial=4)) == set(range(6))
+    deeper = plan(1).model_copy(update={"max_depth": 8})
+    assert changed_loads(plan(1), deeper) == set(range(6)), "deeper chains were never explored"
 
 
 def windows(mean: float, count: int, seed: int = 0) -> Iterator[float]:
