@@ -43,6 +43,7 @@ from specdecode_worker.contract import (
     suppressed_loads,
 )
 from specdecode_worker.contract.capture import CaptureRules
+from specdecode_worker.contract.wire import MAX_PREFILL_WORKERS
 
 _SEQUENCES = FEATURES.index("sequences")
 
@@ -611,7 +612,7 @@ def _next_plan(
         tasks=tuple(task.for_worker() for task in speculation.tasks),
         assignment=assignment_of(observed.session.drafts, deployment),
         capture=capture_rules(deployment, observed.session.drafts),
-        prefill=observed.prefill_addresses,
+        prefill=observed.prefill_addresses[:MAX_PREFILL_WORKERS],
     )
     plan = pin.over(plan) if pin else plan
     version = before.version if before and before.uid == uid else 0

@@ -109,6 +109,12 @@ def test_addresses_of_ready_prefill_workers_are_published_and_pushed_to_both_rol
     assert third.plan == second.plan
 
 
+def test_a_plan_names_as_many_prefill_workers_as_it_may_while_an_update_has_more() -> None:
+    pods = tuple(prefill_pod(f"p{index}", f"10.0.{index // 100}.{index % 100}") for index in range(257))
+    decision, _ = decided(deployment_with(prefill={"replicas": 256}), fresh(), workload=None, prefill=pods)
+    assert len(decision.plan.prefill) == 256
+
+
 def wanted_by(rate: float, running: int, spec: PrefillSpec, *, is_known: bool = True, **fields: Any) -> int:
     class Traffic:
         arrivals = rate * 60
