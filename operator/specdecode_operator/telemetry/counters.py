@@ -372,12 +372,16 @@ def regression(before: Report | Totals | None, after: Report) -> str | None:
 
 
 def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
-    """Return one poll of all workers as one Delta. Workers with another draft than ``draft`` add to the load only."""
+    """Return one poll of all workers as one Delta.
+
+    Workers with another draft than ``draft`` add to the load only. Those without any add their steps too, which are
+    plain ones: of a deployment that uses no draft any more, nothing else would be known.
+    """
     polled = list(deltas)
     if not polled:
         return Delta(at=at, draft=draft)
     return replace(
-        _added([delta for delta in polled if delta.draft == draft]),
+        _added([delta for delta in polled if delta.draft == draft or (not delta.draft and delta.steps)]),
         at=at,
         draft=draft,
         output_tokens=sum(delta.output_tokens for delta in polled),
