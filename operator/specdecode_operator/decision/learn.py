@@ -630,7 +630,9 @@ def watch_drift(
 
 def watched_tasks(speculation: SpeculationSpec) -> tuple[str, ...]:
     """Return the tasks that run the draft of the deployment. Those with a draft of their own are not watched."""
-    return (*(task.name for task in speculation.tasks if task.draft is None), OTHER_TASK)
+    drafts = {task.name: task.draft for task in speculation.tasks}
+    drafts.setdefault(OTHER_TASK, None)
+    return tuple(name for name, draft in drafts.items() if draft is None)
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
