@@ -682,28 +682,28 @@ def _with_usage(state: DriftState, delta: Delta, now: float) -> DriftState:
 
 def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: float) -> DriftState:
     """Return the state with the requests of this poll in the batches of their tasks, and with full batches judged."""
-    names = watched_tasks(deployment.spec.speculation)
+    watched = watched_tasks(deployment.spec.speculation)
     judge = partial(judged, seconds=seconds_of(deployment.spec.distillation.trigger.baseline), now=now)
     tasks: list[TaskDrift] = []
     total, requests = ChainCounts(), 0.0
-    for name in names:
+    for name in watched:
         known, counts = state.task(name), chain_counts(delta.acceptance, name)
         finished = delta.requests[name].n if name in delta.requests else 0.0
         total, requests = total.plus(counts), requests + finished
         if finished or any(counts.totals):
             known = collected(known, finished, counts)
             if is_full(known):
-                known = judge(known, tasks=len(names), may_alarm=True)
+                known = judge(known, tasks=len(watched), may_alarm=True)
         if known != TaskDrift(task=name):
             tasks.append(known)
     whole = state.task(ALL_TASKS)
-    if len(names) > 1 and (requests or any(total.totals)):
+    if len(watched) > 1 and (requests or any(total.totals)):
         whole = collected(whole, requests, total)
         if is_full(whole):
             # As long as a task looks slower itself, its own detector decides.
             may_alarm = all(task.loss < ACCEPTED_LOSS for task in tasks)
             whole = judge(whole, tasks=1, may_alarm=may_alarm)
-    if len(names) > 1 and whole != TaskDrift(task=ALL_TASKS):
+    if len(watched) > 1 and whole != TaskDrift(task=ALL_TASKS):
         tasks.append(whole)
     return state.model_copy(update={"tasks": tuple(tasks)})
 
