@@ -311,13 +311,13 @@ def chain_rates(learned: LearnedState, task: str | None, depth: int) -> list[Est
 def lacking(learned: LearnedState) -> str | None:
     """Return what the estimates lack for a first decision, or None once they are reliable.
 
-    The independent drafts must outweigh their prior twice, and the steps with drafts a prior of step times. Those
-    that workers timed before they served are the prior; which plain steps were, is not known.
+    The independent drafts must outweigh their prior twice, and the steps under traffic a prior of step times. Steps
+    that workers timed before they served are the prior.
     """
     parts = []
     if chain_rates(learned, None, 1)[0].weight < 2 * TUNING.prior_drafts:
         parts.append(f"acceptance rests on fewer than {2 * TUNING.prior_drafts:g} independent drafts")
-    if sum(cost.values[0] - cost.made_up for cost in learned.costs if cost.draft_passes) < TUNING.min_samples:
+    if sum(cost.values[0] - cost.made_up for cost in learned.costs) < TUNING.min_samples:
         parts.append(f"fewer than {TUNING.min_samples:g} steps were timed")
     return " and ".join(parts) or None
 
