@@ -78,7 +78,8 @@ def step_pace(
         tasks = tasks_at(model, here, load, kv_tokens)
         search = ShapeSearch(times, load, tasks, objective)
         free = [row.task for row in here] if follows(speculation) else []
-        best = min(search.best(tuple((row.task, row.shape) for row in here), free)[2], key=RANK)
+        _, plain, fast = search.best(tuple((row.task, row.shape) for row in here), free)
+        best = min(fast, key=RANK, default=plain)
         error = math.sqrt(best.seconds.relative_variance + search.tokens_variance(best))
         return StepEstimate(best.seconds.mean, best.tokens, min(best.by_task.values()), error)
 

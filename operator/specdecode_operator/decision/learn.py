@@ -11,7 +11,7 @@ from specdecode_operator import health
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Cause as RecordedCause
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
-from specdecode_operator.api.v1alpha1 import SpeculationSpec
+from specdecode_operator.api.v1alpha1 import Spec, SpeculationSpec
 from specdecode_operator.decision.plan import realised, saved_seconds
 from specdecode_operator.drafts.drift import (
     ACCEPTED_LOSS,
@@ -27,7 +27,7 @@ from specdecode_operator.drafts.drift import (
     log_cost,
 )
 from specdecode_operator.health import WorkerDelta
-from specdecode_operator.planning.acceptance import design_effect
+from specdecode_operator.planning.acceptance import design_effect, names
 from specdecode_operator.planning.estimates import TUNING, joined, kept_share, observed_load, rate_changed, time_changed
 from specdecode_operator.state.learned import (
     ALL_TASKS,
@@ -64,7 +64,7 @@ from specdecode_operator.telemetry.counters import (
 )
 from specdecode_operator.times import iso, seconds_of
 from specdecode_operator.types import Deployment, Observation, Worker
-from specdecode_worker.contract import DRAFT_FREE, OTHER_TASK, Buckets, Method, Report
+from specdecode_worker.contract import DRAFT_FREE, OTHER_TASK, Buckets, Report
 
 Cell = TypeVar("Cell", AcceptanceCell, ContextCell)
 Key = tuple[str, int, Literal["main", "sibling"]]
@@ -198,16 +198,23 @@ def _doubted(cell: AcceptanceCell) -> AcceptanceCell:
 
 def _updated(known: Cell, fresh: Hits, effect: float, now: float, recent: float) -> Cell:
     """Return the counts with those of this poll. Counts are new if the last ones came after ``recent``."""
-    gathered = Hits(known.new_hits, known.new_total) if known.at > recent else counters.NO_HITS
+    gathered = _gathered(known) if known.at > recent else NO_HITS
     keep = kept_share(fresh.total, now - known.at, TUNING.half_life_drafts * effect)
     before = Hits(known.hits, known.total, known.ranks)
     after, new, changed = joined(before, gathered, fresh, keep, partial(rate_changed, effect=effect))
     # New evidence that did not contradict the older within these drafts is no longer counted apart.
-    new = new if new.total < TUNING.prior_drafts * TUNING.prior_effect * effect else counters.NO_HITS
+    new = new if new.total < TUNING.prior_drafts * TUNING.prior_effect * effect else NO_HITS
     counts = {"hits": after.hits, "total": after.total, "new_hits": new.hits, "new_total": new.total}
     update = {name: rounded(count) for name, count in counts.items()}
     changed_at = now if changed else known.changed_at
     return known.model_copy(update={**update, "ranks": _ranks(after.ranks), "at": now, "changed_at": changed_at})
+
+
+def _gathered(known: Cell) -> Hits:
+    """Return the counts that are still new. Ranks are counted together, so theirs are a share by their misses."""
+    misses, new_misses = known.total - known.hits, known.new_total - known.new_hits
+    share = min(1.0, max(0.0, new_misses) / misses) if misses > 0 else 0.0
+    return Hits(known.new_hits, known.new_total, tuple(share * count for count in known.ranks))
 
 
 def _ranks(counts: Iterable[float]) -> tuple[float, ...]:
@@ -281,7 +288,7 @@ def _wander(learned: LearnedState, delta: Delta) -> float:
             excess = (before.mean_seconds - fresh.mean_seconds) ** 2 - noise
             excesses.append(fresh.seconds * min(most, max(0.0, excess) / before.mean_seconds**2))
             weights.append(fresh.seconds)
-    if not weights:
+    if sum(weights) <= 0:
         return learned.wander
     return rounded(learned.wander + TUNING.wander_share * (sum(excesses) / sum(weights) - learned.wander))
 
@@ -368,7 +375,7 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
     delta, others = _fleet_deltas(judged, observed, deltas, now)
     window = (*observed.session.window, *([delta] if delta else []))
     return Learnt(
-        learned=_moved(judged, observed, delta, others, buckets, deployment.spec.speculation.method, now),
+        learned=_moved(judged, observed, delta, others, buckets, deployment.spec, now),
         delta=delta,
         baselines=baselines,
         window=tuple(item for item in window if item.at > now - WINDOW_SECONDS),
@@ -404,9 +411,23 @@ def draft_of(observed: Observation, learned: LearnedState) -> str:
 
 
 def _recalled(deployment: Deployment, learned: LearnedState) -> LearnedState:
-    """Return the state of this deployment. A lost state takes the history back from the status."""
+    """Return the state of this deployment. A lost state takes the history back from the status.
+
+    Tasks that neither the spec nor the plan names are forgotten: nothing outweighs what was known of them, and all
+    tasks together are what ``other`` is once the spec has none.
+    """
     shown = deployment.status.speculation.history if deployment.status.speculation else ()
-    return learned.model_copy(update={"uid": deployment.uid, "history": learned.history or shown})
+    planned = learned.plan.tasks if learned.plan is not None else ()
+    present = {*names(deployment.spec.speculation), *(task.name for task in planned)}
+    return learned.model_copy(
+        update={
+            "uid": deployment.uid,
+            "history": learned.history or shown,
+            "acceptance": tuple(cell for cell in learned.acceptance if cell.task in present),
+            "contexts": tuple(cell for cell in learned.contexts if cell.task in present),
+            "requests": tuple(cell for cell in learned.requests if cell.task in present),
+        }
+    )
 
 
 def _with_planned_draft(learned: LearnedState, observed: Observation) -> LearnedState:
@@ -442,7 +463,7 @@ def _moved(
     delta: Delta | None,
     others: Sequence[Delta],
     buckets: Buckets,
-    method: Method,
+    spec: Spec,
     now: float,
 ) -> LearnedState:
     # A draft is known as soon as a worker names it, long before its first token.
@@ -453,8 +474,9 @@ def _moved(
     seeded = learn_first_reports(moved, _first_reports(observed), buckets, now=now)
     if delta is None:
         return seeded
-    saved = seeded.saved_device_seconds + saved_seconds(delta, seeded.costs)
-    return realised(seeded.model_copy(update={"saved_device_seconds": saved}), delta, buckets, method)
+    saved = max(1, spec.worker_devices) * saved_seconds(delta, seeded.costs)
+    summed = seeded.model_copy(update={"saved_device_seconds": seeded.saved_device_seconds + saved})
+    return realised(summed, delta, buckets, spec.speculation.method)
 
 
 def _first_reports(observed: Observation) -> tuple[Report, ...]:
@@ -608,7 +630,9 @@ def watch_drift(
 
 def watched_tasks(speculation: SpeculationSpec) -> tuple[str, ...]:
     """Return the tasks that run the draft of the deployment. Those with a draft of their own are not watched."""
-    return (*(task.name for task in speculation.tasks if task.draft is None), OTHER_TASK)
+    drafts = {task.name: task.draft for task in speculation.tasks}
+    drafts.setdefault(OTHER_TASK, None)
+    return tuple(name for name, draft in drafts.items() if draft is None)
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
@@ -658,28 +682,28 @@ def _with_usage(state: DriftState, delta: Delta, now: float) -> DriftState:
 
 def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: float) -> DriftState:
     """Return the state with the requests of this poll in the batches of their tasks, and with full batches judged."""
-    names = watched_tasks(deployment.spec.speculation)
+    watched = watched_tasks(deployment.spec.speculation)
     judge = partial(judged, seconds=seconds_of(deployment.spec.distillation.trigger.baseline), now=now)
     tasks: list[TaskDrift] = []
     total, requests = ChainCounts(), 0.0
-    for name in names:
+    for name in watched:
         known, counts = state.task(name), chain_counts(delta.acceptance, name)
         finished = delta.requests[name].n if name in delta.requests else 0.0
         total, requests = total.plus(counts), requests + finished
         if finished or any(counts.totals):
             known = collected(known, finished, counts)
             if is_full(known):
-                known = judge(known, tasks=len(names), may_alarm=True)
+                known = judge(known, tasks=len(watched), may_alarm=True)
         if known != TaskDrift(task=name):
             tasks.append(known)
     whole = state.task(ALL_TASKS)
-    if len(names) > 1 and (requests or any(total.totals)):
+    if len(watched) > 1 and (requests or any(total.totals)):
         whole = collected(whole, requests, total)
         if is_full(whole):
             # As long as a task looks slower itself, its own detector decides.
             may_alarm = all(task.loss < ACCEPTED_LOSS for task in tasks)
             whole = judge(whole, tasks=1, may_alarm=may_alarm)
-    if len(names) > 1 and whole != TaskDrift(task=ALL_TASKS):
+    if len(watched) > 1 and whole != TaskDrift(task=ALL_TASKS):
         tasks.append(whole)
     return state.model_copy(update={"tasks": tuple(tasks)})
 

@@ -322,7 +322,7 @@ def _with_steps(
     before, after = TreeShape.parse(follow.before), TreeShape.parse(follow.after)
     loads = {(concurrency, context) for concurrency, context, task in _unchanged_rows(follow, learned.plan, after)}
     for key, moments in delta.steps.items():
-        if not _runs(key, moments, after, method):
+        if not _runs(key, moments, after, method) or moments.seconds <= 0:
             continue
         sequences = moments.mean_of(_SEQUENCES)
         old = _per_token(learned.costs, before, method, key.context_bucket, sequences)
@@ -603,7 +603,9 @@ def _next_plan(
     """
     speculation, before, uid = deployment.spec.speculation, learned.plan, deployment.uid
     is_off = speculation.method == "none" or speculation.mode == "Off"
-    planned = rows if plans(speculation) and learned.draft != "" else ()
+    # In mode Advisory rows stay, also those of workers that ran more sequences.
+    kept = tuple(row for row in rows if row.concurrency <= len(buckets.concurrency))
+    planned = kept if plans(speculation) and learned.draft != "" else ()
     plan = Plan(
         uid=uid,
         draft=learned.draft,

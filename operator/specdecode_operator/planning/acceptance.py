@@ -493,7 +493,8 @@ def request_of(learned: LearnedState) -> Request | None:
     total = _traffic(learned)
     if min(total.arrivals, total.finished, total.output_tokens) <= 0:
         return None
-    under_way = min(max(0.0, total.arrivals - total.finished), learned.load.sequences)
+    running = learned.load.sequences * max(1, len(learned.pods))
+    under_way = min(max(0.0, total.arrivals - total.finished), running)
     output = max(1.0, total.output_tokens / (total.finished + under_way / 2))
     read = max(0.0, total.prompt_tokens - total.cached_tokens) / total.arrivals
     return Request(read, output, total.prompt_tokens / total.arrivals + output / 2)

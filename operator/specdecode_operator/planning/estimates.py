@@ -318,6 +318,10 @@ class _Cell(NamedTuple):
     """Prediction of the linear model for the mean step of this kind."""
 
 
+MOST_LOADS = 1000
+"""Loads that a model remembers: those of scaling differ from poll to poll, also while no step is timed."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepTimeModel:
     """A fitted model and the kinds of step that it was made of."""
@@ -392,6 +396,8 @@ class StepTimeModel:
     def near(self, load: Load) -> list[_Cell]:
         """Return the kinds of step that were timed at about this load, the nearest in sequences first."""
         if load not in self.nearby:
+            if len(self.nearby) >= MOST_LOADS:
+                self.nearby.clear()
             here = (cell for cell in self.cells if cell.context == load.context)
             distances = sorted((abs(math.log(cell.sequences / load.sequences)), cell) for cell in here)
             self.nearby[load] = [cell for distance, cell in distances if distance <= math.log(TUNING.load_ratio)]

@@ -418,7 +418,10 @@ class LoadDecision:
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
         if not (is_timed or self.is_suspended) and self.now - since < TUNING.window_seconds:
             return []
-        before = self.search.evaluate([tuple((row.task, row.settled_shape) for row in self.rows)])
+        # The spec may have changed since the trial began.
+        bounds = {row.task: bounds_of(self.speculation, row.task) for row in self.rows}
+        settled = tuple((row.task, bounds[row.task].nearest(row.settled_shape)) for row in self.rows)
+        before = self.search.evaluate([settled])
         kept = min((*before.values(), *([now] if now.is_timed else [])), key=RANK)
         apart = TUNING.z * math.sqrt(2 * self.search.times.wander / TUNING.trial_polls)
         better = (each for each in choices if each.is_timed and self.search.gain(kept, each) > apart)

@@ -372,12 +372,16 @@ def regression(before: Report | Totals | None, after: Report) -> str | None:
 
 
 def fleet(deltas: Iterable[Delta], *, at: float, draft: str) -> Delta:
-    """Return one poll of all workers as one Delta. Workers with another draft than ``draft`` add to the load only."""
+    """Return one poll of all workers as one Delta.
+
+    Workers with another draft than ``draft`` add to the load only. Those without any add their steps too, which are
+    plain ones: of a deployment that uses no draft any more, nothing else would be known.
+    """
     polled = list(deltas)
     if not polled:
         return Delta(at=at, draft=draft)
     return replace(
-        _added([delta for delta in polled if delta.draft == draft]),
+        _added([delta for delta in polled if delta.draft == draft or (not delta.draft and delta.steps)]),
         at=at,
         draft=draft,
         output_tokens=sum(delta.output_tokens for delta in polled),
@@ -496,12 +500,18 @@ def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
 def _steps(before: Report, after: Report) -> dict[CellKey, Moments]:
     """Return the difference of step cells.
 
-    Between two polls a worker runs few of all kinds of steps, so that cells with the same count are skipped.
+    Between two polls a worker runs few of all kinds of steps, so that cells with the same count are skipped. A cell
+    whose steps took longer than the time between was left out of ``before``, whose size is limited, and is skipped too.
     """
     earlier = [(CellKey.of(cell), cell) for cell in before.steps]
     later = [(CellKey.of(cell), cell) for cell in after.steps]
     counts = {key: cell.count for key, cell in earlier}
-    changed = {key for key, cell in later if counts.get(key) != cell.count}
+    most_seconds = 1.01 * (after.clock_seconds - before.clock_seconds)  # of sums that were rounded
+    changed = {
+        key
+        for key, cell in later
+        if (counts[key] != cell.count if key in counts else cell.wall_seconds <= most_seconds)
+    }
     differences = _difference(_cells(earlier, changed), _cells(later, changed))
     return {key: moments for key, moments in differences.items() if moments.count > 0}
 

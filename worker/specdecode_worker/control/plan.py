@@ -29,7 +29,7 @@ appears to lose until plain decoding is timed on that machine as well.
 PROBE_SHARE = 0.005
 """Largest share of the steps between probes that a probe may lose. A shape that loses much therefore waits longer."""
 MAX_PROBE_WAIT_FACTOR = 16
-"""Largest wait between probes, in multiples of PROBE_EVERY. Each failed probe doubles the wait up to this limit."""
+"""Largest wait for a probe, in multiples of PROBE_EVERY. Each failed probe doubles the wait up to this limit."""
 EARLY_STOP_RULES = STOP_RULES[2:]
 """Stop rules that also end a probe early."""
 MIN_REPORTED_STEPS = EARLY_STOP_RULES[-1][0]
@@ -129,7 +129,8 @@ class ShapeState:
             or _is_slower(self.speculative, plain_seconds, STOP_RULES[:1])
         ):
             self.suppressed, self.steps_since_decision, self.check = True, 0, TimePerToken()
-            self.probe_wait = max(PROBE_EVERY, _steps_until_probe(self.recent, plain_seconds))
+            wait = max(PROBE_EVERY, _steps_until_probe(self.recent, plain_seconds))
+            self.probe_wait = min(wait, MAX_PROBE_WAIT_FACTOR * PROBE_EVERY)
 
     def _confirm_stop(self, check: TimePerToken, plain: TimePerToken) -> None:
         """Confirm a stop after CHECK_STEPS plain steps, or revoke it if speculation was faster than these steps."""
@@ -699,8 +700,9 @@ class Exploration:
         planner learns only from steps. There is no burst if ``max_depth`` is 0.
         """
         history = self._loads[concurrency]
-        # Plain steps show nothing of a draft that became better, so exploration then goes on as before.
-        self._pace = history.pace if running.nodes else 1.0
+        # Plain steps show nothing of a draft that became better, so exploration then goes on as before. Time in which
+        # nothing may be explored does not count: it would be made up for at once.
+        self._pace = 0.0 if not (max_depth and share) else history.pace if running.nodes else 1.0
         burst = self.burst
         if burst is not None and (max_depth == 0 or burst.done >= BURST_STEPS or burst.shape.depth > max_depth):
             self.burst = None
@@ -765,7 +767,8 @@ class Exploration:
         series, self._series = self._series, None
         if series is None:
             return
-        self.bursts.pay(series.seconds - series.usual_seconds)
+        if self._pace:  # what is lost in time that does not count is not made up for either
+            self.bursts.pay(series.seconds - series.usual_seconds)
         is_timed = series.steps >= MIN_SERIES_STEPS and min(series.seconds, series.usual_seconds) > 0
         if series.shape is not None and is_timed:
             loss = log(series.seconds / series.usual_seconds)
@@ -773,7 +776,7 @@ class Exploration:
 
 
 def changed_loads(before: Plan, after: Plan) -> set[int]:
-    """Return the concurrency buckets at which two plans have different rows."""
-    if (before.buckets, before.initial) != (after.buckets, after.initial):
+    """Return the concurrency buckets at which two plans have different rows, or allow other shapes."""
+    if (before.buckets, before.initial, before.max_depth) != (after.buckets, after.initial, after.max_depth):
         return set(range(len(after.buckets.concurrency) + 1))
     return {row.concurrency for row in set(before.rows) ^ set(after.rows)}

@@ -10,12 +10,13 @@ import pytest
 
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import SpeculationSpec
-from specdecode_operator.decision.learn import MAX_LEARNING
+from specdecode_operator.decision.learn import MAX_LEARNING, watched_tasks
 from specdecode_operator.drafts.drift import LEARNING_DAYS
 from specdecode_operator.rollout.runs import decode_seconds_per_day
 from specdecode_operator.state.learned import ALL_TASKS, STATE_KEY, DraftRecord, DriftState, render_state
 from specdecode_worker.contract import TrialState
 from support.operators.drifting import SLOWER, USUAL, Drifting, Pod, after_a_week, drifting
+from support.operators.estimates import spec
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +85,15 @@ def test_a_faster_draft_is_no_drift(served: Drifting) -> None:
 
 
 # --- causes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("own", "watched"), [({}, {"other", "code"}), ({"draft": "sql"}, {"code"})], ids=str)
+def test_a_task_other_in_the_spec_is_watched_once_and_by_its_own_draft_not_at_all(
+    own: dict[str, str], watched: set[str]
+) -> None:
+    tasks = [{"name": "code"}, {"name": "other", **own}]
+    found = watched_tasks(spec(drafts=[{"name": "sql", "uri": "pvc://drafts/sql"}], tasks=tasks))
+    assert (set(found), len(found)) == (watched, len(watched))
 
 
 def test_one_task_that_falls_is_named_and_the_mix_is_not(two_tasks: Drifting) -> None:

@@ -10,6 +10,7 @@ from specdecode_operator.telemetry.counters import CellKey, Delta, Moments, Requ
 from specdecode_operator.types import TaskFigures
 from specdecode_worker.contract import FEATURES, Buckets, HistogramCounts, Report, TaskCell
 from support.operators.estimates import moments
+from support.operators.fleet import loop_over
 
 SEQUENCES = 4.0
 PLAIN_SECONDS = 0.01
@@ -118,6 +119,15 @@ def test_saved_seconds_are_the_plain_time_of_the_tokens_minus_the_time_taken() -
     assert saved == pytest.approx(2000 * PLAIN_SECONDS - 1000 * 0.016)
     overall = speedup(dict([steps(3, 1000, 0.016, 2.0)]), _remembered())
     assert saved == pytest.approx((overall - 1) * 1000 * 0.016), "(speed-up - 1) x device time"
+
+
+def test_each_device_of_a_worker_saves_the_time() -> None:
+    one, four = (loop_over(explore=0.1, workers={"accelerator": {"count": count}}) for count in (1, 4))
+    one.polls(12)
+    four.polls(12)
+    saved = one.memory.learned.saved_device_seconds
+    assert saved > 0
+    assert four.memory.learned.saved_device_seconds == pytest.approx(4 * saved)
 
 
 def test_slower_steps_save_less_than_nothing() -> None:

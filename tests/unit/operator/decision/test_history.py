@@ -102,6 +102,16 @@ def test_steps_with_a_few_sequences_more_than_an_edge_measure_the_row_below() ->
     assert gains == [25.0, None]
 
 
+def test_steps_without_a_time_measure_no_gain() -> None:
+    old_key, old = steps_of(3, nodes=3, seconds=0.2, emitted=2)
+    key, new = steps_of(5, nodes=5, seconds=0.0, emitted=3)
+    follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
+    costs = (StepTimeCell(**old_key._asdict(), values=old.values, at=0),)
+    learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(),), costs=costs)
+    after = realised(learned, Delta(steps={key: new}), Plan().buckets, "eagle3")
+    assert (after.following, after.history[0].realised_gain_percent) == ((follow,), None)
+
+
 def steps_of(
     passes: int, *, nodes: int, seconds: float, emitted: int, sequences: float = 1.0
 ) -> tuple[CellKey, Moments]:

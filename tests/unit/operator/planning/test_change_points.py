@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from specdecode_operator.decision.learn import learn_delta
 from specdecode_operator.planning.estimates import rate_changed, time_changed
-from specdecode_operator.telemetry.counters import PAIRS, Hits, K, Moments
+from specdecode_operator.state.learned import AcceptanceCell, LearnedState
+from specdecode_operator.telemetry.counters import PAIRS, Delta, Hits, K, Moments
 
 
 def drafts(rng: random.Random, chance: float, count: int) -> Hits:
@@ -57,3 +59,12 @@ def test_a_cost_changes_by_more_than_noise_and_more_than_a_little() -> None:
 
 def test_steps_of_two_costs_give_way_to_steps_of_one() -> None:
     assert time_changed(steps(*[0.3] * 4, *[0.6] * 12), steps(*[0.301, 0.302] * 8))
+
+
+def test_the_misses_of_new_drafts_keep_their_ranks() -> None:
+    """Six in ten of the misses had rank 1, before the change, in the polls before it was told, and in the last one."""
+    cell = AcceptanceCell(task="other", depth=1, hits=900, total=1000, new_hits=20, new_total=60, ranks=(60,), at=995)
+    fresh = Delta(seconds=5, draft="d", acceptance={("other", 1): Hits(7, 20, (8,))})
+    (after,) = learn_delta(LearnedState(draft="d", acceptance=(cell,)), fresh, now=1000.0).acceptance
+    assert after.changed_at == 1000
+    assert after.ranks[0] / (after.total - after.hits) == pytest.approx(0.6, abs=0.05)

@@ -10,7 +10,8 @@ from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
 from specdecode_operator.planning.acceptance import bounds_of
 from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_worker.contract import Method, SyntheticKnobs, draft_passes
-from support.operators.fleet import Truth, linear_time, loop_over, per_token, with_pause
+from support.operators.estimates import chances
+from support.operators.fleet import Truth, decided, deployment_with, linear_time, loop_over, per_token, with_pause
 
 
 def dear_when_deep(sequences: float, depth: int, context: float) -> float:
@@ -95,6 +96,13 @@ def test_modes_that_do_not_follow(mode: str, depth: int) -> None:
     assert (decision.shown.recommended is not None) == (mode == "Advisory")
 
 
+def test_rows_that_are_kept_end_where_the_workers_do() -> None:
+    loop = loop_over(engine={"maxNumSeqs": 64})
+    assert {row.concurrency for row in loop.polls(2).plan.rows} == set(range(7))
+    loop.deployment = loop_over(engine={"maxNumSeqs": 16}, speculation={"mode": "Advisory"}).deployment
+    assert {row.concurrency for row in loop.poll().plan.rows} == set(range(5))
+
+
 def test_method_none_plans_nothing() -> None:
     loop = loop_over(speculation={"method": "none", "draft": None})
     plan = loop.poll().plan
@@ -109,6 +117,14 @@ def test_bounds_of_the_spec_hold_at_once() -> None:
     loop.poll()
     assert loop.depths[-1] <= 2
     assert loop.decision.plan.max_depth == 2
+
+
+def test_a_task_that_the_spec_names_no_more_is_forgotten() -> None:
+    """Else what was known of it would weigh in all tasks together for ever, which ``other`` is without tasks."""
+    known = Session(learned=LearnedState(uid="u1", acceptance=(*chances(0.5), *chances(0.9, task="code"))))
+    for tasks, seen in (([{"name": "code"}], {"other", "code"}), ([], {"other"})):
+        _, after = decided(deployment_with(speculation={"tasks": tasks}), known)
+        assert {cell.task for cell in after.learned.acceptance} == seen
 
 
 def test_a_paused_deployment_keeps_its_plan_whatever_changes() -> None:

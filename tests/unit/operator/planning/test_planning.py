@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from specdecode_operator.decision.learn import learn_delta
 from specdecode_operator.planning.acceptance import Objective, Request, chain_rates, lacking
 from specdecode_operator.planning.estimates import (
+    MOST_LOADS,
     Batch,
     Estimate,
     Load,
@@ -226,6 +227,13 @@ def test_wander_is_learnt_from_means_that_move_beyond_noise() -> None:
     assert after([1.0] * 20 + [5.0] + [5.0] * 9) < 0.01, "one step of cost is no wandering"
 
 
+def test_steps_without_a_time_are_no_wandering() -> None:
+    learned = LearnedState(costs=(cost(1, 3, 0.03),), wander=0.01)
+    key = CellKey.of(learned.costs[0])
+    after = learn_delta(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.0, 50)}), now=1005)
+    assert (after.wander, after.costs) == (0.01, learned.costs)
+
+
 def test_a_neighbour_that_comes_again_is_no_change_of_cost() -> None:
     """Spells as long as a poll or two, twice as slow: the estimate stays between, whatever came last."""
     key, learned = CellKey(4, 3, False, 0), LearnedState()
@@ -276,6 +284,14 @@ def test_scaling_expects_of_a_mean_of_sequences_the_row_of_the_nearest_number() 
     tokens = [step_of(sequences, 0).tokens for sequences in (2.0, 2.04, 2.6)]
     assert tokens[0] == tokens[1] > 2
     assert tokens[2] == 1
+
+
+def test_a_model_remembers_few_loads() -> None:
+    """Mean contexts of requests differ from poll to poll, and without a decoding step the model stays the same."""
+    times = StepTimeModel.fit(FULL)
+    for context in range(2 * MOST_LOADS):
+        assert times.near(Load(1, context))
+    assert len(times.nearby) <= MOST_LOADS
 
 
 def test_loads_in_words() -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from specdecode_operator.planning.acceptance import bounds_of
 from specdecode_operator.state.learned import LearnedState, LoadState, RowState
 from support.operators.estimates import FULL, OFF, chances, cost, depths_of, planned, spec, truth
 
@@ -44,6 +49,20 @@ def test_a_trial_compares_the_shape_with_the_one_before() -> None:
     learned = LearnedState(acceptance=chances(0.5), costs=costs, rows=(trial,), load=LoadState(at=2000), wander=0.04)
     after = planned(spec(), learned).rows[0]
     assert (after.depth, after.trial) == (3, False)
+
+
+@pytest.mark.parametrize(
+    ("before", "narrower"), [((0, 1, 2), {"depth": {"max": 2}}), ((0, 0), {"tree": {"topK": 1}})], ids=["depth", "topK"]
+)
+def test_a_trial_ends_within_the_bounds_that_the_spec_has_by_then(
+    before: tuple[int, ...], narrower: dict[str, Any]
+) -> None:
+    trial = RowState(concurrency=0, context=0, task="other", depth=1, since=1900, before=before, moves=(1900,))
+    learned = LearnedState(acceptance=chances(0.9), costs=FULL, rows=(trial,), load=LoadState(at=2000))
+    speculation = spec(**narrower)
+    after = planned(speculation, learned).rows[0]
+    assert not after.trial
+    assert bounds_of(speculation, "other").nearest(after.shape) == after.shape
 
 
 def off(load_at: float) -> LearnedState:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_operator.api.v1alpha1 import ScalingSpec
+from specdecode_operator.api.v1alpha1 import ObjectiveSpec, ScalingSpec
 from specdecode_operator.planning.acceptance import Objective, Request, prompt_of, prompt_token_seconds, request_of
 from specdecode_operator.planning.estimates import StepTimeModel, buckets_for
 from specdecode_operator.scaling import (
@@ -25,7 +25,7 @@ from specdecode_operator.scaling import (
     step_pace,
     waiting_seconds,
 )
-from specdecode_operator.state.learned import LearnedState, LoadState, ScalingState, TrafficCell
+from specdecode_operator.state.learned import LearnedState, LoadState, PodState, ScalingState, TrafficCell
 from specdecode_operator.telemetry.counters import NO_TRAFFIC, Delta
 from specdecode_operator.types import Capacity, StepEstimate, StepModel
 from support.operators.estimates import FULL, chances, moments, spec
@@ -149,6 +149,15 @@ def test_a_worker_that_adapts_carries_more_than_one_of_fixed_depth() -> None:
     assert adapts.rate > 1.05 * deep.rate
 
 
+@pytest.mark.parametrize("fields", [{"mode": "Static"}, {"mode": "Advisory"}, {"depth": {"min": 5}}], ids=str)
+def test_a_least_gain_that_no_allowed_shape_has_leaves_a_capacity(fields: dict[str, Any]) -> None:
+    """Rows that are not planned keep their shape, and a least depth allows no plain decoding."""
+    learned, asked = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0), ObjectiveSpec(min_gain_percent=900)
+    request = Request(100, 200, 500)
+    model = step_pace(spec(**fields), learned, buckets_for(16), request, Objective(asked), kv_tokens=None)
+    assert capacity(MIX, model, LIMITS).rate > 0
+
+
 def test_prompt_time_is_learned_from_steps_with_prefill() -> None:
     times = StepTimeModel.fit(FULL)
     x = (1.0, 4.0, 4.0, 2000.0, 0.0, 300.0)
@@ -180,6 +189,8 @@ def test_the_first_answers_are_not_as_long_as_all_that_run() -> None:
     waiting = (TrafficCell(task="other", sums=(50, 10, 100, 0, 10 * 32 + 4 * 16)),)
     result = request_of(LearnedState(traffic=waiting, load=LoadState(sequences=4)))
     assert result.output == pytest.approx(32), "waiting requests have no output yet"
+    fleet = LearnedState(traffic=waiting, load=LoadState(sequences=2), pods=(PodState(uid="a"), PodState(uid="b")))
+    assert request_of(fleet).output == pytest.approx(32), "two workers, of two sequences each"
 
 
 # --- replicas -----------------------------------------------------------------------------------------------------

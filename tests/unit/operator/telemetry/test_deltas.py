@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.telemetry.counters import Delta, Hits, difference, fleet, over, regression
+from specdecode_operator.planning.estimates import Load, features
+from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, difference, fleet, over, regression
 from specdecode_worker.contract import Buckets, ContextCell, Plan, PlanState, Report
+from support.operators.estimates import moments
 from support.operators.fleet import SimulatedWorker, Truth
 
 BUCKETS = Buckets()
@@ -60,6 +62,16 @@ def test_first_tokens_by_context_are_of_the_running_draft_and_of_the_same_edges(
     assert other.contexts == {}
 
 
+@pytest.mark.parametrize(("share", "is_counted"), [(0.5, True), (1.5, False)], ids=["new", "left out before"])
+def test_a_kind_of_step_that_a_reading_left_out_is_not_counted_from_zero(share: float, is_counted: bool) -> None:
+    before, after = readings()
+    passed = after.clock_seconds - before.clock_seconds
+    cell = after.steps[0].model_copy(update={"wall_seconds": share * passed})
+    without = before.model_copy(update={"steps": ()})
+    result = difference(without, after.model_copy(update={"steps": (cell,)}), at=100, buckets=BUCKETS)
+    assert bool(result.steps) == is_counted
+
+
 def test_acceptance_of_another_draft_is_no_evidence() -> None:
     before, after = readings()
     other = tuple(cell.model_copy(update={"draft": "old"}) for cell in after.acceptance)
@@ -76,6 +88,14 @@ def test_the_fleet_adds_workers_and_leaves_other_drafts_out() -> None:
     result = fleet([mine, mine, delta("canary", drafts=99)], at=7, draft="d")
     assert (result.at, result.drafts, result.running, result.seconds) == (7, 20, 6, 5)
     assert result.acceptance[("other", 1)] == Hits(6, 10)
+
+
+def test_steps_of_workers_without_a_draft_are_those_of_the_fleet() -> None:
+    """After a change to method none, or where the draft cannot be loaded. A trial has none of its own either."""
+    steps = {CellKey(4, 0, False, 0): moments(features(Load(4, 500), 0), 0.03)}
+    plain, trial = delta("", drafts=0, steps=steps), delta(steps=steps).load_only()
+    result = fleet([plain, trial], at=7, draft="d")
+    assert (result.steps, result.drafts, result.running) == (steps, 0, 4)
 
 
 def test_a_window_averages_load_over_time() -> None:

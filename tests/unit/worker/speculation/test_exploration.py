@@ -109,6 +109,19 @@ def test_a_new_plan_ends_a_burst_that_it_forbids(deepest: int, goes_on: bool) ->
     assert (account.burst_for(1, RUNNING, RUNNING, deepest, 0.0) is not None) is goes_on
 
 
+def test_time_in_which_nothing_may_be_explored_does_not_count() -> None:
+    account = Exploration()
+    for max_depth, share in ((5, 0.0), (0, 0.5)):
+        account.burst_for(1, CHAIN(0), CHAIN(0), max_depth, share)
+        account.passed(1, 100.0, 100.0, explores=False, steps=MIN_STEPS)
+        account.passed(1, 9.0, 1.0, explores=True)
+        account.passed(1, 1.0, 1.0, explores=False)
+    assert (account.counted_seconds, account.bursts.spent_seconds) == (0, 0), "nor does the loss of the guard's probes"
+    account.burst_for(1, RUNNING, RUNNING, 5, 0.5)
+    account.passed(1, 1.0, 1.0, explores=False)
+    assert account.counted_seconds == 1
+
+
 def test_each_load_has_its_own_baseline() -> None:
     account = Exploration()
     for _ in range(3 * MIN_STEPS + 5):
@@ -300,6 +313,8 @@ def test_loads_that_a_plan_changes() -> None:
     assert changed_loads(plan(1, 2, 3), plan(1, 4, 3, version=2)) == {1}
     assert changed_loads(plan(1, 2), plan(1, 2, 3)) == {2}
     assert changed_loads(plan(1), plan(1, initial=4)) == set(range(6))
+    deeper = plan(1).model_copy(update={"max_depth": 8})
+    assert changed_loads(plan(1), deeper) == set(range(6)), "deeper chains were never explored"
 
 
 def windows(mean: float, count: int, seed: int = 0) -> Iterator[float]:

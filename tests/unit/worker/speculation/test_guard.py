@@ -137,6 +137,14 @@ def test_larger_loss_waits_longer_for_a_probe(seconds: float, lost: float) -> No
     assert rest(guard) == pytest.approx(max(PROBE_EVERY, lost / PROBE_SHARE), abs=MIN_STEPS)
 
 
+def test_a_stalled_step_stops_a_shape_no_longer_than_failed_probes_do() -> None:
+    guard = Guard()
+    run(guard, PLAIN, MIN_STEPS, 1.0)
+    run(guard, CHAIN, MIN_STEPS, 1.0, 1.5)
+    guard.record_step(0, 0, CHAIN, 3000.0, 1.5)
+    assert rest(guard) == MAX_PROBE_WAIT_FACTOR * PROBE_EVERY
+
+
 def test_failed_probes_double_the_wait_up_to_a_limit() -> None:
     guard = losing()
     steps = 100 * PROBE_EVERY
