@@ -11,7 +11,7 @@ import math
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -307,21 +307,10 @@ def read_report(body: bytes) -> Report:
     problem = version_problem(report.contract_version)
     if problem is not None:
         raise BadReport(f"contract_version: {problem}")
-    _check_numbers(report)
+    if found := _no_count(report):
+        raise BadReport(f"{found[0]}: {found[1]} is not a count")
     _check_moments(report)
     return report
-
-
-def numbers(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield every number of a report with the path of its field."""
-    if isinstance(value, BaseModel):
-        for name in type(value).model_fields:
-            yield from numbers(getattr(value, name), f"{path}.{name}" if path else name)
-    elif isinstance(value, tuple):
-        for index, item in enumerate(value):
-            yield from numbers(item, f"{path}.{index}")
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield path, value
 
 
 def _invalid(body: bytes, error: ValidationError) -> BadReport:
@@ -337,42 +326,20 @@ def _invalid(body: bytes, error: ValidationError) -> BadReport:
     return BadReport(f"{'.'.join(map(str, first['loc'])) or 'report'}: {first['msg']}{newer_note(version)}")
 
 
-def _check_numbers(report: Report) -> None:
-    """Raise BadReport for a negative or infinite number."""
-    if _has_only_counts(report):
-        return
-    for path, number in numbers(report):
-        if not _is_count(number):
-            raise BadReport(f"{path}: {number} is not a count")
+def _no_count(value: object) -> tuple[str, float] | None:
+    """Return the path and the value of the first number that is negative or too large for a float; None without one.
 
-
-def _has_only_counts(report: Report) -> bool:
-    """Return whether every number is certainly a count.
-
-    This checks all numbers together, since a report has thousands and ten thousand workers are polled. Paths are
-    computed only in case of doubt. The sum finds NaN, which compares with nothing.
+    Integers of JSON have no bound. A report has thousands of numbers and ten thousand workers are polled, so that the
+    path is made on the way back from such a number alone.
     """
-    collected: list[float] = []
-    _collect(report, collected)
-    return min(collected) >= 0 and _is_count(max(collected)) and math.isfinite(sum(collected))
-
-
-def _collect(value: BaseModel, into: list[float]) -> None:
-    for item in vars(value).values():
-        if isinstance(item, BaseModel):
-            _collect(item, into)
-        elif isinstance(item, tuple) and item and isinstance(item[0], BaseModel):
-            for part in item:
-                _collect(part, into)
-        elif isinstance(item, tuple) and item and not isinstance(item[0], str):
-            into += item
-        elif isinstance(item, (int, float)):
-            into.append(item)
-
-
-def _is_count(number: float) -> bool:
-    """Return whether a number is not negative, and small enough for a float: integers of JSON have no bound."""
-    return 0 <= number <= sys.float_info.max
+    parts: Iterable[tuple[object, Any]] = enumerate(value) if isinstance(value, tuple) else vars(value).items()
+    for name, part in parts:
+        if isinstance(part, (int, float)):
+            if not 0 <= part <= sys.float_info.max:
+                return str(name), part
+        elif isinstance(part, (tuple, BaseModel)) and (found := _no_count(part)):
+            return f"{name}.{found[0]}", found[1]
+    return None
 
 
 def _check_moments(report: Report) -> None:
