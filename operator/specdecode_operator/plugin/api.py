@@ -17,6 +17,7 @@ from specdecode_operator.state.learned import LearnedState, parse_state, plan_of
 
 Resource = dict[str, Any]
 
+_FIELD_MANAGER = "kubectl-specdecode"
 _TIMEOUT = (5.0, 30.0)
 """Seconds to connect and to read."""
 
@@ -39,25 +40,19 @@ class Api:
 
     def get(self, namespace: str, name: str) -> Resource:
         """Return one deployment."""
-        resource: Resource = self._call(
-            lambda: self._ours.get_namespaced_custom_object(GROUP, VERSION, namespace, PLURAL, name, **_limits())
-        )
+        read = self._ours.get_namespaced_custom_object
+        resource: Resource = self._call(read, GROUP, VERSION, namespace, PLURAL, name)
         return resource
 
     def drafts(self, namespace: str, name: str) -> tuple[Resource, ...]:
         """Return the SpecDecodeDrafts of a deployment."""
-        listed = self._call(
-            lambda: self._ours.list_namespaced_custom_object(GROUP, VERSION, namespace, DRAFT_PLURAL, **_limits())
-        )
+        listed = self._call(self._ours.list_namespaced_custom_object, GROUP, VERSION, namespace, DRAFT_PLURAL)
         return tuple(one for one in listed["items"] if one["spec"]["deploymentRef"]["name"] == name)
 
     def create_draft(self, namespace: str, manifest: Resource) -> None:
         """Create a SpecDecodeDraft."""
-        self._call(
-            lambda: self._ours.create_namespaced_custom_object(
-                GROUP, VERSION, namespace, DRAFT_PLURAL, manifest, field_manager="kubectl-specdecode", **_limits()
-            )
-        )
+        create = self._ours.create_namespaced_custom_object
+        self._call(create, GROUP, VERSION, namespace, DRAFT_PLURAL, manifest, field_manager=_FIELD_MANAGER)
 
     def set_role(self, namespace: str, draft: str, role: str) -> None:
         """Change the role of a SpecDecodeDraft."""
@@ -74,9 +69,8 @@ class Api:
 
     def _config_map(self, metadata: dict[str, Any], suffix: str) -> dict[str, str]:
         name, namespace = f"{metadata['name']}-{suffix}", metadata["namespace"]
-        response = self._call(
-            lambda: self._core.read_namespaced_config_map(name, namespace, _preload_content=False, **_limits())
-        )
+        read = self._core.read_namespaced_config_map
+        response = self._call(read, name, namespace, _preload_content=False)
         return json.loads(response.data).get("data") or {}
 
     def change(self, namespace: str, name: str, spec: dict[str, Any]) -> Resource:
@@ -88,33 +82,19 @@ class Api:
         return self._patch(namespace, name, list(operations), "application/json-patch+json")
 
     def _patch(self, namespace: str, name: str, body: Any, content_type: str, plural: str = PLURAL) -> Resource:
-        resource: Resource = self._call(
-            lambda: self._ours.patch_namespaced_custom_object(
-                GROUP,
-                VERSION,
-                namespace,
-                plural,
-                name,
-                body,
-                field_manager="kubectl-specdecode",
-                _content_type=content_type,
-                **_limits(),
-            )
-        )
+        patch = self._ours.patch_namespaced_custom_object
+        more = {"field_manager": _FIELD_MANAGER, "_content_type": content_type}
+        resource: Resource = self._call(patch, GROUP, VERSION, namespace, plural, name, body, **more)
         return resource
 
-    def _call(self, call: Callable[[], Any]) -> Any:
+    def _call(self, call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         try:
-            return call()
+            return call(*arguments, _request_timeout=_TIMEOUT, **more)
         except client.ApiException as error:
             raise PluginError(_sentence(error)) from error
         except (urllib3.exceptions.HTTPError, OSError) as error:
             reason = str(getattr(error, "reason", None) or error)
             raise PluginError(f"the API server at {self._host} does not answer: {reason}") from error
-
-
-def _limits() -> dict[str, Any]:
-    return {"_request_timeout": _TIMEOUT}
 
 
 def _namespace(kubeconfig: str | None, context: str | None) -> str:
