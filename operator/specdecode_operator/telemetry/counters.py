@@ -312,6 +312,8 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
     seconds = after.clock_seconds - before.clock_seconds
     if before.boot_id != after.boot_id or seconds <= 0 or went_backwards(before, after):
         return None
+    # Counters of other drafts than those that run do not change.
+    drafts = {after.draft.hash, *(draft.hash for draft in after.named_drafts)}
     same_buckets = after.plan.buckets.context == before.plan.buckets.context == buckets.context
     return Delta(
         at=at,
@@ -324,14 +326,12 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
         running=(after.running_request_seconds - before.running_request_seconds) / seconds,
         waiting=(after.waiting_request_seconds - before.waiting_request_seconds) / seconds,
         seconds=seconds,
-        acceptance=_acceptance(before, after, "main"),
-        siblings=_acceptance(before, after, "sibling"),
-        credit=_difference(_credit(before, _loaded(after)), _credit(after, _loaded(after))),
-        contexts=_difference(_contexts(before, _loaded(after)), _contexts(after, _loaded(after)))
-        if same_buckets
-        else {},
+        acceptance=_difference(_hits(before, drafts, "main"), _hits(after, drafts, "main")),
+        siblings=_difference(_hits(before, drafts, "sibling"), _hits(after, drafts, "sibling")),
+        credit=_difference(_credit(before, drafts), _credit(after, drafts)),
+        contexts=_difference(_contexts(before, drafts), _contexts(after, drafts)) if same_buckets else {},
         traffic=_difference(_traffic(before), _traffic(after)),
-        requests=_requests(before, after),
+        requests=_difference(_requests(before, drafts), _requests(after, drafts)),
         tasks=_difference(_tasks(before), _tasks(after)),
         steps=_steps(before, after) if same_buckets else {},
     )
@@ -430,21 +430,8 @@ def _output(report: Report) -> int:
     return sum(cell.output_tokens for cell in report.traffic)
 
 
-def _acceptance(before: Report, after: Report, parent: str) -> dict[tuple[str, int], Hits]:
-    """Return the difference of acceptance counts.
-
-    Greedy and sampled tokens are added: plans are made for the same mix as was measured.
-    """
-    drafts = _loaded(after)
-    return _difference(_hits(before, drafts, parent), _hits(after, drafts, parent))
-
-
-def _loaded(report: Report) -> set[str]:
-    """Return the hashes of the running drafts. Counters of other drafts do not change."""
-    return {report.draft.hash, *(draft.hash for draft in report.named_drafts)}
-
-
 def _hits(report: Report, drafts: set[str], parent: str) -> dict[tuple[str, int], Hits]:
+    """Return acceptance counts. Greedy and sampled tokens are added: a plan is made for the mix that was measured."""
     return summed(
         ((cell.task, cell.depth), _hits_of(cell))
         for cell in report.acceptance
@@ -484,12 +471,7 @@ def _tasks(report: Report) -> dict[str, TaskSums]:
     return summed((cell.task, TaskSums.of_cell(cell)) for cell in report.tasks)
 
 
-def _requests(before: Report, after: Report) -> dict[str, RequestSums]:
-    drafts = _loaded(after)
-    return _difference(_by_task(before, drafts), _by_task(after, drafts))
-
-
-def _by_task(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
+def _requests(report: Report, drafts: set[str]) -> dict[str, RequestSums]:
     return summed(
         (cell.task, RequestSums(cell.n, cell.a, cell.d, cell.aa, cell.ad, cell.dd))
         for cell in report.requests
