@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from specdecode_operator import manifests
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import GROUP, Spec, Status
-from specdecode_operator.drafts.job_status import JobState, job_status
+from specdecode_operator.drafts.job_status import JobState, job_status, last_line, read_message
 from specdecode_operator.errors import ClusterError, Conflict, SpecError
 from specdecode_operator.kube.apply import ChildRecord, controller_of, project_child
 from specdecode_operator.kube.client import KubeClient
@@ -44,13 +44,15 @@ def verdict_of(pod_status: Mapping[str, Any]) -> CheckVerdict | None:
     """
     for container in pod_status.get("containerStatuses") or []:
         if container.get("name") == CONTAINER:
-            return next((verdict for message in _messages(container) if (verdict := _read(message))), None)
+            verdicts = (read_message(message, CheckVerdict) for message in _messages(container))
+            return next(filter(None, verdicts), None)
     return None
 
 
 def revisions_of(pod_status: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the commits of the models that a pod's `pull` fetched, by URI. They are validated, as a verdict is."""
-    return _read_revisions(str(pull_of(pod_status).get("message") or ""))
+    read = read_message(str(pull_of(pod_status).get("message") or ""), Revisions)
+    return {sys.intern(uri): sys.intern(commit) for uri, commit in read.revisions.items()} if read else {}
 
 
 def pull_of(pod_status: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -64,10 +66,10 @@ def pull_of(pod_status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def last_words(message: str) -> str:
     """Return why a container ended, in one line: the problem of a verdict, or else the last line of the message."""
-    verdict = _read(message)
+    verdict = read_message(message, CheckVerdict)
     if verdict:
         return (verdict.problem if not verdict.fits else verdict.draft_problem or "").strip()
-    return message.strip().rsplit("\n", 1)[-1]
+    return last_line(message)
 
 
 def _messages(container: Mapping[str, Any]) -> Iterator[str]:
@@ -76,27 +78,6 @@ def _messages(container: Mapping[str, Any]) -> Iterator[str]:
         ended = (container.get(when) or {}).get("terminated") or {}
         if ended.get("message"):
             yield str(ended["message"])
-
-
-def _read(message: str) -> CheckVerdict | None:
-    """Parse a verdict. Return None if the message is none."""
-    if not message.startswith("{"):
-        return None
-    try:
-        return CheckVerdict.model_validate_json(message)
-    except ValidationError:
-        return None
-
-
-def _read_revisions(message: str) -> Mapping[str, str]:
-    """Parse the commits that `pull` reported. Return none if the message is something else."""
-    if not message.startswith("{"):
-        return {}
-    try:
-        revisions = Revisions.model_validate_json(message).revisions
-    except ValidationError:
-        return {}
-    return {sys.intern(uri): sys.intern(commit) for uri, commit in revisions.items()}
 
 
 # Events of a pod that say why it does not start, which its status does not.
@@ -480,7 +461,7 @@ class Caches:
             on_child: Called with the key of a deployment of which another child changed.
         """
 
-        def informers(kind: Any, labels: str, project: Callable[[dict[str, Any]], Any], *, metadata_only: bool) -> Any:
+        def informers(kind: Any, labels: str, project: Callable[..., Any], *, metadata_only: bool = False) -> Any:
             return Informer(
                 client,
                 kind,
@@ -491,16 +472,12 @@ class Caches:
                 on_change=on_child if metadata_only else on_change,
             )
 
-        self._workloads: Informer[WorkloadRecord] = informers(
-            WORKLOADS, WORKLOAD_LABELS, _project_workload, metadata_only=False
-        )
-        self._pods: Informer[Worker] = informers(PODS, POD_LABELS, worker_of, metadata_only=False)
-        self._demand: Informer[Mapping[str, HeldRequests]] = informers(
-            CONFIG_MAPS, ROUTER_LABELS, _project_demand, metadata_only=False
-        )
-        self._jobs: Informer[Mapping[str, Any]] = informers(JOBS, JOB_LABELS, job_view, metadata_only=False)
-        self._job_pods: Informer[Mapping[str, Any]] = informers(PODS, JOB_LABELS, job_view, metadata_only=False)
-        self._drafts: Informer[SpecDecodeDraft] = informers(DRAFTS, "", _project_draft, metadata_only=False)
+        self._workloads: Informer[WorkloadRecord] = informers(WORKLOADS, WORKLOAD_LABELS, _project_workload)
+        self._pods: Informer[Worker] = informers(PODS, POD_LABELS, worker_of)
+        self._demand: Informer[Mapping[str, HeldRequests]] = informers(CONFIG_MAPS, ROUTER_LABELS, _project_demand)
+        self._jobs: Informer[Mapping[str, Any]] = informers(JOBS, JOB_LABELS, job_view)
+        self._job_pods: Informer[Mapping[str, Any]] = informers(PODS, JOB_LABELS, job_view)
+        self._drafts: Informer[SpecDecodeDraft] = informers(DRAFTS, "", _project_draft)
         self._children: Mapping[str, Informer[ChildRecord]] = {
             kind.kind: informers(kind, CHILD_LABELS, project_child(kind), metadata_only=True) for kind in METADATA_KINDS
         }

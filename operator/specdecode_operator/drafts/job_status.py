@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from specdecode_operator.api.draft import Phase
 from specdecode_operator.api.v1alpha1 import Spec
@@ -79,6 +79,26 @@ def obstacle_in_phase(phase: str) -> str:
     if phase in (Phase.SERVING, Phase.COOLDOWN):
         return ""
     return f"the phase is {phase}; a run begins in phase {Phase.SERVING} or {Phase.COOLDOWN}"
+
+
+# Termination messages of containers. A pod can write any text, so it is validated.
+
+Message = TypeVar("Message", bound=BaseModel)
+
+
+def read_message(message: str, kind: type[Message]) -> Message | None:
+    """Return the document in a termination message; None if the message is something else."""
+    if not message.startswith("{"):
+        return None
+    try:
+        return kind.model_validate_json(message)
+    except ValidationError:
+        return None
+
+
+def last_line(message: str) -> str:
+    """Return the last line of a message, which may be the end of a log."""
+    return message.strip().rsplit("\n", 1)[-1]
 
 
 # Status of a distillation Job, read from the manifests of the Job and its pods. Pure.
@@ -202,15 +222,9 @@ def _unfinished(
 
 
 def _verdict(pod: Mapping[str, Any]) -> DistillationVerdict | None:
-    """Return the verdict in a pod's termination message. Its text is validated, because a pod may write anything."""
+    """Return the verdict in the termination message of a pod that ended with 0."""
     ended = _terminated(pod, JOB_CONTAINER)
-    message = str(ended.get("message") or "")
-    if ended.get("exitCode") != 0 or not message.startswith("{"):
-        return None
-    try:
-        return DistillationVerdict.model_validate_json(message)
-    except ValidationError:
-        return None
+    return read_message(str(ended.get("message") or ""), DistillationVerdict) if ended.get("exitCode") == 0 else None
 
 
 def _pod_failure(pod: Mapping[str, Any]) -> str:
@@ -221,7 +235,7 @@ def _pod_failure(pod: Mapping[str, Any]) -> str:
         ended = container["state"]["terminated"]
         if ended.get("exitCode"):
             words.append(f"{container.get('name')}: {ended.get('reason') or 'Error'}, exit code {ended['exitCode']}")
-            words.append(_last_line(str(ended.get("message") or "")))
+            words.append(last_line(str(ended.get("message") or "")))
     return "; ".join(filter(None, words))
 
 
@@ -245,7 +259,7 @@ def _waiting_reasons(pod: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _last_message(pod: Mapping[str, Any]) -> str:
-    return _last_line(str(_terminated(pod, JOB_CONTAINER).get("message") or ""))
+    return last_line(str(_terminated(pod, JOB_CONTAINER).get("message") or ""))
 
 
 def _terminated(pod: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -281,10 +295,6 @@ def _created(pod: Mapping[str, Any]) -> tuple[str, str]:
 def _words(status: Mapping[str, Any]) -> str:
     """Return reason and message of a status or a condition."""
     return ": ".join(str(status[key]) for key in ("reason", "message") if status.get(key))
-
-
-def _last_line(message: str) -> str:
-    return message.strip().rsplit("\n", 1)[-1]
 
 
 def _short(text: str) -> str:
