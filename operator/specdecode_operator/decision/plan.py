@@ -320,7 +320,7 @@ def _with_steps(
     """Add the steps of one poll that ran the new shape, at loads whose rows still have it."""
     assert learned.plan is not None, "only a change of a plan is measured"
     before, after = TreeShape.parse(follow.before), TreeShape.parse(follow.after)
-    loads = {(concurrency, context) for concurrency, context, task in _unchanged_rows(follow, learned.plan, after)}
+    loads = {row[:2] for row in follow.rows if learned.plan.shape(*row) == after}
     for key, moments in delta.steps.items():
         if not _runs(key, moments, after, method) or moments.seconds <= 0:
             continue
@@ -336,13 +336,6 @@ def _with_steps(
             }
         )
     return follow
-
-
-def _unchanged_rows(follow: GainMeasurement, plan: Plan, after: TreeShape) -> Iterator[tuple[int, int, str]]:
-    """Yield the measured rows that still have the new shape, as (concurrency, context, task)."""
-    for concurrency, context, task in follow.rows:
-        if plan.shape(concurrency, context, task) == after:
-            yield concurrency, context, task
 
 
 def _runs(key: CellKey, moments: Moments, shape: TreeShape, method: Method) -> bool:
@@ -550,21 +543,13 @@ def plan(
     is_measured = follows(speculation) and not deployment.spec.paused
     advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)
     recommended = _recommended(chosen, learned, buckets) if advised else None
-    if deployment.spec.paused and learned.plan is not None:
-        return Planned(
-            plan=learned.plan,
-            rows=learned.rows,
-            swept_at=learned.swept_at,
-            changes=(),
-            recommended=recommended,
-            pin=pinned,
-        )
+    kept = learned.plan if deployment.spec.paused else None
     rows = without_pinned(chosen.rows, learned.rows, pin) if is_measured else learned.rows
     moved = [change for change in chosen.changes if pin is None or pin.shape_of(change.row.task) is None]
     return Planned(
-        plan=_next_plan(deployment, observed, learned, buckets, rows, pin),
-        rows=tuple(rows),
-        swept_at=chosen.swept_at,
+        plan=kept or _next_plan(deployment, observed, learned, buckets, rows, pin),
+        rows=rows,
+        swept_at=learned.swept_at if kept else chosen.swept_at,
         changes=records(moved, learned, buckets, now) if is_measured else (),
         recommended=recommended,
         pin=pinned,
