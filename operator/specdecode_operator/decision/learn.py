@@ -94,14 +94,8 @@ def learn_parked(learned: LearnedState, draft: str, delta: Delta, now: float) ->
     if not draft or draft == learned.draft or not (delta.acceptance or delta.siblings or delta.requests or delta.steps):
         return learned
     known = parked_of(learned, draft)
-    own = learned.model_copy(
-        update={
-            "acceptance": known.acceptance,
-            "contexts": known.contexts,
-            "requests": known.requests,
-            "costs": known.costs,
-        }
-    )
+    measured = ("acceptance", "contexts", "requests", "costs")
+    own = learned.model_copy(update={name: getattr(known, name) for name in measured})
     drafted = replace(delta, steps={key: moments for key, moments in delta.steps.items() if key.draft_passes})
     updated = known.model_copy(update=_of_draft(own, drafted, now))
     return with_parked(learned, updated) if updated != known else learned
@@ -521,28 +515,26 @@ def chain_counts(acceptance: Mapping[tuple[str, int], Hits], task: str) -> Chain
     return ChainCounts(tuple(float(cell.hits) for cell in cells), tuple(float(cell.total) for cell in cells))
 
 
-def collected(known: TaskDrift, requests: float, counts: ChainCounts) -> TaskDrift:
-    """Return the record with finished requests and counts added to its batch."""
-    update = {"requests": known.requests + requests, "batch": known.batch.plus(counts)}
-    return known.model_copy(update=update)
+def with_requests(
+    known: TaskDrift, requests: float, counts: ChainCounts, *, seconds: float, tasks: int, may_alarm: bool, now: float
+) -> TaskDrift:
+    """Return the record after finished requests. A full batch is judged: it brings more of a baseline, or evidence.
 
-
-def is_full(known: TaskDrift) -> bool:
-    """Return whether the batch may be judged. Requests that nothing was drafted for fill no batch by themselves."""
-    return known.requests >= BATCH_REQUESTS and known.batch.is_enough
-
-
-def judged(known: TaskDrift, *, seconds: float, tasks: int, may_alarm: bool, now: float) -> TaskDrift:
-    """Return the record after its full batch: with more of a baseline, or with more evidence.
+    Requests that nothing was drafted for fill no batch by themselves.
 
     Args:
         known: Record of the task.
+        requests: Finished requests of this poll.
+        counts: Counts of this poll.
         seconds: Time over which a baseline is learnt.
         tasks: Number of tasks that share the rate of false alarms.
         may_alarm: Whether an alarm may be raised now.
         now: Time of the batch, in seconds since the epoch.
     """
-    counts, learning, baseline = known.batch, known.learning or LearningBaseline(), known.baseline
+    requests, counts = known.requests + requests, known.batch.plus(counts)
+    if requests < BATCH_REQUESTS or not counts.is_enough:
+        return known.model_copy(update={"requests": requests, "batch": counts})
+    learning, baseline = known.learning or LearningBaseline(), known.baseline
     emptied = known.model_copy(update={"requests": 0.0, "batch": ChainCounts()})
     if baseline is None:
         if not learning.is_complete(now, seconds):
@@ -683,7 +675,7 @@ def _with_usage(state: DriftState, delta: Delta, now: float) -> DriftState:
 def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: float) -> DriftState:
     """Return the state with the requests of this poll in the batches of their tasks, and with full batches judged."""
     watched = watched_tasks(deployment.spec.speculation)
-    judge = partial(judged, seconds=seconds_of(deployment.spec.distillation.trigger.baseline), now=now)
+    after = partial(with_requests, seconds=seconds_of(deployment.spec.distillation.trigger.baseline), now=now)
     tasks: list[TaskDrift] = []
     total, requests = ChainCounts(), 0.0
     for name in watched:
@@ -691,18 +683,14 @@ def _with_batches(state: DriftState, deployment: Deployment, delta: Delta, now: 
         finished = delta.requests[name].n if name in delta.requests else 0.0
         total, requests = total.plus(counts), requests + finished
         if finished or any(counts.totals):
-            known = collected(known, finished, counts)
-            if is_full(known):
-                known = judge(known, tasks=len(watched), may_alarm=True)
+            known = after(known, finished, counts, tasks=len(watched), may_alarm=True)
         if known != TaskDrift(task=name):
             tasks.append(known)
     whole = state.task(ALL_TASKS)
     if len(watched) > 1 and (requests or any(total.totals)):
-        whole = collected(whole, requests, total)
-        if is_full(whole):
-            # As long as a task looks slower itself, its own detector decides.
-            may_alarm = all(task.loss < ACCEPTED_LOSS for task in tasks)
-            whole = judge(whole, tasks=1, may_alarm=may_alarm)
+        # As long as a task looks slower itself, its own detector decides.
+        may_alarm = all(task.loss < ACCEPTED_LOSS for task in tasks)
+        whole = after(whole, requests, total, tasks=1, may_alarm=may_alarm)
     if len(watched) > 1 and whole != TaskDrift(task=ALL_TASKS):
         tasks.append(whole)
     return state.model_copy(update={"tasks": tuple(tasks)})
