@@ -29,11 +29,19 @@ from specdecode_operator.state.learned import (
     RowState,
     StepTimeCell,
 )
-from specdecode_operator.telemetry.counters import NO_REQUESTS, NO_STEPS, CellKey, Delta, Moments, over
+from specdecode_operator.telemetry.counters import (
+    NO_REQUESTS,
+    NO_STEPS,
+    SEQUENCES,
+    VERIFY_TOKENS,
+    CellKey,
+    Delta,
+    Moments,
+    over,
+)
 from specdecode_operator.times import iso, seconds_of
 from specdecode_operator.types import Deployment, Figures, Observation, ReplicaDecision, Speed, TaskFigures
 from specdecode_worker.contract import (
-    FEATURES,
     Buckets,
     Method,
     Plan,
@@ -44,8 +52,6 @@ from specdecode_worker.contract import (
     suppressed_loads,
 )
 from specdecode_worker.contract.capture import CaptureRules
-
-_SEQUENCES = FEATURES.index("sequences")
 
 
 def figures_of(
@@ -90,7 +96,7 @@ def speedup(steps: Mapping[CellKey, Moments], costs: Iterable[StepTimeCell]) -> 
     None if few tokens were decoded, or if plain steps are known for less than half of them.
     """
     compared = list(_compared(steps, costs))
-    known = [(moments.mean_of(_SEQUENCES), moments, plain) for moments, plain in compared if plain is not None]
+    known = [(moments.mean_of(SEQUENCES), moments, plain) for moments, plain in compared if plain is not None]
     tokens = sum(moments.emitted for moments, _ in compared)
     if tokens < TUNING.fleet_samples or 2 * sum(moments.emitted for _, moments, _ in known) < tokens:
         return None
@@ -128,12 +134,12 @@ def _compared(
     known |= {key: fresh for key, fresh in steps.items() if key not in known or fresh.count >= TUNING.min_samples}
     points: dict[int, list[tuple[float, float]]] = {}
     for key, moments in known.items():
-        if not key.prefill and not key.draft_passes and min(moments.count, moments.emitted, moments.x[_SEQUENCES]) >= 1:
-            sequences = moments.mean_of(_SEQUENCES)
+        if not key.prefill and not key.draft_passes and min(moments.count, moments.emitted, moments.x[SEQUENCES]) >= 1:
+            sequences = moments.mean_of(SEQUENCES)
             points.setdefault(key.context_bucket, []).append((sequences, moments.seconds * sequences / moments.emitted))
     for key, moments in steps.items():
-        if not key.prefill and min(moments.count, moments.emitted, moments.x[_SEQUENCES]) >= 1:
-            sequences = moments.mean_of(_SEQUENCES)
+        if not key.prefill and min(moments.count, moments.emitted, moments.x[SEQUENCES]) >= 1:
+            sequences = moments.mean_of(SEQUENCES)
             plain = interpolated(points.get(key.context_bucket, ()), sequences)
             if plain is not None:  # without drafts the same step is no longer; where it was, the machine was busy
                 plain = min(plain, moments.mean_seconds)
@@ -181,8 +187,6 @@ LEAST_DRAFTS = 500
 """Number of drafts after a change at which its gain is final; the standard error is then a few percent."""
 SAME_SHAPE = 0.15
 """Relative tolerance between the verified tokens of a step and those of a shape. Beyond it the batch is mixed."""
-
-_VERIFY_TOKENS = FEATURES.index("verify_tokens")
 
 
 def steered(before: str, after: str, cause: Cause, reason: str, now: float) -> Decision | None:
@@ -324,7 +328,7 @@ def _with_steps(
     for key, moments in delta.steps.items():
         if not _runs(key, moments, after, method) or moments.seconds <= 0:
             continue
-        sequences = moments.mean_of(_SEQUENCES)
+        sequences = moments.mean_of(SEQUENCES)
         old = _per_token(learned.costs, before, method, key.context_bucket, sequences)
         if old is None or (bucket_of(buckets.concurrency, round(sequences)), key.context_bucket) not in loads:
             continue
@@ -332,7 +336,7 @@ def _with_steps(
             update={
                 "before_seconds": follow.before_seconds + old * moments.emitted,
                 "seconds": follow.seconds + moments.seconds * sequences,
-                "drafts": follow.drafts + moments.x[_SEQUENCES],
+                "drafts": follow.drafts + moments.x[SEQUENCES],
             }
         )
     return follow
@@ -342,8 +346,8 @@ def _runs(key: CellKey, moments: Moments, shape: TreeShape, method: Method) -> b
     """Return whether the steps of a cell are decoding steps in which every sequence had this shape."""
     if key.prefill or moments.count < 1 or moments.emitted < 1 or key.draft_passes != draft_passes(method, shape.depth):
         return False
-    verified = moments.x[_SEQUENCES] * (shape.nodes + 1)
-    return abs(moments.x[_VERIFY_TOKENS] - verified) <= SAME_SHAPE * verified
+    verified = moments.x[SEQUENCES] * (shape.nodes + 1)
+    return abs(moments.x[VERIFY_TOKENS] - verified) <= SAME_SHAPE * verified
 
 
 def _per_token(
@@ -366,7 +370,7 @@ def _per_token(
         moments = Moments(cell.values)
         key = CellKey.of(cell)
         if cell.context_bucket == context and _runs(key, moments, shape, method):
-            mean = moments.mean_of(_SEQUENCES)
+            mean = moments.mean_of(SEQUENCES)
             answering = moments.mean_seconds * (moments.count - cell.made_up)
             points.append((mean, answering * mean / moments.emitted))
     return interpolated(sorted(points), sequences)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdecode_operator.state.learned import ContextCell, LoadState, StepTimeCell, rounded
-from specdecode_operator.telemetry.counters import PAIRS, Delta, Hits, K, Moments
+from specdecode_operator.telemetry.counters import PAIRS, SEQUENCES, Delta, Hits, K, Moments
 from specdecode_worker.contract import FEATURES, Buckets
 
 HOUR_SECONDS = 3600.0
@@ -206,8 +206,6 @@ def _log_likelihood(sample: Hits) -> float:
 
 # Loads: the buckets of a plan, and the load that was observed.
 
-_SEQUENCES = FEATURES.index("sequences")
-
 
 class Load(NamedTuple):
     """The typical step of one bucket."""
@@ -247,7 +245,7 @@ def observed_load(known: LoadState, delta: Delta, now: float) -> LoadState:
         by_context[key.context_bucket] = by_context.get(key.context_bucket, 0) + moments.seconds
     tasks = {task: hits.total for (task, depth), hits in delta.acceptance.items() if depth == 1}
     return LoadState(
-        sequences=rounded(sum(moments.x[_SEQUENCES] for moments in decoding.values()) / count),
+        sequences=rounded(sum(moments.x[SEQUENCES] for moments in decoding.values()) / count),
         context_bucket=max(by_context, key=by_context.__getitem__),
         task=max(tasks, key=tasks.__getitem__, default=known.task),
         at=now,

@@ -8,9 +8,9 @@ from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Condition, Spec, Status
 from specdecode_operator.state.learned import LearnedState, StepTimeCell
-from specdecode_operator.telemetry.counters import Moments
+from specdecode_operator.telemetry.counters import SEQUENCES, VERIFY_TOKENS, Moments
 from specdecode_operator.times import seconds_of_timestamp
-from specdecode_worker.contract import FEATURES, ONE_PASS, Buckets, Method, Plan
+from specdecode_worker.contract import ONE_PASS, Buckets, Method, Plan
 
 # Text of tables, ages and numbers. Pure.
 
@@ -64,8 +64,6 @@ def wrapped(text: str, indent: str, width: int = 110) -> list[str]:
 
 # Tables of the stored measurements: acceptance by depth, step times, rows of the plan. Pure.
 
-_SEQUENCES = FEATURES.index("sequences")
-_VERIFY_TOKENS = FEATURES.index("verify_tokens")
 _LEAST_STEPS = 1
 _LEAST_STEPS_OF_A_GAIN = 8
 """Steps with answers below which a gain is mostly noise."""
@@ -154,8 +152,8 @@ class _Steps:
     def __init__(self, cell: StepTimeCell) -> None:
         moments = Moments(cell.values)
         self.count, self.at = moments.count, cell.at
-        self.sequences = moments.mean_of(_SEQUENCES)
-        self.nodes = round(moments.mean_of(_VERIFY_TOKENS) / self.sequences - 1) if self.sequences else 0
+        self.sequences = moments.mean_of(SEQUENCES)
+        self.nodes = round(moments.mean_of(VERIFY_TOKENS) / self.sequences - 1) if self.sequences else 0
         self.milliseconds = 1000 * moments.mean_seconds
         # Steps that a worker ran to measure their time emit no tokens.
         self.answering = max(0.0, moments.count - cell.made_up)

@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 from specdecode_worker.contract import FEATURES, AcceptanceCell, Buckets, Report, StepCell, TaskCell
 
 K = len(FEATURES)
+SEQUENCES, VERIFY_TOKENS = FEATURES.index("sequences"), FEATURES.index("verify_tokens")
+"""Places of these features in x."""
 PAIRS = tuple((row, column) for row in range(K) for column in range(row, K))
 """Positions (row, column) of the upper triangle of x x', row by row, in the order of ``StepCell.xx``."""
 
