@@ -33,10 +33,9 @@ from specdecode_operator.manifests.pods import (
     claim_volume,
     labelled,
     merged,
-    pod_security_context,
+    pod_fields,
     pull_environment,
     pull_mounts,
-    pull_secrets,
     run_mount,
     run_out,
     run_volume,
@@ -174,23 +173,12 @@ def _failure_policy() -> dict[str, Any]:
 def _pod(deployment: Deployment, run: RunRecord, defaults: Defaults, keep: Sequence[str]) -> dict[str, Any]:
     settings = user_settings(deployment.spec, deployment.name, defaults)
     return {
-        **job_pod(deployment, defaults),
+        **pod_fields(deployment.spec, defaults),
+        "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_SECONDS,
         "initContainers": [settings.given_to(_pull(deployment, run, defaults))],
         "containers": [settings.given_to(_distill(deployment, run, defaults, keep))],
         "volumes": [*_volumes(deployment, run, defaults), *settings.volumes],
-    }
-
-
-def job_pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
-    """Return the fields of a Job's pod apart from containers and volumes."""
-    secrets = pull_secrets(deployment.spec)
-    return {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "securityContext": pod_security_context(defaults),
-        **({"imagePullSecrets": secrets} if secrets else {}),
     }
 
 
@@ -319,7 +307,8 @@ def deletion_job(deployment: Deployment, run: RunRecord, defaults: Defaults) -> 
         "volumeMounts": [{"name": claim_volume(run.claim), "mountPath": folder}],
     }
     volume = {"name": claim_volume(run.claim), "persistentVolumeClaim": {"claimName": run.claim}}
-    pod = {**job_pod(deployment, defaults), "containers": [container], "volumes": [volume]}
+    pod = {**pod_fields(deployment.spec, defaults), "restartPolicy": "Never"}
+    pod |= {"containers": [container], "volumes": [volume]}
     template = deployment.spec.distillation.job_template
     given = object_in(object_in(template, "metadata"), "labels")
     users = {

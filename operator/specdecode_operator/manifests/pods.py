@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from decimal import Decimal, DecimalException, InvalidOperation
 from typing import Any, Literal, NamedTuple
 
@@ -346,6 +346,8 @@ SHM_LIMIT = "2Gi"
 SECRET_MODE = 0o440
 """Mode of mounted secrets: only root and the pod's group read them."""
 _LABEL = re.compile("[a-z0-9]([-a-z0-9]{0,55}[a-z0-9])?")
+MountedSecret = tuple[dict[str, Any], str]
+"""Volume of a Secret, and the folder where it is mounted."""
 
 
 def volumes(spec: Spec, name: str, defaults: Defaults) -> list[dict[str, Any]]:
@@ -402,15 +404,12 @@ def serving_mounts(spec: Spec, name: str) -> list[dict[str, Any]]:
 
     Plan and secrets are mounted as folders: a file mounted by subPath would never be updated.
     """
-    secrets = [
-        {"name": secret["name"], "mountPath": folder, "readOnly": True} for secret, folder in _secrets(spec, name)
-    ]
     return [
         *model_mounts(spec, read_only=True),
         *torch_mounts(),
         {"name": "captures", "mountPath": CAPTURES_DIR},
         dict(PLAN_MOUNT),
-        *secrets,
+        *secret_mounts(_secrets(spec, name)),
     ]
 
 
@@ -444,14 +443,23 @@ def claim_volume(claim: str) -> str:
     return f"claim-{short}"
 
 
-def _secrets(spec: Spec, name: str) -> list[tuple[dict[str, Any], str]]:
-    """Return the mounted Secrets as volumes, with their folders."""
-    secrets = [(secret_volume("tokens", tokens_name(name)), TOKENS_DIR)]
+def _secrets(spec: Spec, name: str) -> list[MountedSecret]:
+    return [(secret_volume("tokens", tokens_name(name)), TOKENS_DIR), *public_secrets(spec)]
+
+
+def public_secrets(spec: Spec) -> list[MountedSecret]:
+    """Return the Secrets of the public port: its API keys and its certificate."""
+    secrets: list[MountedSecret] = []
     if reference := spec.api_keys_secret_ref:
         secrets.append((secret_volume("api-keys", reference.name, reference.key), API_KEYS_DIR))
     if spec.tls_secret_ref:
         secrets.append((secret_volume("tls", spec.tls_secret_ref.name), TLS_DIR))
     return secrets
+
+
+def secret_mounts(secrets: Iterable[MountedSecret]) -> list[dict[str, Any]]:
+    """Return the mounts of Secrets."""
+    return [{"name": secret["name"], "mountPath": folder, "readOnly": True} for secret, folder in secrets]
 
 
 def secret_volume(volume: str, name: str, key: str | None = None) -> dict[str, Any]:
@@ -656,19 +664,24 @@ def user_settings(spec: Spec, name: str, defaults: Defaults) -> UserSettings:
 def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
     drain = spec.drain
-    pod: dict[str, Any] = {
-        "automountServiceAccountToken": False,
-        # A Service called specdecode would put SPECDECODE_* variables of its own into the environment.
-        "enableServiceLinks": False,
-        "securityContext": pod_security_context(defaults),
+    return {
+        **pod_fields(spec, defaults),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + 10,
         "initContainers": [user_settings(spec, deployment.name, defaults).given_to(_pull(spec, defaults))],
         "containers": [_worker(deployment, defaults)],
         "volumes": volumes(spec, deployment.name, defaults),
     }
-    if spec.image_pull_secrets:
-        pod["imagePullSecrets"] = pull_secrets(spec)
-    return pod
+
+
+def pod_fields(spec: Spec, defaults: Defaults) -> dict[str, Any]:
+    """Return the fields that the pods of workers, routers and Jobs share."""
+    return {
+        "automountServiceAccountToken": False,
+        # A Service called specdecode would put SPECDECODE_* variables of its own into the environment.
+        "enableServiceLinks": False,
+        "securityContext": pod_security_context(defaults),
+        **({"imagePullSecrets": pull_secrets(spec)} if spec.image_pull_secrets else {}),
+    }
 
 
 def pull_secrets(spec: Spec) -> list[dict[str, str]]:

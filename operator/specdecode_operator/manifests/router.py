@@ -20,12 +20,14 @@ from specdecode_operator.manifests.pods import (
     API_KEYS_DIR,
     TLS_DIR,
     TOKENS_DIR,
+    MountedSecret,
     container_security_context,
     labelled,
     merged,
-    pod_security_context,
+    pod_fields,
     probe,
-    pull_secrets,
+    public_secrets,
+    secret_mounts,
     secret_volume,
 )
 from specdecode_operator.types import Defaults, Deployment, Manifest
@@ -116,32 +118,25 @@ def metadata_labels(deployment: Deployment) -> dict[str, str]:
 def _pod(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
     drain = spec.drain
-    pod: dict[str, Any] = {
+    return {
+        **pod_fields(spec, defaults),
         "serviceAccountName": router_name(deployment.name),
         # A router watches EndpointSlices and reports held requests.
         "automountServiceAccountToken": True,
-        "enableServiceLinks": False,
-        "securityContext": pod_security_context(defaults),
         "terminationGracePeriodSeconds": drain.endpoint_delay_seconds + drain.grace_period_seconds + EXIT_SECONDS,
         "containers": [_container(deployment, defaults)],
         "volumes": [
-            *_secrets(deployment),
+            *(secret for secret, _ in _secrets(deployment)),
             {"name": "settings", "configMap": {"name": router_name(deployment.name)}},
             {"name": "tmp", "emptyDir": {"sizeLimit": TMP_LIMIT}},
         ],
         **_spread(router_labels(deployment.name)),
     }
-    if spec.image_pull_secrets:
-        pod["imagePullSecrets"] = pull_secrets(spec)
-    return pod
 
 
 def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
     spec = deployment.spec
     tls = spec.tls_secret_ref is not None
-    folders = {"tokens": TOKENS_DIR, "api-keys": API_KEYS_DIR, "tls": TLS_DIR}
-    folders |= {_other_volume(number): f"{OTHER_TOKENS_DIR}/{one.deployment}"
-                for number, one in enumerate(_others(deployment))}  # fmt: skip
     return {
         "name": "router",
         "image": defaults.router_image,
@@ -159,10 +154,7 @@ def _container(deployment: Deployment, defaults: Defaults) -> dict[str, Any]:
         "securityContext": container_security_context(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "volumeMounts": [
-            *(
-                {"name": volume["name"], "mountPath": folders[volume["name"]], "readOnly": True}
-                for volume in _secrets(deployment)
-            ),
+            *secret_mounts(_secrets(deployment)),
             # As a folder: a file mounted by subPath would never be updated.
             {"name": "settings", "mountPath": SETTINGS_DIR, "readOnly": True},
             {"name": "tmp", "mountPath": "/tmp"},
@@ -206,23 +198,16 @@ def _backend(share: TrafficShareSpec) -> str:
     return f"--backend=name={name},service={headless_name(name)},token-file={token}"
 
 
-def _secrets(deployment: Deployment) -> list[dict[str, Any]]:
-    """Return the mounted Secrets as volumes. Of the admin tokens only the routers' own is mounted."""
-    spec = deployment.spec
-    volumes = [secret_volume("tokens", tokens_name(deployment.name), TokenScope.router.value)]
-    if reference := spec.api_keys_secret_ref:
-        volumes.append(secret_volume("api-keys", reference.name, reference.key))
-    if spec.tls_secret_ref:
-        volumes.append(secret_volume("tls", spec.tls_secret_ref.name))
+def _secrets(deployment: Deployment) -> list[MountedSecret]:
+    """Return the mounted Secrets. Of the admin tokens only the routers' own is mounted."""
+    own = secret_volume("tokens", tokens_name(deployment.name), TokenScope.router.value)
+    mounted = [(own, TOKENS_DIR), *public_secrets(deployment.spec)]
     for number, one in enumerate(_others(deployment)):
-        volume = secret_volume(_other_volume(number), tokens_name(one.deployment), TokenScope.router.value)
+        volume = secret_volume(f"tokens-{number}", tokens_name(one.deployment), TokenScope.router.value)
         # The other deployment may come later; the routers must start without it.
-        volumes.append({**volume, "secret": {**volume["secret"], "optional": True}})
-    return volumes
-
-
-def _other_volume(number: int) -> str:
-    return f"tokens-{number}"
+        optional = {**volume, "secret": {**volume["secret"], "optional": True}}
+        mounted.append((optional, f"{OTHER_TOKENS_DIR}/{one.deployment}"))
+    return mounted
 
 
 def _spread(labels: dict[str, str]) -> dict[str, Any]:
