@@ -224,15 +224,20 @@ def tokens_secret(deployment: Deployment, tokens: Mapping[str, Sequence[str]]) -
 
 
 def budget(deployment: Deployment) -> Manifest:
-    """Return the PodDisruptionBudget: one worker at a time may be evicted, and broken ones always."""
+    """Return the PodDisruptionBudget of the workers."""
+    return budget_of(metadata(deployment, worker_name(deployment.name)), selector(deployment.name))
+
+
+def budget_of(made: Mapping[str, Any], labels: Mapping[str, str]) -> Manifest:
+    """Return a PodDisruptionBudget of pods with these labels: one may be evicted at a time, and broken ones always."""
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": metadata(deployment, worker_name(deployment.name)),
+        "metadata": made,
         "spec": {
             "maxUnavailable": 1,
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": selector(deployment.name)},
+            "selector": {"matchLabels": labels},
         },
     }
 

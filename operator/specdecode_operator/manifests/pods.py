@@ -768,11 +768,8 @@ def _environment(deployment: Deployment) -> list[dict[str, Any]]:
 def _resources(spec: Spec) -> dict[str, Any]:
     """Return the resources of the worker's container, with its devices."""
     workers = spec.workers
-    resources: dict[str, Any] = workers.resources.model_dump(mode="json", exclude_defaults=True)
-    if spec.devices:
-        limits = {**workers.resources.limits, workers.accelerator.resource: spec.worker_devices}
-        resources = {**resources, "limits": limits}
-    return resources
+    devices = {"limits": {**workers.resources.limits, workers.accelerator.resource: spec.worker_devices}}
+    return {**workers.resources.model_dump(mode="json", exclude_defaults=True), **(devices if spec.devices else {})}
 
 
 # Child Deployment: its pods and its rollout.

@@ -8,6 +8,7 @@ from typing import Any
 from specdecode_operator.api.v1alpha1 import TrafficShareSpec
 from specdecode_operator.manifests.objects import (
     TokenScope,
+    budget_of,
     demand_name,
     headless_name,
     public_port_name,
@@ -96,17 +97,8 @@ def router_settings(deployment: Deployment) -> Manifest:
 
 
 def router_budget(deployment: Deployment) -> Manifest:
-    """Return the PodDisruptionBudget: one router at a time may be evicted, and broken ones always."""
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": router_metadata(deployment, router_name(deployment.name)),
-        "spec": {
-            "maxUnavailable": 1,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": router_labels(deployment.name)},
-        },
-    }
+    """Return the PodDisruptionBudget of the routers."""
+    return budget_of(router_metadata(deployment, router_name(deployment.name)), router_labels(deployment.name))
 
 
 def metadata_labels(deployment: Deployment) -> dict[str, str]:
