@@ -547,13 +547,13 @@ def plan(
     is_measured = follows(speculation) and not deployment.spec.paused
     advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)
     recommended = _recommended(chosen, learned, buckets) if advised else None
-    kept = learned.plan if deployment.spec.paused else None
+    paused_plan = learned.plan if deployment.spec.paused else None
     rows = without_pinned(chosen.rows, learned.rows, pin) if is_measured else learned.rows
     moved = [change for change in chosen.changes if pin is None or pin.shape_of(change.row.task) is None]
     return Planned(
-        plan=kept or _next_plan(deployment, observed, learned, buckets, rows, pin),
+        plan=paused_plan or _next_plan(deployment, observed, learned, buckets, rows, pin),
         rows=rows,
-        swept_at=learned.swept_at if kept else chosen.swept_at,
+        swept_at=learned.swept_at if paused_plan else chosen.swept_at,
         changes=records(moved, learned, buckets, now) if is_measured else (),
         recommended=recommended,
         pin=pinned,

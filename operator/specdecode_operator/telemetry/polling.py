@@ -307,8 +307,8 @@ def read_report(body: bytes) -> Report:
     problem = version_problem(report.contract_version)
     if problem is not None:
         raise BadReport(f"contract_version: {problem}")
-    if found := _no_count(report):
-        raise BadReport(f"{found[0]}: {found[1]} is not a count")
+    if invalid := _no_count(report):
+        raise BadReport(f"{invalid[0]}: {invalid[1]} is not a count")
     _check_moments(report)
     return report
 
@@ -337,8 +337,8 @@ def _no_count(value: object) -> tuple[str, float] | None:
         if isinstance(part, (int, float)):
             if not 0 <= part <= sys.float_info.max:
                 return str(name), part
-        elif isinstance(part, (tuple, BaseModel)) and (found := _no_count(part)):
-            return f"{name}.{found[0]}", found[1]
+        elif isinstance(part, (tuple, BaseModel)) and (invalid := _no_count(part)):
+            return f"{name}.{invalid[0]}", invalid[1]
     return None
 
 
