@@ -253,19 +253,21 @@ async def test_connections_whose_clients_do_not_answer_the_end_of_tls_are_droppe
 
 
 async def test_connections_that_had_a_request_make_room_too() -> None:
-    async with router_over(Script(tokens=100_000), max_connections=3) as router:
-        async with router.client.post(CHAT, data=body(stream=True)) as running:
-            many = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(6)]
-            for reader, writer in many:
-                writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
-            closed = [asyncio.create_task(reader.read()) for reader, _ in many]
-            await wait_until(lambda: sum(one.done() for one in closed) == 4)
-            assert [one.done() for one in closed] == [True] * 4 + [False] * 2, "the oldest ones"
-            assert await running.content.readline()
-            for one, (_, writer) in zip(closed, many, strict=True):
-                one.cancel()
-                writer.close()
+    async with (
+        router_over(Script(tokens=100_000), max_connections=3) as router,
+        router.client.post(CHAT, data=body(stream=True)) as running,
+    ):
+        many = [await asyncio.open_connection("127.0.0.1", router.port) for _ in range(6)]
+        for reader, writer in many:
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        closed = [asyncio.create_task(reader.read()) for reader, _ in many]
+        await wait_until(lambda: sum(one.done() for one in closed) == 4)
+        assert [one.done() for one in closed] == [True] * 4 + [False] * 2, "the oldest ones"
+        assert await running.content.readline()
+        for one, (_, writer) in zip(closed, many, strict=True):
+            one.cancel()
+            writer.close()
 
 
 async def test_keys_of_tenants(tmp_path: Path) -> None:
