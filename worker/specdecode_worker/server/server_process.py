@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import Build
-from specdecode_worker.http_edge import TlsCertificate, UnusableCertificate
+from specdecode_worker.http_edge import TlsCertificate, UnusableFiles
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ConfigMismatch, ModelError
 from specdecode_worker.models.fields import sampling_defaults
@@ -214,7 +214,7 @@ def _certificate(config: ServerConfig) -> TlsCertificate | None:
     """Return the certificate of the configuration; None without TLS. Raises CannotStart."""
     try:
         return TlsCertificate.of_files(config.tls_cert_file, config.tls_key_file)
-    except UnusableCertificate as error:
+    except UnusableFiles as error:
         raise CannotStart(str(error)) from None
 
 
