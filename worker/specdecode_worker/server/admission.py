@@ -397,15 +397,13 @@ def load_credentials(config: ServerConfig, environ: Mapping[str, str], flag_keys
         flag_keys: Keys of the flag --api-key.
 
     Raises:
-        CannotStart: A source of keys or tokens is given and holds none, or cannot be read.
+        CannotStart: A variable or flag of keys or tokens is given and holds none.
+        UnusableFiles: A path of keys or tokens is given and holds none, or cannot be read.
     """
-    try:
-        api_keys = _api_keys(config, _fixed_keys(environ, flag_keys))
-        given = _environment_token(environ)
-        generated = "" if given or config.admin_tokens_path else secrets.token_urlsafe(_TOKEN_BYTES)
-        return Credentials(api_keys, _admin_tokens(config, given or generated), generated)
-    except UnusableFiles as error:
-        raise CannotStart(str(error)) from None
+    api_keys = _api_keys(config, _fixed_keys(environ, flag_keys))
+    given = _environment_token(environ)
+    generated = "" if given or config.admin_tokens_path else secrets.token_urlsafe(_TOKEN_BYTES)
+    return Credentials(api_keys, _admin_tokens(config, given or generated), generated)
 
 
 def _fixed_keys(environ: Mapping[str, str], flag_keys: Sequence[str]) -> dict[str, str]:
