@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from specdecode_router.errors import CannotStart
 from specdecode_router.settings import RouterSettings
 from specdecode_worker.contract import Env
+from specdecode_worker.http_edge import UnusableFiles
 
 _DEFAULTS = RouterSettings()
 
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(settings))
-    except CannotStart as error:
+    except (CannotStart, UnusableFiles) as error:
         return _refuse(str(error), 1)
 
 

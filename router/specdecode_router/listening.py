@@ -18,7 +18,7 @@ from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.settings import RouterSettings
-from specdecode_worker.http_edge import TlsCertificate, UnusableCertificate
+from specdecode_worker.http_edge import TlsCertificate
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +28,6 @@ _BACKLOG = 2048
 _OTHER_FILES = 256
 _TLS_CLOSE_SECONDS = 1.0
 """Time for a client to answer the end of TLS before its connection is dropped, as at a worker."""
-
-
-def read_certificate(settings: RouterSettings) -> TlsCertificate | None:
-    """Return the certificate of the port; None without TLS. Raises CannotStart."""
-    try:
-        return TlsCertificate.of_files(settings.tls_cert_file, settings.tls_key_file)
-    except UnusableCertificate as error:
-        raise CannotStart(str(error)) from None
 
 
 def end_process_on_error(task: asyncio.Task[None]) -> None:

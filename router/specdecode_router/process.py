@@ -24,7 +24,7 @@ from specdecode_router.discovery.sources import open_sources
 from specdecode_router.errors import CannotStart
 from specdecode_router.frontend.lifecycle import Lifecycle
 from specdecode_router.frontend.state import RouterState
-from specdecode_router.listening import bind, end_process_on_error, listening, raise_file_limit, read_certificate
+from specdecode_router.listening import bind, end_process_on_error, listening, raise_file_limit
 from specdecode_router.placement.placement_state import PlacementState
 from specdecode_router.placement.traffic_split import TrafficSplit
 from specdecode_router.queueing.admission import Admission
@@ -33,12 +33,12 @@ from specdecode_router.relay.context import RelayContext
 from specdecode_router.relay.silence_monitor import SilenceMonitor
 from specdecode_router.settings import LiveSettings, RouterSettings
 from specdecode_router.telemetry.metrics import RouterMetrics
-from specdecode_router.workers.client import CaFile, TokenFile, WorkerClient
+from specdecode_router.workers.client import TokenFile, WorkerClient
 from specdecode_router.workers.load_poller import LoadPoller
 from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract import Env
-from specdecode_worker.http_edge import BodyBudget, TlsCertificate
+from specdecode_worker.http_edge import BodyBudget, ReloadedFiles, TlsCertificate
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,8 @@ async def serve(settings: RouterSettings) -> int:
     """Run the router until SIGTERM or SIGINT. Return 0 if all requests finished, 1 if some were cut off.
 
     Raises:
-        CannotStart: A port is taken, or the token or a file of certificates is unusable.
+        CannotStart: A port is taken, or there is no token.
+        UnusableFiles: A file of tokens, certificates, keys or settings is unusable.
     """
     stop, stop_now = _signals()
     tokens = _tokens(settings)
@@ -86,7 +87,7 @@ async def running_router(
         demand: Writer of held requests; None without an operator.
 
     Raises:
-        CannotStart: A file of certificates is unusable.
+        UnusableFiles: A file of tokens, certificates, keys or settings is unusable.
     """
     router = f"{os.environ.get(Env.pod_name) or socket.gethostname()}:{listener.getsockname()[1]}"
     registry = WorkerRegistry(time.monotonic, settings.failure_cooldown_seconds, router)
@@ -97,7 +98,7 @@ async def running_router(
     client = WorkerClient(
         lambda url: own_tokens.get(url, tokens)(), connect_seconds=settings.connect_seconds, ca_file=settings.ca_file
     )
-    certificate = read_certificate(settings)
+    certificate = TlsCertificate.of_files(settings.tls_cert_file, settings.tls_key_file)
     live = LiveSettings(settings)
     settings = live.current
     monitor = SilenceMonitor(time.monotonic)
@@ -205,9 +206,7 @@ def _tokens(settings: RouterSettings) -> Callable[[], Sequence[str]]:
 
 async def _refresh(sources: Iterable[object], on_refresh: Callable[[], None]) -> None:
     """Read changed files again, in a thread: a file system that hangs must not stop the event loop."""
-    files = [
-        one for one in sources if isinstance(one, CaFile | LiveSettings | TenantTable | TlsCertificate | TokenFile)
-    ]
+    files = [one for one in sources if isinstance(one, ReloadedFiles)]
     while True:
         await asyncio.sleep(_FILE_CHECK_SECONDS)
         for one in files:

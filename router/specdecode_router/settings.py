@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from specdecode_router.errors import CannotStart
+from specdecode_worker.http_edge import ReloadedFiles, fingerprint_of
 
 log = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ LIVE_FIELDS = ("hold_seconds", "no_worker_seconds", "min_silence_seconds", "max_
 """Settings that the file of live settings may have. In addition it may have ``percents`` of ``backends`` by name."""
 
 
-class LiveSettings:
+class LiveSettings(ReloadedFiles[RouterSettings]):
     """Settings of the command line, with those of a JSON file over them. The file is read again when it changes.
 
     The operator writes the file into a ConfigMap, so that shares of traffic change without a rollout of the routers.
@@ -155,49 +155,36 @@ class LiveSettings:
     """
 
     def __init__(self, given: RouterSettings) -> None:
-        """Read the file. Raises CannotStart if it cannot be used."""
-        self._given = self.current = given
-        self._path = None if given.live_settings_file is None else Path(given.live_settings_file)
-        self._version: tuple[int, int, int] | None = None
-        self._problem = ""
-        self.refresh()
-        if self._problem:
-            raise CannotStart(self._problem)
+        """Read the file. Raises UnusableFiles if it cannot be used."""
+        self._given, path = given, given.live_settings_file
+        files = [] if path is None else [Path(path)]
+        super().__init__(
+            f"live settings {path}",
+            lambda: self._settings(*files),
+            lambda: fingerprint_of(files),
+            stays="the last good settings stay in use",
+        )
 
-    def refresh(self) -> None:
-        """Read the file if it changed. On an error the last settings stay, and the error is logged once."""
-        if self._path is None:
-            return
-        try:
-            stat = self._path.stat()
-            version = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
-            if version == self._version:
-                return
-            self._version = version
-            self.current = self._read(self._path)
-        except (OSError, ValueError) as error:
-            problem = f"live settings {self._path}: {_reason(error)}"
-            if problem != self._problem:
-                log.error("%s; the last good settings stay in use", problem)
-            self._problem = problem
-            return
-        self._problem = ""
-        log.info("live settings: hold %g s, suspicion %g to %g s, shares %s", self.current.hold_seconds,
-                 self.current.min_silence_seconds, self.current.max_silence_seconds,
-                 {one.name: one.percent for one in self.current.backends})  # fmt: skip
-
-    def _read(self, path: Path) -> RouterSettings:
+    def _settings(self, path: Path | None = None) -> RouterSettings:
+        if path is None:
+            return self._given
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict) or not isinstance(percents := values.get("percents", {}), dict):
             raise ValueError("it is no JSON object with an object of percents")
         given = self._given.model_dump()
         backends = [{**one, "percent": percents.get(one["name"], one["percent"])} for one in given["backends"]]
         live = {name: values[name] for name in LIVE_FIELDS if name in values}
-        return RouterSettings.model_validate({**given, **live, "backends": backends})
+        try:
+            read = RouterSettings.model_validate({**given, **live, "backends": backends})
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from None
+        log.info("live settings: hold %g s, suspicion %g to %g s, shares %s", read.hold_seconds,
+                 read.min_silence_seconds, read.max_silence_seconds,
+                 {one.name: one.percent for one in read.backends})  # fmt: skip
+        return read
 
 
-def _reason(error: OSError | ValueError) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error)
+def first_problem(error: ValidationError) -> str:
+    """Return the first problem of values, with the name of the field."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"

@@ -12,6 +12,7 @@ from aiohttp.http import StreamWriter
 from specdecode_router.errors import ApiError
 from specdecode_router.frontend.error_responses import error_parts, error_response
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
+from specdecode_router.settings import RouterSettings
 from specdecode_worker.contract.internal_stream import Open, Step
 
 _EVENT_HEADERS = {
@@ -25,9 +26,9 @@ _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.01, 0.2
 class ClientResponse:
     """Response that the relay writes. ``response`` is what the handler returns, once it is complete."""
 
-    def __init__(self, request: web.Request, *, max_unsent_bytes: int, write_seconds: float) -> None:
+    def __init__(self, request: web.Request, settings: RouterSettings) -> None:
         self._request = request
-        self._max_unsent_bytes, self._write_seconds = max_unsent_bytes, write_seconds
+        self._max_unsent_bytes, self._write_seconds = settings.max_unsent_bytes, settings.write_timeout_seconds
         self._transport = request.transport
         self._writer: StreamWriter | None = None
         self._opening = b""

@@ -29,7 +29,6 @@ _FAILED_STATUSES = frozenset({502, 503})
 
 def add_forwarding(app: web.Application, state: RouterState) -> None:
     """Add the routes that are forwarded to a worker."""
-    settings = state.settings
     models: dict[str, Any] = {}
     """Last answers of the routes of models by path, for the time without workers."""
 
@@ -38,9 +37,7 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
             state.tenants.authenticate(request.headers.get("Authorization", ""))
         with state.lifecycle.request():
             answer = await _forward(request, state, models)
-            client = ClientResponse(
-                request, max_unsent_bytes=settings.max_unsent_bytes, write_seconds=settings.write_timeout_seconds
-            )
+            client = ClientResponse(request, state.settings)
             with contextlib.suppress(ClientGone):
                 await client.send(answer)
             return answer

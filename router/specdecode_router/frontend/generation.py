@@ -47,9 +47,7 @@ def add_generation(app: web.Application, state: RouterState) -> None:
 
 async def _generate(state: RouterState, request: web.Request) -> web.StreamResponse:
     metrics, settings = state.relay.metrics, state.settings
-    response = ClientResponse(
-        request, max_unsent_bytes=settings.max_unsent_bytes, write_seconds=settings.write_timeout_seconds
-    )
+    response = ClientResponse(request, settings)
     tenant, choice, status = Tenant(""), None, CLIENT_CLOSED_REQUEST
     with contextlib.ExitStack() as running:
         try:

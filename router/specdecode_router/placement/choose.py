@@ -1,7 +1,7 @@
 """Choice of the worker for one request: prefix affinity, as far as the load permits.
 
 The workers are ranked by weighted rendezvous hash of the request's affinity. The first one with a load below its bound
-is chosen. The bound is ``LOAD_FACTOR`` times the worker's share, by weight, of all load. A worker at its bound passes
+is chosen. The bound is ``LOAD_FACTOR`` times the worker's share, by speed, of all load. A worker at its bound passes
 requests on to the next one in the rank of the same affinity, so a conversation has a stable second worker too. This is
 consistent hashing with bounded loads (Mirrokni, Thorup and Zadimoghaddam, arXiv 1608.01350) with rendezvous hashing in
 place of the ring.
@@ -20,7 +20,7 @@ from specdecode_router.placement.rendezvous import rendezvous_score
 from specdecode_router.workers.worker import WorkerView
 
 LOAD_FACTOR = 1.25
-"""Bound of a worker's load relative to the weighted mean. The 1 + epsilon of the paper."""
+"""Bound of a worker's load relative to the mean by speed. The 1 + epsilon of the paper."""
 EVICTED_SHARE = 0.5
 """A worker expected to have less than this share of the longest cached prefix loses its rank to those with more."""
 
@@ -86,7 +86,7 @@ def eligible_workers(workers: Sequence[WorkerView], key: str, exclude: frozenset
         allowed = _preferred(
             [w for w in allowed if w.compatibility_key in ("", key)], lambda w: w.compatibility_key == key
         )
-    return _preferred(_preferred(allowed, lambda w: not w.suspect), lambda w: w.endpoint.weight > 0)
+    return _preferred(allowed, lambda w: not w.suspect)
 
 
 def _by_task(workers: list[WorkerView], task: str) -> list[list[WorkerView]]:
@@ -103,7 +103,7 @@ def _rank(workers: list[WorkerView], affinity: Affinity, expected: Mapping[str, 
 
     def rank(worker: WorkerView) -> tuple[bool, float, str]:
         name = worker.endpoint.name
-        return expected.get(name, 0.0) < enough, -rendezvous_score(key, name, _weight(worker)), name
+        return expected.get(name, 0.0) < enough, -rendezvous_score(key, name, worker.speed), name
 
     return sorted(workers, key=rank)
 
@@ -111,15 +111,10 @@ def _rank(workers: list[WorkerView], affinity: Affinity, expected: Mapping[str, 
 def _below_bound(workers: list[WorkerView]) -> list[WorkerView]:
     """Return the workers that may take one more request within their share of all load."""
     requests = sum(map(load_of, workers)) + 1
-    per_weight = LOAD_FACTOR * requests / sum(map(_weight, workers))
-    return [w for w in workers if load_of(w) < math.ceil(per_weight * _weight(w))]
+    per_speed = LOAD_FACTOR * requests / sum(w.speed for w in workers)
+    return [w for w in workers if load_of(w) < math.ceil(per_speed * w.speed)]
 
 
 def _preferred(workers: list[WorkerView], wanted: Callable[[WorkerView], bool]) -> list[WorkerView]:
     """Return the wanted workers, or all if none is wanted."""
     return [worker for worker in workers if wanted(worker)] or workers
-
-
-def _weight(worker: WorkerView) -> float:
-    """Return the weight of a worker. Workers without weight are only chosen together, and then share by speed."""
-    return worker.speed * (worker.endpoint.weight if worker.endpoint.weight > 0 else 1.0)

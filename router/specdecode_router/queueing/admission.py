@@ -94,9 +94,10 @@ class Admission:
         self._capacity = 0
         self._limits_of_tenants: dict[tuple[str, int], int] = {}
         """Parts of ``max_in_flight``, by tenant and whole, until they may have changed."""
-        self._running: dict[str, int] = {}
+        self._running_of: dict[str, int] = {}
         """Number of places in use, by name of the tenant."""
-        self._in_use = 0
+        self.running = 0
+        """Number of places in use."""
         self._queue: PriorityQueue[_Waiter] = PriorityQueue()
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         """All waiting requests in the order of their arrival."""
@@ -118,11 +119,6 @@ class Admission:
     def waiting(self) -> int:
         """Number of requests that wait for a place on the workers."""
         return len(self._waiters) if self._capacity else 0
-
-    @property
-    def running(self) -> int:
-        """Number of places in use."""
-        return self._in_use
 
     def set_capacity(self, places: int) -> None:
         """Set the number of places of this router. 0 holds requests; running ones are not affected.
@@ -156,7 +152,7 @@ class Admission:
         if deadline_seconds is not None and deadline_seconds <= 0:
             raise refusals.deadline_passed(deadline_seconds)
         queue = self._queue.of(batch=tenant.priority > 0)
-        if self._in_use < self._capacity and self._may_run(tenant):
+        if self.running < self._capacity and self._may_run(tenant):
             # Requests that wait although a place is free are of tenants at their own limit.
             return self._enter(tenant, queue, prompt_tokens)
         self._check_bounds(tenant)
@@ -241,7 +237,7 @@ class Admission:
 
     def _dispatch(self) -> None:
         """Give free places to waiting requests."""
-        while self._in_use < self._capacity:
+        while self.running < self._capacity:
             waiter = self._queue.pop(self._may_run)
             if waiter is None:
                 return
@@ -258,19 +254,19 @@ class Admission:
         key = (tenant.name, tenant.max_in_flight)
         if (limit := self._limits_of_tenants.get(key)) is None:
             limit = self._limits_of_tenants[key] = self._tenant_limit(*key)
-        return self._running.get(tenant.name, 0) < limit
+        return self._running_of.get(tenant.name, 0) < limit
 
     def _enter(self, tenant: Tenant, queue: FairQueue[_Waiter], prompt_tokens: int) -> Place:
-        self._in_use += 1
-        self._running[tenant.name] = self._running.get(tenant.name, 0) + 1
+        self.running += 1
+        self._running_of[tenant.name] = self._running_of.get(tenant.name, 0) + 1
         return Place(self, queue, tenant, prompt_tokens)
 
     def _leave(self, tenant: Tenant) -> None:
         """Take a place back and give it to the next request."""
-        self._in_use -= 1
-        self._running[tenant.name] -= 1
-        if not self._running[tenant.name]:
-            del self._running[tenant.name]
+        self.running -= 1
+        self._running_of[tenant.name] -= 1
+        if not self._running_of[tenant.name]:
+            del self._running_of[tenant.name]
         self._rate.add_departure(self._clock())
         held = self.held
         self._dispatch()

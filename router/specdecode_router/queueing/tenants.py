@@ -9,15 +9,9 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdecode_router.errors import ApiError, CannotStart
-from specdecode_router.queueing.tenant_files import (
-    TenantFileError,
-    TenantSettings,
-    read_fingerprint,
-    read_keys,
-    read_settings,
-)
-from specdecode_worker.http_edge import Fingerprint
+from specdecode_router.errors import ApiError
+from specdecode_router.queueing.tenant_files import TenantSettings, read_fingerprint, read_keys, read_settings
+from specdecode_worker.http_edge import ReloadedFiles
 
 # Digests are keyed with a secret of this process, so that the time of a lookup depends on nothing that a client knows.
 _DIGEST_KEY = secrets.token_bytes(32)
@@ -39,8 +33,8 @@ class Tenant:
     """Most places at the same time; None for no limit."""
 
 
-class TenantTable:
-    """Tenants by API key. The table is replaced as a whole when a file changes; a bad file leaves it unchanged."""
+class TenantTable(ReloadedFiles[dict[bytes, Tenant]]):
+    """Tenants by digest of their API keys. The table is replaced as a whole when a file changes."""
 
     def __init__(self, path: Path | None) -> None:
         """Read the files for the first time.
@@ -50,19 +44,16 @@ class TenantTable:
                 or a file with one ``name=key`` or ``key`` a line. Without a path every client is ``Tenant("")``.
 
         Raises:
-            CannotStart: The files cannot be used; the message says what to change.
+            UnusableFiles: The files cannot be used; the message says what to change.
         """
         self._path = path
-        self._seen: Fingerprint = ()
-        self._problem = ""
-        try:
-            self._seen = read_fingerprint(path) if path else ()
-            self._tenants = self._read()
-        except TenantFileError as error:
-            raise CannotStart(str(error)) from None
-
-    def __len__(self) -> int:
-        return len(self._tenants)
+        super().__init__(
+            "tenants",
+            self._tenants,
+            lambda: read_fingerprint(path) if path else (),
+            stays="the last good table stays in use",
+            summary=lambda tenants: f", {len(tenants)} keys are in use",
+        )
 
     def authenticate(self, authorization_header: str) -> Tenant:
         """Return the tenant of a request.
@@ -76,32 +67,14 @@ class TenantTable:
         if self._path is None:
             return Tenant("")
         scheme, _, key = authorization_header.partition(" ")
-        tenant = self._tenants.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        tenant = self.current.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
         if tenant is None:
             message = "send a valid API key as 'Authorization: Bearer <key>'"
             headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, kind="authentication_error", code="invalid_api_key", headers=headers)
         return tenant
 
-    def refresh(self) -> None:
-        """Read the files again if they changed. On an error the last good table stays, and the error is logged once."""
-        if self._path is None:
-            return
-        try:
-            # Taken before the files are read: a change in between is seen the next time.
-            seen = read_fingerprint(self._path)
-            if seen == self._seen and not self._problem:
-                return
-            self._tenants, self._seen = self._read(), seen
-        except TenantFileError as error:
-            if str(error) != self._problem:
-                log.error("tenants: %s; the last good table stays in use", error)
-            self._problem = str(error)
-            return
-        self._problem = ""
-        log.info("tenants: read again, %d keys are in use", len(self._tenants))
-
-    def _read(self) -> dict[bytes, Tenant]:
+    def _tenants(self) -> dict[bytes, Tenant]:
         """Return the tenants by digest of their keys. A key of several tenants is that of the first by name."""
         if self._path is None:
             return {}

@@ -19,20 +19,17 @@ _INCOMPATIBLE_CODE = "incompatible_worker"
 class AttemptHistory:
     """Failures, refusals and moves of one request."""
 
-    __slots__ = ("_crashes", "_excluded", "_excluded_until", "_last_refusal", "_max_crashes", "_max_refusals",
-                 "_refusals")  # fmt: skip
+    __slots__ = ("_excluded", "_excluded_until", "_last_refusal", "_max_crashes", "_max_refusals", "_refusals",
+                 "crashes")  # fmt: skip
 
     def __init__(self, max_refusals: int, max_crashes: int) -> None:
         self._max_refusals, self._max_crashes = max_refusals, max_crashes
-        self._crashes = self._refusals = 0
+        self.crashes = 0
+        """Workers that failed while they served the request."""
+        self._refusals = 0
         self._last_refusal: Error | None = None
         self._excluded: set[str] = set()
         self._excluded_until: dict[str, float] = {}
-
-    @property
-    def crashes(self) -> int:
-        """Number of workers that failed while they served the request."""
-        return self._crashes
 
     def exclude(self, name: str) -> None:
         """Leave a worker out for the rest of the request."""
@@ -52,7 +49,7 @@ class AttemptHistory:
         self._excluded_until[name] = now + _EXCLUDE_SECONDS
         code = _code(error)
         if opened and code == _CRASH_CODE:
-            self._crashes += 1
+            self.crashes += 1
             return
         if code == _INCOMPATIBLE_CODE:
             self._excluded.add(name)
@@ -63,7 +60,7 @@ class AttemptHistory:
         """Record a broken connection; ``crashed`` is true if the worker had begun its answer."""
         self._last_refusal = None
         self._excluded_until[name] = now + _EXCLUDE_SECONDS
-        self._crashes += crashed
+        self.crashes += crashed
 
     def check(self) -> None:
         """Raise an error if the request must not be tried again.
@@ -72,8 +69,8 @@ class AttemptHistory:
             RefusedByWorker: Enough workers have refused the request.
             ApiError: Enough workers have failed while they served it.
         """
-        if self._crashes >= self._max_crashes:
-            message = f"{self._crashes} workers failed while they served this request; it is not tried again"
+        if self.crashes >= self._max_crashes:
+            message = f"{self.crashes} workers failed while they served this request; it is not tried again"
             raise ApiError(500, message, code="worker_failed", headers={"X-Should-Retry": "false"})
         if self._refusals >= self._max_refusals and self._last_refusal is not None:
             raise RefusedByWorker(self._last_refusal)

@@ -41,12 +41,13 @@ class _Choice:
 class Journal:
     """Output of a request since its ``Open``."""
 
-    __slots__ = ("_choices", "_tokens", "open")
+    __slots__ = ("_choices", "open", "tokens")
 
     def __init__(self, opened: Open) -> None:
         self.open = opened
         self._choices = [_Choice() for _ in opened.choices]
-        self._tokens = 0
+        self.tokens = 0
+        """Number of tokens of all choices."""
 
     def add(self, step: Step) -> bool:
         """Append a step. Return False, and change nothing, if the choice has its first token already.
@@ -61,8 +62,8 @@ class Journal:
             if step.index > len(choice.ids):
                 raise WorkerFailed(f"it sent token {step.index} of a choice that has {len(choice.ids)} tokens")
             return False
-        self._tokens += len(step.ids)
-        if self._tokens > MAX_TOKENS:
+        self.tokens += len(step.ids)
+        if self.tokens > MAX_TOKENS:
             raise WorkerFailed(f"it sent more than {MAX_TOKENS} tokens")
         try:
             choice.ids.extend(step.ids)
@@ -73,11 +74,6 @@ class Journal:
             choice.prompt_logprobs = step.prompt_logprobs
         choice.counters = step.counters
         return True
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all choices."""
-        return self._tokens
 
     @property
     def prompt_tokens(self) -> int:

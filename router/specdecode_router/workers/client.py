@@ -13,9 +13,8 @@ import aiohttp
 from aiohttp import AddrInfoType
 from yarl import URL
 
-from specdecode_router.errors import CannotStart
 from specdecode_worker.contract.internal_stream import INTERNAL_STREAMS
-from specdecode_worker.http_edge import Fingerprint, fingerprint_of
+from specdecode_worker.http_edge import ReloadedFiles, fingerprint_of
 
 PUBLIC_PREFIX = "/internal/v1/public"
 """Path below which a worker answers requests of its public port."""
@@ -40,10 +39,10 @@ class WorkerClient:
             ca_file: Certificates that sign those of the workers.
 
         Raises:
-            CannotStart: The file with certificates is unusable.
+            UnusableFiles: The file with certificates is unusable.
         """
         self._tokens = tokens
-        self.ca = CaFile(ca_file)
+        self.ca = read_ca_file(ca_file)
         """Certificates that sign those of the workers."""
         # The handshake of TLS is part of the time for a connection.
         timeout = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=connect_seconds)
@@ -137,37 +136,30 @@ def _bounded_socket(address: AddrInfoType) -> socket.socket:
     return made
 
 
-class CaFile:
-    """Certificates that sign those of the workers, as TLS settings of calls. The file is read again when it changes."""
+def read_ca_file(path: str | None) -> ReloadedFiles[ssl.SSLContext | bool]:
+    """Return the certificates of a file, as TLS settings of calls; without one they are the system's.
 
-    def __init__(self, path: str | None) -> None:
-        """Read the file. Without one the certificates are the system's.
+    Raises:
+        UnusableFiles: The file is unusable.
+    """
+    files = [] if path is None else [Path(path)]
 
-        Raises:
-            CannotStart: The file is unusable.
-        """
-        self._path = None if path is None else Path(path)
-        self._seen: Fingerprint = ()
-        self.current: ssl.SSLContext | bool = True
-        try:
-            self.refresh()
-        except OSError as error:
-            raise CannotStart(f"CA file {path}: {error}") from None
-
-    def refresh(self) -> None:
-        """Read the file if it changed. Raises OSError; the last certificates stay in use."""
-        if self._path is None or (seen := fingerprint_of((self._path,))) == self._seen:
-            return
-        self._seen = seen  # also that of a bad file, which is logged once
-        context = ssl.create_default_context(cafile=self._path)
+    def read() -> ssl.SSLContext | bool:
+        if path is None:
+            return True
+        context = ssl.create_default_context(cafile=path)
         # Workers are called by IP address, and one certificate is shared by pods whose addresses are not known when it
         # is issued. The signature of the CA is still required.
         context.check_hostname = False
-        self.current = context
+        return context
+
+    return ReloadedFiles(f"CA file {path}", read, lambda: fingerprint_of(files))
 
 
-class TokenFile:
-    """Admin tokens of a file, one a line and the current one first. The file is read again when it changes."""
+class TokenFile(ReloadedFiles[Sequence[str]]):
+    """Admin tokens of a file, one a line and the current one first. An empty file leaves the last ones in use."""
+
+    current: Sequence[str] = ("",)
 
     def __init__(self, path: str, *, required: bool = True) -> None:
         """Read the file.
@@ -177,28 +169,20 @@ class TokenFile:
             required: False for a file that may appear later. Until then the only token is empty.
 
         Raises:
-            CannotStart: A required file has no token.
+            UnusableFiles: A required file has no token.
         """
         self._path, self._required = Path(path), required
-        self._version: tuple[int, int, int] | None = None
-        self._tokens = [""]
-        try:
-            self.refresh()
-        except OSError as error:
-            raise CannotStart(f"admin token file {path}: {error.strerror or error}") from None
-        if required and not any(self._tokens):
-            raise CannotStart(f"admin token file {path}: it is empty")
+        super().__init__(f"admin token file {path}", self._tokens, lambda: fingerprint_of(self._files()))
 
     def __call__(self) -> Sequence[str]:
         """Return the tokens, at least one."""
-        return self._tokens
+        return self.current
 
-    def refresh(self) -> None:
-        """Read the file if it changed. Raises OSError; the last tokens stay in use."""
-        if not self._required and not self._path.exists():
-            return
-        stat = self._path.stat()
-        version = (stat.st_mtime_ns, stat.st_ino, stat.st_size)
-        if version != self._version:
-            self._tokens = self._path.read_text().split() or self._tokens
-            self._version = version
+    def _files(self) -> list[Path]:
+        return [self._path] if self._required or self._path.exists() else []
+
+    def _tokens(self) -> Sequence[str]:
+        tokens = [token for file in self._files() for token in file.read_text().split()]
+        if self._required and not tokens:
+            raise ValueError("it is empty")
+        return tokens or self.current

@@ -15,8 +15,6 @@ class Endpoint:
     """Name of the pod, or the URL of a worker without Kubernetes. Unique, and stable while the worker lives."""
     admin_url: str
     """Base URL of the admin port, for example ``http://10.0.0.7:8001``."""
-    weight: float = 1.0
-    """Capacity relative to the other workers, for pods on other hardware."""
     deployment: str = ""
     """Deployment of the pod, where several share the traffic."""
     terminating: bool = False

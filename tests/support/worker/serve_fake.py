@@ -17,6 +17,7 @@ import uvicorn
 import uvloop
 
 from specdecode_worker.contract import WorkerConfig
+from specdecode_worker.http_edge import UnusableFiles
 from specdecode_worker.server import server_process
 from specdecode_worker.server.errors import CannotStart
 from specdecode_worker.server.server_process import serve
@@ -54,5 +55,5 @@ if __name__ == "__main__":
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             sys.exit(runner.run(serve(WorkerConfig.model_validate_json(sys.argv[1]), build=fake_engine.build)))
-    except CannotStart as error:
+    except (CannotStart, UnusableFiles) as error:
         sys.exit(f"cannot start: {error}")

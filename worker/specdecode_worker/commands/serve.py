@@ -31,6 +31,7 @@ from specdecode_worker.contract import (
     WorkerConfig,
     default_served_name,
 )
+from specdecode_worker.http_edge import UnusableFiles
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.server.errors import CannotStart
 from specdecode_worker.server.server_process import serve
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(config, plan, api_keys=args.api_key))
-    except CannotStart as error:
+    except (CannotStart, UnusableFiles) as error:
         return _refuse(error, 1)
 
 

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import re
 import secrets
 import tempfile
 import threading
@@ -29,10 +28,21 @@ from starlette.datastructures import Headers
 from specdecode_worker.contract import Env, Route, ServerConfig, ToolFormat, WorkerConfig
 from specdecode_worker.core.messages import Loaded
 from specdecode_worker.guided.grammars import GrammarCompiler
-from specdecode_worker.http_edge import Fingerprint, fingerprint_of, mounted_files
+from specdecode_worker.http_edge import (
+    MAX_KEYS,
+    Fingerprint,
+    ReloadedFiles,
+    UnusableFiles,
+    checked_key,
+    errors_naming,
+    fingerprint_of,
+    key_files,
+    read_key_file,
+    read_key_lines,
+)
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.sampling.params import Sampling
-from specdecode_worker.server.errors import BadRequest, CannotStart, ServerError, TooManyWaiting, invalid_value
+from specdecode_worker.server.errors import BadRequest, CannotStart, TooManyWaiting, invalid_value
 from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
 from specdecode_worker.server.tools import Tokenizer, format_of
 from specdecode_worker.version import VERSION
@@ -126,29 +136,15 @@ def _digest(secret: str) -> bytes:
 
 # Reading of secrets from files: a folder as the kubelet mounts a Secret, or a file with one secret a line.
 
-MAX_FILE_BYTES = 1 << 20
-"""Largest file that is read. A Secret has at most 1 MiB."""
-TENANT_SETTINGS = "tenants.json"
-"""File in a folder of API keys that only routers read."""
-MAX_SECRETS = 4096
-"""Most secrets of one path. Their files are examined every second."""
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,252}")
-
-
-class SecretFileError(ServerError):
-    """Error for secrets that cannot be read; the message names the file, never its content."""
-
 
 def read_fingerprint(path: Path) -> Fingerprint:
     """Return the fingerprint of a folder or of a file, without reading a secret.
 
     Raises:
-        SecretFileError: The path cannot be examined.
+        UnusableFiles: The path cannot be examined.
     """
-    try:
-        return fingerprint_of(_files(path) if path.is_dir() else [path])
-    except OSError as error:
-        raise SecretFileError(f"cannot read {path}: {error.strerror or error}") from None
+    with errors_naming(path):
+        return fingerprint_of(key_files(path) if path.is_dir() else [path])
 
 
 def read_secrets(path: Path, *, first_number: int = 1) -> dict[str, str]:
@@ -162,70 +158,34 @@ def read_secrets(path: Path, *, first_number: int = 1) -> dict[str, str]:
         The secrets by name, at least one.
 
     Raises:
-        SecretFileError: The path cannot be read, holds no secret or an invalid one.
+        UnusableFiles: The path cannot be read, holds no secret or an invalid one.
     """
-    try:
-        secrets = _read_folder(path) if path.is_dir() else _parse_lines(path, _read_text(path), first_number)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is no UTF-8 text"
-        raise SecretFileError(f"cannot read {path}: {reason}") from None
+    with errors_naming(path):
+        secrets = _read_folder(path) if path.is_dir() else _read_lines(path, first_number)
     if not secrets:
-        raise SecretFileError(f"{path} holds no key or token; write one, or leave the option out")
-    if len(secrets) > MAX_SECRETS:
-        raise SecretFileError(f"{path} holds {len(secrets)} keys; at most {MAX_SECRETS} are supported")
+        raise UnusableFiles(f"{path} holds no key or token; write one, or leave the option out")
+    if len(secrets) > MAX_KEYS:
+        raise UnusableFiles(f"{path} holds {len(secrets)} keys; at most {MAX_KEYS} are supported")
     return secrets
-
-
-def _files(folder: Path) -> list[Path]:
-    """Return the mounted files of a folder that hold secrets: all but the routers' settings of tenants."""
-    return [file for file in mounted_files(folder) if file.name != TENANT_SETTINGS]
 
 
 def _read_folder(folder: Path) -> dict[str, str]:
     secrets = {}
-    for file in _files(folder):
-        if not _NAME.fullmatch(file.name):
-            raise SecretFileError(f"{file} is not named like a key: use letters, digits, '.', '_' and '-'")
-        first, *others = _read_text(file).strip().splitlines() or [""]
-        secrets[file.name] = _checked(first.strip(), str(file))
+    for file in key_files(folder):
+        first, *others = read_key_file(file).strip().splitlines() or [""]
+        secrets[file.name] = checked_key(first.strip(), str(file))
         for number, line in enumerate(others, 2):
-            secrets[f"{file.name}/{number}"] = _checked(line.strip(), f"{file} line {number}")
+            secrets[f"{file.name}/{number}"] = checked_key(line.strip(), f"{file} line {number}")
     return secrets
 
 
-def _read_text(file: Path) -> str:
-    with file.open("rb") as opened:
-        content = opened.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise SecretFileError(f"{file} has more than {MAX_FILE_BYTES} bytes")
-    return content.decode()
-
-
-def _parse_lines(path: Path, text: str, first_number: int) -> dict[str, str]:
-    """Parse lines of the form ``name=key`` or ``key``.
-
-    The ``=`` at the end of a key in base64 belongs to the key, not to a name.
-    """
+def _read_lines(path: Path, first_number: int) -> dict[str, str]:
     secrets: dict[str, str] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        name, _, key = (part.strip() for part in line.partition("="))
-        if not key.strip("=") or not _NAME.fullmatch(name):
-            name, key = f"key-{first_number}", line.strip()
-            first_number += 1
+    for name, key, place in read_key_lines(path, first_number):
         if name in secrets:
-            raise SecretFileError(f"{path} line {number}: the name {name} occurs twice")
-        secrets[name] = _checked(key, f"{path} line {number}")
+            raise UnusableFiles(f"{place}: the name {name} occurs twice")
+        secrets[name] = key
     return secrets
-
-
-def _checked(key: str, place: str) -> str:
-    if not key:
-        raise SecretFileError(f"{place} holds no key or token; write one, or delete it")
-    if not all("!" <= character <= "~" for character in key):
-        raise SecretFileError(f"{place}: a key is one word of printable ASCII characters")
-    return key
 
 
 # Admin token of a worker that was given none: made at start, and kept in a file that only its user can read.
@@ -348,14 +308,14 @@ CHECK_SECONDS = 1.0
 """Time between two examinations of the files."""
 
 
-class ReloadedSecrets:
+class ReloadedSecrets(ReloadedFiles[SecretSet]):
     """Fixed secrets together with those of a path. ``current`` is replaced as a whole when the path changes."""
 
     def __init__(
         self,
         what: str,
         fixed: Mapping[str, str],
-        read: Callable[[], Mapping[str, str]] | None = None,
+        read: Callable[[], Mapping[str, str]] = dict,
         fingerprint: Callable[[], Fingerprint] = tuple,
     ) -> None:
         """Read the secrets for the first time.
@@ -363,37 +323,18 @@ class ReloadedSecrets:
         Args:
             what: Name of the option that holds the path, for the log.
             fixed: Secrets by name that never change.
-            read: Reads the secrets of the path; None without a path.
+            read: Reads the secrets of the path. Without a path there are none.
             fingerprint: Examines the path without reading secrets.
 
         Raises:
-            SecretFileError: The path has no usable secrets.
+            UnusableFiles: The path has no usable secrets.
         """
-        self._what, self._fixed, self._read, self._fingerprint = what, fixed, read, fingerprint
-        self._problem = ""
-        self._seen = fingerprint() if read else ()
-        self.current = self._secrets()
-
-    def reload(self) -> None:
-        """Read the secrets again if their files changed. On an error the last good secrets stay, and it is logged."""
-        if self._read is None:
-            return
-        try:
-            # Taken before the files are read: a change in between is seen the next time.
-            seen = self._fingerprint()
-            if seen == self._seen and not self._problem:
-                return
-            self.current, self._seen = self._secrets(), seen
-        except SecretFileError as error:
-            if str(error) != self._problem:
-                log.error("%s: %s; the last good ones stay in use", self._what, error)
-            self._problem = str(error)
-            return
-        self._problem = ""
-        log.info("%s: read again, %d are in use", self._what, len(self.current))
-
-    def _secrets(self) -> SecretSet:
-        return SecretSet({**(self._read() if self._read else {}), **self._fixed})
+        super().__init__(
+            what,
+            lambda: SecretSet({**read(), **fixed}),
+            fingerprint,
+            summary=lambda current: f", {len(current)} are in use",
+        )
 
 
 @contextlib.contextmanager
@@ -405,7 +346,7 @@ def watching(sources: Sequence[ReloadedSecrets]) -> Iterator[None]:
         while not stop.wait(CHECK_SECONDS):
             for source in sources:
                 try:
-                    source.reload()
+                    source.refresh()
                 except Exception:
                     log.exception("cannot read secrets again; the last good ones stay in use")
 
@@ -456,15 +397,13 @@ def load_credentials(config: ServerConfig, environ: Mapping[str, str], flag_keys
         flag_keys: Keys of the flag --api-key.
 
     Raises:
-        CannotStart: A source of keys or tokens is given and holds none, or cannot be read.
+        CannotStart: A variable or flag of keys or tokens is given and holds none.
+        UnusableFiles: A path of keys or tokens is given and holds none, or cannot be read.
     """
-    try:
-        api_keys = _api_keys(config, _fixed_keys(environ, flag_keys))
-        given = _environment_token(environ)
-        generated = "" if given or config.admin_tokens_path else secrets.token_urlsafe(_TOKEN_BYTES)
-        return Credentials(api_keys, _admin_tokens(config, given or generated), generated)
-    except SecretFileError as error:
-        raise CannotStart(str(error)) from None
+    api_keys = _api_keys(config, _fixed_keys(environ, flag_keys))
+    given = _environment_token(environ)
+    generated = "" if given or config.admin_tokens_path else secrets.token_urlsafe(_TOKEN_BYTES)
+    return Credentials(api_keys, _admin_tokens(config, given or generated), generated)
 
 
 def _fixed_keys(environ: Mapping[str, str], flag_keys: Sequence[str]) -> dict[str, str]:
@@ -485,7 +424,7 @@ def _api_keys(config: ServerConfig, fixed: Mapping[str, str]) -> ReloadedSecrets
     def read() -> dict[str, str]:
         keys = read_secrets(path, first_number=len(fixed) + 1)
         if taken := sorted(keys.keys() & fixed.keys()):
-            raise SecretFileError(f"{path}: the name {taken[0]} is that of a key of the command line or environment")
+            raise UnusableFiles(f"{path}: the name {taken[0]} is that of a key of the command line or environment")
         return keys
 
     return ReloadedSecrets("API keys", fixed, read, partial(read_fingerprint, path))
@@ -508,13 +447,13 @@ def _admin_tokens(config: ServerConfig, operator: str) -> ReloadedSecrets:
 
     def read() -> dict[str, str]:
         if not path.is_dir():
-            raise SecretFileError(f"{path} is no folder; it must be one, with files named {', '.join(Scope)}")
+            raise UnusableFiles(f"{path} is no folder; it must be one, with files named {', '.join(Scope)}")
         tokens = read_secrets(path)
         known = {name: token for name, token in tokens.items() if name.partition("/")[0] in set(Scope)}
         if unknown := sorted(tokens.keys() - known.keys()):
             log.warning("%s: %s is ignored; a token is in a file named %s", path, unknown[0], ", ".join(Scope))
         if not known:
-            raise SecretFileError(f"{path} holds no token; it needs a file named {', '.join(Scope)}")
+            raise UnusableFiles(f"{path} holds no token; it needs a file named {', '.join(Scope)}")
         return known
 
     return ReloadedSecrets("admin tokens", named, read, partial(read_fingerprint, path))

@@ -19,10 +19,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from specdecode_worker.contract import Env, Plan, ServerConfig, SyntheticKnobs, WorkerConfig
+from specdecode_worker.contract import Env, Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import Build
-from specdecode_worker.http_edge import TlsCertificate, UnusableCertificate
+from specdecode_worker.http_edge import TlsCertificate
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ConfigMismatch, ModelError
 from specdecode_worker.models.fields import sampling_defaults
@@ -89,13 +89,14 @@ async def serve(
         The exit code: 0 after a complete drain, 1 if requests were cut off or the engine died.
 
     Raises:
-        CannotStart: A port is taken, or the credentials, the TLS certificate, the model, the capture folder or the
-            synthetic knobs are unusable.
+        CannotStart: A port is taken, or the credentials, the model, the capture folder or the synthetic knobs are
+            unusable.
+        UnusableFiles: A file of credentials or of the TLS certificate is unusable.
     """
     drain_requested, exit_now = _shutdown_signals()
     plan, knobs = _start_plan(config, standalone_plan), _start_knobs()
     credentials = load_credentials(config.server, os.environ, api_keys)
-    tls = _certificate(config.server)
+    tls = TlsCertificate.of_files(config.server.tls_cert_file, config.server.tls_key_file)
     sockets = _bind(config, admin_host=_LOOPBACK if credentials.generated_token else config.server.host)
     recorder = open_recorder(config, plan)
     engine, deadline, parts = EngineClient(config, plan, knobs, build=build), ExitDeadline(), VitalParts()
@@ -208,14 +209,6 @@ async def _fail(service: Service, reason: str) -> int:
     # Probes and clients get a response with the reason instead of a refused connection.
     await asyncio.sleep(_FAILED_SECONDS)
     return 1
-
-
-def _certificate(config: ServerConfig) -> TlsCertificate | None:
-    """Return the certificate of the configuration; None without TLS. Raises CannotStart."""
-    try:
-        return TlsCertificate.of_files(config.tls_cert_file, config.tls_key_file)
-    except UnusableCertificate as error:
-        raise CannotStart(str(error)) from None
 
 
 def _start_plan(config: WorkerConfig, standalone_plan: Plan | None) -> Plan:

@@ -1,4 +1,4 @@
-"""Tests of the choice of a worker: stability, shares by weight, bounded load, and the rules of eligibility."""
+"""Tests of the choice of a worker: stability, shares by speed, bounded load, and the rules of eligibility."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from specdecode_router.placement.choose import LOAD_FACTOR, PlacementOutcome, lo
 from specdecode_router.workers.worker import Endpoint, WorkerView
 
 
-def worker(name: str, in_flight: int = 0, *, weight: float = 1.0, terminating: bool = False, **more: Any) -> WorkerView:
-    endpoint = Endpoint(name, f"http://{name}:8001", weight=weight, terminating=terminating)
+def worker(name: str, in_flight: int = 0, *, terminating: bool = False, **more: Any) -> WorkerView:
+    endpoint = Endpoint(name, f"http://{name}:8001", terminating=terminating)
     return WorkerView(endpoint, in_flight, **more)
 
 
@@ -35,12 +35,12 @@ def name_of(workers: Sequence[WorkerView], key: Affinity, **more: Any) -> str:
 NAMES = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=8, unique=True)
 
 
-@given(names=NAMES, weights=st.lists(st.floats(0.1, 10), min_size=9, max_size=9), joining=st.text(min_size=9))
+@given(names=NAMES, speeds=st.lists(st.floats(0.1, 10), min_size=9, max_size=9), joining=st.text(min_size=9))
 def test_a_worker_that_joins_or_leaves_moves_only_its_own_keys(
-    names: list[str], weights: list[float], joining: str
+    names: list[str], speeds: list[float], joining: str
 ) -> None:
-    workers = [worker(name, weight=weight) for name, weight in zip(names, weights[1:], strict=False)]
-    grown = [*workers, worker(joining, weight=weights[0])]
+    workers = [worker(name, speed=speed) for name, speed in zip(names, speeds[1:], strict=False)]
+    grown = [*workers, worker(joining, speed=speeds[0])]
     for number in range(30):
         before, after = name_of(workers, affinity(number)), name_of(grown, affinity(number))
         assert after in (before, joining)
@@ -53,8 +53,8 @@ def test_choice_does_not_depend_on_the_order_of_workers(names: list[str], seed: 
     assert place(workers, affinity(seed)) == place(mixed, affinity(seed))
 
 
-def test_keys_are_shared_by_weight() -> None:
-    workers = [worker("a", weight=1), worker("b", weight=2), worker("c", weight=5)]
+def test_keys_are_shared_by_speed() -> None:
+    workers = [worker("a", speed=1), worker("b", speed=2), worker("c", speed=5)]
     counts = Counter(name_of(workers, affinity(number)) for number in range(8000))
     assert counts["a"] == pytest.approx(1000, rel=0.1)
     assert counts["b"] == pytest.approx(2000, rel=0.1)
@@ -63,14 +63,14 @@ def test_keys_are_shared_by_weight() -> None:
 
 @given(
     loads=st.lists(st.integers(0, 50), min_size=1, max_size=8),
-    weights=st.lists(st.floats(0.1, 10), min_size=8, max_size=8),
+    speeds=st.lists(st.floats(0.1, 10), min_size=8, max_size=8),
     number=st.integers(0, 100),
 )
-def test_no_worker_gets_more_than_its_bound(loads: list[int], weights: list[float], number: int) -> None:
-    workers = [worker(f"w{i}", load, weight=weights[i]) for i, load in enumerate(loads)]
+def test_no_worker_gets_more_than_its_bound(loads: list[int], speeds: list[float], number: int) -> None:
+    workers = [worker(f"w{i}", load, speed=speeds[i]) for i, load in enumerate(loads)]
     placement = place(workers, affinity(number))
     chosen = placement.worker
-    share = chosen.endpoint.weight / sum(weights[: len(loads)])
+    share = chosen.speed / sum(speeds[: len(loads)])
     assert load_of(chosen) + 1 <= math.ceil(LOAD_FACTOR * (sum(loads) + 1) * share + 1e-9)
 
 
@@ -111,12 +111,10 @@ def test_terminating_and_excluded_workers_are_never_chosen() -> None:
         assert name_of(workers, affinity(number), exclude=frozenset({"c"})) in "ad"
 
 
-def test_suspects_and_workers_without_weight_come_last() -> None:
+def test_suspects_come_last() -> None:
     for number in range(20):
         assert name_of([worker("a", 50), worker("b", suspect=True)], affinity(number)) == "a"
-        assert name_of([worker("a", 50), worker("b", weight=0)], affinity(number)) == "a"
     assert name_of([worker("b", suspect=True)], affinity(1)) == "b"
-    assert name_of([worker("b", weight=0)], affinity(1)) == "b"
 
 
 def test_a_continuation_needs_the_compatibility_key() -> None:

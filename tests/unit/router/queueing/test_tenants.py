@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_router.errors import ApiError, CannotStart
+from specdecode_router.errors import ApiError
 from specdecode_router.queueing.tenants import Tenant, TenantTable
+from specdecode_worker.http_edge import UnusableFiles
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_other_headers_get_401_as_from_a_worker(folder: Path, header: str) -> No
 
 def test_the_table_holds_no_key_in_clear(folder: Path) -> None:
     table = TenantTable(folder)
-    state = repr([vars(table), table._tenants])
+    state = repr([vars(table), table.current])
     assert "key-of-alice" not in state
     assert "key-of-bob" not in state
 
@@ -136,7 +137,7 @@ def test_a_bad_file_stops_the_start_and_later_leaves_the_table(
 ) -> None:
     table = TenantTable(folder)
     mount(folder, entries)
-    with pytest.raises(CannotStart, match=message):
+    with pytest.raises(UnusableFiles, match=message):
         TenantTable(folder)
     for _ in range(3):
         table.refresh()
@@ -157,5 +158,5 @@ def test_settings_without_a_key_are_reported(folder: Path, caplog: pytest.LogCap
 
 
 def test_a_missing_path_stops_the_start(tmp_path: Path) -> None:
-    with pytest.raises(CannotStart, match="cannot read"):
+    with pytest.raises(UnusableFiles, match="cannot read"):
         TenantTable(tmp_path / "missing")

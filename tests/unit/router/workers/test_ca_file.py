@@ -46,8 +46,7 @@ async def test_a_changed_ca_file_is_read_again(tmp_path: Path) -> None:
         client.ca.refresh()
         assert await client.get(url, "/", 5, {}) == (200, b"ok")
         ca_file.write_bytes(b"no certificate")
-        with pytest.raises(ssl.SSLError):
-            client.ca.refresh()
+        client.ca.refresh()
         assert await client.get(url, "/", 5, {}) == (200, b"ok"), "the last good ones stay"
     finally:
         await client.close()

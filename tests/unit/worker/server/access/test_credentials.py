@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.contract import Env, ServerConfig
+from specdecode_worker.http_edge import UnusableFiles
 from specdecode_worker.server import admission as generated_token
 from specdecode_worker.server.admission import Credentials, Scope, load_credentials, scope_of, token_file
 from specdecode_worker.server.errors import CannotStart
@@ -64,9 +65,9 @@ def test_paths_without_usable_secrets_cannot_start(tmp_path: Path) -> None:
         ({"admin_tokens_path": str(tmp_path)}, "holds no token"),
         ({"admin_tokens_path": str(tmp_path / "operater")}, "is no folder"),
     ):
-        with pytest.raises(CannotStart, match=problem):
+        with pytest.raises(UnusableFiles, match=problem):
             load(**fields)
-    with pytest.raises(CannotStart, match="the name key-1"):
+    with pytest.raises(UnusableFiles, match="the name key-1"):
         load(["flag"], api_keys_path=str(tmp_path))
 
 
@@ -91,7 +92,7 @@ def test_file_of_a_scope_holds_several_tokens_during_a_rotation(tmp_path: Path) 
     )
     assert {scope_of(name) for token in ("current", "previous") for name in names_of(token)} == {Scope.operator}
     (tmp_path / "operator").write_text("two words\n")
-    with pytest.raises(CannotStart, match="one word"):
+    with pytest.raises(UnusableFiles, match="one word"):
         load(admin_tokens_path=str(tmp_path))
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 
 import pytest
 
+from specdecode_worker.http_edge import UnusableFiles
 from specdecode_worker.server import admission as reloaded_secrets
 from specdecode_worker.server.admission import (
     Fingerprint,
     ReloadedSecrets,
-    SecretFileError,
     SecretSet,
     bearer_token,
     watching,
@@ -34,7 +34,7 @@ class FakePath:
     def read(self) -> Mapping[str, str]:
         self.reads += 1
         if self.problem:
-            raise SecretFileError(self.problem)
+            raise UnusableFiles(self.problem)
         return self.content
 
 
@@ -57,10 +57,10 @@ def test_bearer_token_is_read_from_the_header(header: str, token: str | None) ->
 def test_changed_path_is_read_again_and_unchanged_path_is_not() -> None:
     path = FakePath(alice="1")
     secrets = ReloadedSecrets("keys", {"fixed": "f"}, path.read, path.fingerprint)
-    secrets.reload()
+    secrets.refresh()
     assert path.reads == 1
     path.change(bob="2")
-    secrets.reload()
+    secrets.refresh()
     assert secrets.current.names_of("2") == ("bob",)
     assert secrets.current.names_of("1") == ()
     assert secrets.current.names_of("f") == ("fixed",)
@@ -72,13 +72,13 @@ def test_unreadable_path_keeps_the_last_good_secrets_and_is_logged_once(caplog: 
     path.change()
     path.problem = "the folder is empty"
     with caplog.at_level(logging.INFO):
-        secrets.reload()
-        secrets.reload()
+        secrets.refresh()
+        secrets.refresh()
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert secrets.current.names_of("1") == ("alice",)
     path.content, path.problem = {"alice": "3"}, ""
     with caplog.at_level(logging.INFO):
-        secrets.reload()  # the fingerprint is that of the failed read
+        secrets.refresh()  # the fingerprint is that of the failed read
     assert secrets.current.names_of("3") == ("alice",)
     assert caplog.records[-1].levelname == "INFO"
 
@@ -86,7 +86,7 @@ def test_unreadable_path_keeps_the_last_good_secrets_and_is_logged_once(caplog: 
 def test_unreadable_path_is_an_error_at_the_first_read() -> None:
     path = FakePath()
     path.problem = "nothing there"
-    with pytest.raises(SecretFileError, match="nothing there"):
+    with pytest.raises(UnusableFiles, match="nothing there"):
         ReloadedSecrets("keys", {}, path.read, path.fingerprint)
 
 

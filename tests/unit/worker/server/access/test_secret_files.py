@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specdecode_worker.server.admission import SecretFileError, read_fingerprint, read_secrets
+from specdecode_worker.http_edge import UnusableFiles
+from specdecode_worker.server.admission import read_fingerprint, read_secrets
 
 
 def test_folder_holds_one_key_per_file_and_dot_files_are_ignored(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_file_holds_one_key_per_line_with_or_without_a_name(tmp_path: Path) -> N
 def test_unusable_file_is_refused_without_its_content(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "keys"
     file.write_text(text)
-    with pytest.raises(SecretFileError, match=problem) as refused:
+    with pytest.raises(UnusableFiles, match=problem) as refused:
         read_secrets(file)
     assert "two words" not in str(refused.value)
 
@@ -63,18 +64,18 @@ def test_unusable_file_is_refused_without_its_content(tmp_path: Path, text: str,
 def test_unusable_file_of_a_folder_is_named(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / "good").write_text("key")
     (tmp_path / name).write_text(text)
-    with pytest.raises(SecretFileError, match=name):
+    with pytest.raises(UnusableFiles, match=name):
         read_secrets(tmp_path)
 
 
 def test_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     for read in (read_secrets, read_fingerprint):
-        with pytest.raises(SecretFileError, match="No such file"):
+        with pytest.raises(UnusableFiles, match="No such file"):
             read(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(SecretFileError, match="UTF-8"):
+    with pytest.raises(UnusableFiles, match="UTF-8"):
         read_secrets(tmp_path / "binary")
-    with pytest.raises(SecretFileError, match="holds no key"):
+    with pytest.raises(UnusableFiles, match="holds no key"):
         read_secrets(tmp_path.joinpath("empty").mkdir() or tmp_path / "empty")
 
 
