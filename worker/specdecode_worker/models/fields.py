@@ -204,7 +204,7 @@ def _token_text(token: Any) -> str:
 def _token_id(folder: Path, text: str) -> int | None:
     """Return the id of a token of tokenizer.json; None if it has no such token."""
     tokenizer = read_optional(folder / "tokenizer.json")
-    added = {token["content"]: index for index, token in listed_tokens(folder).items()}
+    added: dict[str, Any] = {token["content"]: index for index, token in listed_tokens(folder).items()}
     listed, model = (tokenizer.get(name) for name in ("added_tokens", "model"))
     more = (token for token in (listed if isinstance(listed, list) else ()) if isinstance(token, Mapping))
     added |= {_token_text(token): token.get("id") for token in more}
