@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 _NUMBERS = {
     "max_waiting": "requests that wait for a place; more get 429",
     "max_waiting_per_tenant": "the same, of one tenant",
+    "max_waiting_bytes": "of the bodies of all requests that wait; a tenant may have a quarter",
     "max_held": "requests that are held while there is no worker; more get 503",
     "hold_seconds": "for which a request is held without a worker",
     "request_timeout_seconds": "longest time of a request; X-Request-Timeout lowers it",

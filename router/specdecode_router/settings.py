@@ -78,6 +78,9 @@ class RouterSettings(BaseModel):
     """Waiting requests of all tenants while there are workers. More get a 429."""
     max_waiting_per_tenant: int = Field(default=256, ge=0)
     """Waiting requests of one tenant. More get a 429. It does not apply where clients are not authenticated."""
+    max_waiting_bytes: int = Field(default=128 * 1024 * 1024, ge=1)
+    """Bodies of all waiting and held requests, of which one tenant may have a quarter. More get the same answers. A
+    parsed body, as it waits, takes up to seven times its bytes."""
     max_held: int = Field(default=1024, ge=0)
     """Held requests of all tenants while there is no worker. More get a 503."""
     hold_seconds: float = Field(default=300, gt=0)

@@ -59,7 +59,8 @@ async def _generate(state: RouterState, request: web.Request) -> web.StreamRespo
             stream, choice, numbered = _understand(request, body, tenant, state)
             now = state.clock()
             metrics.observe_added_latency(Stage.receive, now - received)
-            with await state.admission.acquire(tenant, deadline - now, len(body) // _BYTES_PER_TOKEN) as place:
+            prompt_tokens = len(body) // _BYTES_PER_TOKEN
+            with await state.admission.acquire(tenant, deadline - now, prompt_tokens, len(body)) as place:
                 metrics.observe_queue_time(place.waited_seconds)
                 with metrics.running_request():
                     client = response if numbered is None else numbered.client_stream(response)

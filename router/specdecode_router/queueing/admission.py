@@ -9,7 +9,7 @@ tasks of its own.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from types import TracebackType
 
@@ -19,6 +19,9 @@ from specdecode_router.queueing.refusals import Refused
 from specdecode_router.queueing.service_rate import ServiceRate
 from specdecode_router.queueing.tenants import Tenant
 from specdecode_router.settings import RouterSettings
+
+TENANTS_WITH_ALL_BYTES = 4
+"""Tenants that can fill the bytes of waiting bodies together: each may have this part of them."""
 
 
 class Place:
@@ -56,17 +59,18 @@ class Place:
 class _Waiter:
     """One waiting request."""
 
-    __slots__ = ("deadline_timer", "future", "hold_timer", "prompt_tokens", "queue", "since", "tenant")
+    __slots__ = ("body_bytes", "deadline_timer", "future", "hold_timer", "prompt_tokens", "queue", "since", "tenant")
 
     def __init__(
         self,
         tenant: Tenant,
         queue: FairQueue[_Waiter],
         prompt_tokens: int,
+        body_bytes: int,
         since: float,
         future: asyncio.Future[Place],
     ) -> None:
-        self.tenant, self.queue, self.prompt_tokens = tenant, queue, prompt_tokens
+        self.tenant, self.queue, self.prompt_tokens, self.body_bytes = tenant, queue, prompt_tokens, body_bytes
         self.since, self.future = since, future
         self.deadline_timer: asyncio.TimerHandle | None = None
         self.hold_timer: asyncio.TimerHandle | None = None
@@ -101,6 +105,8 @@ class Admission:
         self._queue: PriorityQueue[_Waiter] = PriorityQueue()
         self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
         """All waiting requests in the order of their arrival."""
+        self._bytes_of: Counter[str] = Counter()
+        """Bytes of the bodies of waiting requests, by name of the tenant."""
         self._rate = ServiceRate(clock())
         self.on_held_change: Callable[[], None] | None = None
         """Called after each change of ``held``, on the event loop."""
@@ -137,13 +143,16 @@ class Admission:
         self._dispatch()
         self._update(held)
 
-    async def acquire(self, tenant: Tenant, deadline_seconds: float | None, prompt_tokens: int = 0) -> Place:
+    async def acquire(
+        self, tenant: Tenant, deadline_seconds: float | None, prompt_tokens: int = 0, body_bytes: int = 0
+    ) -> Place:
         """Wait for a place. The request leaves the queue at once if its task is cancelled.
 
         Args:
             tenant: Tenant of the request.
             deadline_seconds: Time until the deadline of the request; None without one.
             prompt_tokens: Expected length of the prompt.
+            body_bytes: Size of the body, which is kept while the request waits.
 
         Raises:
             Refused: 429 if the queue or the tenant's part of it is full, 503 if no worker is there and none came in
@@ -155,23 +164,26 @@ class Admission:
         if self.running < self._capacity and self._may_run(tenant):
             # Requests that wait although a place is free are of tenants at their own limit.
             return self._enter(tenant, queue, prompt_tokens)
-        self._check_bounds(tenant)
-        waiter = self._add(tenant, queue, prompt_tokens, deadline_seconds)
+        self._check_bounds(tenant, body_bytes)
+        waiter = self._add(tenant, queue, prompt_tokens, body_bytes, deadline_seconds)
         try:
             return await waiter.future
         except asyncio.CancelledError:
             self._abandon(waiter)
             raise
 
-    def _check_bounds(self, tenant: Tenant) -> None:
+    def _check_bounds(self, tenant: Tenant, body_bytes: int) -> None:
         """Raise Refused if one more request must not wait.
 
         In a full queue the tenant with the most waiting requests makes room, so that it cannot shut out the others.
         """
-        mine, now = self._queue.length_of(tenant.name), self._clock()
-        if tenant.name and mine >= self.limits.max_waiting_per_tenant:
+        mine, now, most_bytes = self._queue.length_of(tenant.name), self._clock(), self.limits.max_waiting_bytes
+        too_large = self._bytes_of[tenant.name] + body_bytes > most_bytes // TENANTS_WITH_ALL_BYTES
+        if tenant.name and (mine >= self.limits.max_waiting_per_tenant or too_large):
             share = self._queue.share_of(tenant)
             raise refusals.tenant_is_full(mine, self._rate.retry_seconds(mine, now, share=share))
+        if self._bytes_of.total() + body_bytes > most_bytes:
+            raise self._full(now)
         limit = self.limits.max_waiting if self._capacity else self.limits.max_held
         if len(self._waiters) < limit:
             return
@@ -188,17 +200,23 @@ class Admission:
         return refusals.queue_is_full(self.waiting, self._rate.retry_seconds(self.waiting, now))
 
     def _add(
-        self, tenant: Tenant, queue: FairQueue[_Waiter], prompt_tokens: int, deadline_seconds: float | None
+        self,
+        tenant: Tenant,
+        queue: FairQueue[_Waiter],
+        prompt_tokens: int,
+        body_bytes: int,
+        deadline_seconds: float | None,
     ) -> _Waiter:
         held = self.held
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(tenant, queue, prompt_tokens, self._clock(), loop.create_future())
+        waiter = _Waiter(tenant, queue, prompt_tokens, body_bytes, self._clock(), loop.create_future())
         if deadline_seconds is not None:
             error = refusals.deadline_passed(deadline_seconds)
             waiter.deadline_timer = loop.call_later(deadline_seconds, self._fail, waiter, error)
         if self._capacity == 0:
             self._start_hold_timer(waiter)
         self._waiters[waiter] = None
+        self._bytes_of[tenant.name] += body_bytes
         queue.push(tenant, waiter)
         self._update(held)
         return waiter
@@ -232,6 +250,9 @@ class Admission:
 
     def _forget(self, waiter: _Waiter) -> None:
         del self._waiters[waiter]
+        self._bytes_of[waiter.tenant.name] -= waiter.body_bytes
+        if not self._bytes_of[waiter.tenant.name]:
+            del self._bytes_of[waiter.tenant.name]
         _cancel(waiter.deadline_timer)
         _cancel(waiter.hold_timer)
 

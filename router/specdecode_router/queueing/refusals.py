@@ -28,19 +28,19 @@ class Refused(ApiError):
 
 def queue_is_full(waiting: int, retry_seconds: int) -> Refused:
     """Return the 429 of a full queue."""
-    message = f"{waiting} requests are waiting, which is the limit; retry in {retry_seconds} s"
+    message = f"{waiting} requests are waiting, the limit of number or size; retry in {retry_seconds} s"
     return _refused(RefusalReason.queue_full, 429, message, retry_seconds)
 
 
 def tenant_is_full(waiting: int, retry_seconds: int) -> Refused:
     """Return the 429 of a tenant that has its limit of waiting requests."""
-    message = f"{waiting} requests of this API key are waiting, which is the limit; retry in {retry_seconds} s"
+    message = f"{waiting} requests of this API key are waiting, the limit of number or size; retry in {retry_seconds} s"
     return _refused(RefusalReason.tenant_full, 429, message, retry_seconds)
 
 
 def held_is_full(held: int) -> Refused:
     """Return the 503 of a request that comes while no worker is there and the limit of held requests is reached."""
-    message = f"no worker is ready, and {held} requests are waiting for one, which is the limit"
+    message = f"no worker is ready, and {held} requests are waiting for one, the limit of number or size"
     return _refused(RefusalReason.held_full, 503, message, NO_WORKER_RETRY_SECONDS, "unavailable")
 
 

@@ -136,6 +136,29 @@ async def test_clients_without_authentication_share_the_whole_queue() -> None:
 
 
 @virtual
+async def test_bodies_of_waiting_requests_have_a_bound_and_a_tenant_has_a_quarter_of_it() -> None:
+    queue = admission(1, max_waiting_bytes=400)
+    place = await queue.acquire(A, None)
+    first = asyncio.create_task(queue.acquire(A, None, 0, 100))
+    await settle()
+    assert (await refusal(queue.acquire(A, None, 0, 1))).reason is RefusalReason.tenant_full
+    others = [asyncio.create_task(queue.acquire(Tenant(""), None, 0, 150)) for _ in range(2)]
+    await settle()
+    assert (await refusal(queue.acquire(B, None, 0, 1))).reason is RefusalReason.queue_full
+    place.release()
+    await first
+    again = asyncio.create_task(queue.acquire(A, None, 0, 100))
+    await settle()
+    assert [task.done() for task in (*others, again)] == [False] * 3
+    others[0].cancel()
+    await settle()
+    few = [asyncio.create_task(queue.acquire(B, None, 0, size)) for size in (99, 1)]
+    await settle()
+    assert queue.waiting == 4
+    assert not any(task.done() for task in few)
+
+
+@virtual
 async def test_a_deadline_ends_the_wait_with_504() -> None:
     queue = admission(1)
     await queue.acquire(A, None)
