@@ -68,8 +68,9 @@ GOLDEN, REPLAY = "golden.jsonl", "replay.jsonl"
 """Entries of the ConfigMap with prompts."""
 BACKOFF_LIMIT = 3
 """Pods that may fail, other than by preemption, before the Job fails."""
-DEADLINE_MARGIN_SECONDS = 600
-"""Time beyond the limit in which the command ends by itself and writes its verdict, with loading of the model."""
+DEADLINE_MARGIN_SECONDS = 3600
+"""Time beyond the limit, which counts from the command's start: for pulls of images and models, also of pods that take
+over, and for the command to end by itself and to write its verdict."""
 GRACE_SECONDS = 120
 """Time after SIGTERM to finish a step and to write a checkpoint."""
 USAGE_EXIT_CODE = 64
@@ -286,7 +287,7 @@ def _prompts(deployment: Deployment) -> list[dict[str, Any]]:
 
 DEADLINE_SECONDS = 1800
 """Time for all pods of the Job, with pulling the image."""
-_RESOURCES = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "512Mi"}}
+_RESOURCES = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "1Gi"}}
 
 
 def deletion_job_name(deployment: str, run: str) -> str:
