@@ -158,7 +158,8 @@ class Loop:
         self.wait("Cooldown", timeout_s=60)
         self._end = status = endpoint.draft_status()
         assert status["lastRun"]["outcome"] == "Better", status
-        assert endpoint.ended_drafts()[0]["outcome"] == "Promoted", endpoint.drafts()
+        self._trial = endpoint.ended_drafts()[0]  # the drafts go with the deployment
+        assert self._trial["outcome"] == "Promoted", endpoint.drafts()
         assert {new} != old
         verdict = seconds_of_timestamp(status["lastRun"]["time"])
         wait_for("captures are deleted", lambda: is_newer(oldest_record(endpoint), verdict), timeout_s=60)
@@ -177,7 +178,7 @@ class Loop:
 
     def summary(self) -> str:
         """Return the time of each stage, the run and the trial."""
-        return f"\n{self.stages()}\nrun: {self._end['lastRun']}\ndraft: {self.endpoint.ended_drafts()[0]}"
+        return f"\n{self.stages()}\nrun: {self._end['lastRun']}\ndraft: {self._trial}"
 
 
 @contextmanager
