@@ -471,12 +471,15 @@ class Engine:
     def close(self) -> None:
         """End the other processes of a replica on several devices: the ranks above 0.
 
-        They end after the steps in flight, whose collectives would never return here without them.
+        They end after the steps in flight, whose collectives would never return here without them. The graphs go
+        before: NCCL leaves no group whose collectives a graph still holds (`commDestroySync` of its src/init.cc).
         """
         try:
             while self._launched:
                 self._launched.popleft().read()
         finally:
+            if self._graphs is not None:
+                self._graphs.release()
             self._grammars.close()
             if self._exchange is not None:
                 self._exchange.close()
