@@ -96,6 +96,12 @@ class DraftSettings:
     """
     names: Names = "safeailab"
 
+    @property
+    def starts_layers(self) -> bool:
+        """True if layers of the draft start as some of the target: all, or those that ``origin`` lacks."""
+        origin = self.origin
+        return origin is None or (isinstance(origin, Eagle3Head) and self.layers > origin.config.num_hidden_layers)
+
 
 def train_draft(
     target: CausalLM,
