@@ -95,10 +95,12 @@ def test_a_draft_process_proposes_what_a_local_draft_does(
     assert pid_of(own) > 0
 
 
-def test_a_split_target_drafts_in_another_process(folders: dict[str, Path]) -> None:
-    split = load_engine(config(folders, "eagle3", "own", tensor_parallel_size=2), Path)
+@pytest.mark.parametrize("method", ["eagle3", "eagle"])
+def test_a_split_target_drafts_in_another_process(folders: dict[str, Path], method: str) -> None:
+    """Its process has the whole output matrix, which a head of method eagle reads and each rank has a part of."""
+    split = load_engine(config(folders, method, "own", tensor_parallel_size=2), Path)
     try:
-        assert generate(split) == generate(load_engine(config(folders, "eagle3", "shared"), Path))
+        assert generate(split) == generate(load_engine(config(folders, method, "shared"), Path))
         assert split.report().drafts > 0
     finally:
         split.close()

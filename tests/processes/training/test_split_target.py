@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from specdecode_worker.models.causal_lm import CausalLM
@@ -88,6 +90,21 @@ def test_number_of_devices_that_does_not_divide_the_heads_is_refused(folder: Pat
     placement = TargetPlacement(folder=folder, dtype="float32", device=CPU, size=3)
     with pytest.raises(ConfigMismatch, match="cannot be split"), placed_target(placement):
         pass
+
+
+def test_the_other_ranks_end_before_the_first_leaves_their_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for the ranks of a machine that are still in the group."""
+    placement = TargetPlacement(folder=folder, dtype="float32", device=CPU, size=2, threads=1)
+    destroy, running = dist.destroy_process_group, [""]
+
+    def destroyed() -> None:
+        running[:] = [one.name for one in multiprocessing.active_children() if one.name.startswith("target-rank")]
+        destroy()
+
+    monkeypatch.setattr(dist, "destroy_process_group", destroyed)
+    with placed_target(placement):
+        pass
+    assert (running, dist.is_initialized()) == ([], False)
 
 
 def test_lost_rank_ends_the_process(folder: Path) -> None:

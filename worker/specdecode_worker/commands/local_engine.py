@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from specdecode_worker.commands.flags import draft_config, model_config, named
 from specdecode_worker.contract import (
@@ -93,8 +96,14 @@ class LocalEngine:
         self._plans = self._runs = 0
 
     def close(self) -> None:
-        """End the other ranks of a replica on several devices."""
+        """End the other ranks of a replica on several devices, and free the memory of this one. It does not run again.
+
+        What torch keeps of it would count as used when another engine is loaded.
+        """
         self.engine.close()
+        del self.engine
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def run_shape(self, shape: TreeShape, draft: str = "", merge: tuple[MergedDraft, ...] = ()) -> None:
         """Run ``shape`` with the named draft in all further steps, without guard and exploration.

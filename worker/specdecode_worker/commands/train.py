@@ -54,21 +54,22 @@ def _train(args: argparse.Namespace) -> Path:
     )
     record_answers(placement, Chat(folder), recording, args.seed, args.out, print_progress)
     with placed_target(placement) as target:
+        draft_settings = _draft_settings(args, target, folder)
         return train_draft(
             target,
             settings_of(TrainSettings, args, minutes=0.0 if args.steps else args.minutes),
-            _draft_settings(args, target, folder),
+            draft_settings,
             args.out,
             print_progress,
-            whole=_whole_target(args, placement),
+            whole=_whole_target(placement, draft_settings),
         )
 
 
-def _whole_target(args: argparse.Namespace, placement: TargetPlacement) -> CausalLM | None:
-    """Return the target in host memory if a new draft has to start from layers that the devices share."""
-    if placement.size == 1 or args.draft:
+def _whole_target(placement: TargetPlacement, draft_settings: DraftSettings) -> CausalLM | None:
+    """Return the target in host memory if layers of a draft have to start from some that the devices share."""
+    if placement.size == 1 or not draft_settings.starts_layers:
         return None
-    return load_causal_lm(placement.folder, dtype=getattr(torch, args.dtype), device=torch.device("cpu"))
+    return load_causal_lm(placement.folder, dtype=getattr(torch, placement.dtype), device=torch.device("cpu"))
 
 
 def _draft_settings(args: argparse.Namespace, target: CausalLM, folder: Path) -> DraftSettings:

@@ -559,6 +559,10 @@ class StepGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def release(self) -> None:
+        """Release the graphs of this process, for its end; no step runs afterwards."""
+        self._graphs.clear()
+
     def clear(self) -> None:
         """Discard all graphs."""
         self._graphs.clear()

@@ -469,11 +469,21 @@ class Engine:
         self._scheduler.counters = Counters()
 
     def close(self) -> None:
-        """End the other processes of a replica on several devices: the ranks above 0."""
-        self._grammars.close()
-        if self._exchange is not None:
-            self._exchange.close()
-        self._target.close()
+        """End the other processes of a replica on several devices: the ranks above 0.
+
+        They end after the steps in flight, whose collectives would never return here without them. The graphs go
+        before: NCCL leaves no group whose collectives a graph still holds (`commDestroySync` of its src/init.cc).
+        """
+        try:
+            while self._launched:
+                self._launched.popleft().read()
+        finally:
+            if self._graphs is not None:
+                self._graphs.release()
+            self._grammars.close()
+            if self._exchange is not None:
+                self._exchange.close()
+            self._target.close()
 
     def set_synthetic(self, knobs: SyntheticKnobs | None) -> None:
         """Set or clear (None) the synthetic knobs, which shorten accepted paths and pad steps in tests."""

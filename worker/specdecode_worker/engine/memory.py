@@ -504,9 +504,12 @@ def _process_bytes(draft: Draft, target: CausalLM, dtype: torch.dtype) -> int:
 
 
 def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
-    """Raise ModelError for a head that computes logits with the target's matrix while it is split over ranks."""
+    """Raise ModelError for a head that computes logits with the target's matrix while it is split over ranks.
+
+    One in a process of its own has a whole copy of the matrix.
+    """
     head = HEADS.get(draft.method)
-    if head is not None and head.uses_target_output and ranks > 1:
+    if head is not None and head.uses_target_output and ranks > 1 and draft.placement == "shared":
         raise ModelError(
             f"{draft.uri}: a head of method {draft.method} makes logits with the target's matrix, which is split over"
             f" {ranks} devices; take an eagle3 head, or one device"

@@ -96,6 +96,12 @@ class DraftSettings:
     """
     names: Names = "safeailab"
 
+    @property
+    def starts_layers(self) -> bool:
+        """True if layers of the draft start as some of the target: all, or those that ``origin`` lacks."""
+        origin = self.origin
+        return origin is None or (isinstance(origin, Eagle3Head) and self.layers > origin.config.num_hidden_layers)
+
 
 def train_draft(
     target: CausalLM,
@@ -118,7 +124,7 @@ def train_draft(
     if draft_settings.normalise:
         normalise(recorded, output_VE, log)
     _choose_vocabulary(out, output_VE, draft_settings, log)
-    draft = _draft(whole or target, draft_settings, out, settings)
+    draft = _draft(target, whole, draft_settings, out, settings)
     data = DataSet(recorded, validation=VALIDATION_CONVERSATIONS, per_domain=VALIDATION_PER_DOMAIN)
     trainer = Trainer(draft.to(output_VE.device), output_VE, data, settings)
     if trainer.restore(out):
@@ -133,13 +139,20 @@ def train_draft(
     return out / "head"
 
 
-def _draft(target: CausalLM, draft_settings: DraftSettings, out: Path, settings: TrainSettings) -> Draft:
-    """Return the untrained draft that ``draft_settings`` describes, with the vocabulary stored in ``out``."""
-    known = torch.tensor(json.loads((out / "vocabulary.json").read_text()))
+def _draft(
+    target: CausalLM, whole: CausalLM | None, draft_settings: DraftSettings, out: Path, settings: TrainSettings
+) -> Draft:
+    """Return the untrained draft that ``draft_settings`` describes, with the vocabulary stored in ``out``.
+
+    Layers start as those of ``whole``, if given. What a draft shares with the target stays on the target's device.
+    """
+    if whole is not None:
+        whole.model.embed_tokens, whole.lm_head = target.model.embed_tokens, target.lm_head
+    source, known = whole or target, torch.tensor(json.loads((out / "vocabulary.json").read_text()))
     if draft_settings.origin is not None:
-        return prepare_draft(draft_settings.origin, target, known, draft_settings.layers)
+        return prepare_draft(draft_settings.origin, source, known, draft_settings.layers)
     kind = NEW_DRAFTS[draft_settings.method]
-    return kind.make(target, known, draft_settings.layers, settings.depth)
+    return kind.make(source, known, draft_settings.layers, settings.depth)
 
 
 def _finish(trainer: Trainer, target: CausalLM, draft_settings: DraftSettings, out: Path, log: Log) -> None:

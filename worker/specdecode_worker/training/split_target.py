@@ -133,13 +133,15 @@ def placed_target(placement: TargetPlacement) -> Iterator[CausalLM]:
             blocks=0,
             threads=placement.threads or max(1, torch.get_num_threads() // placement.size),
         )
-        with _other_ranks(assignment) as announce:
-            target, device = load_rank_shard(assignment)
-            try:
+        try:
+            with _other_ranks(assignment) as announce:
+                target, device = load_rank_shard(assignment)
                 target.lm_head = _whole_output(placement.folder, target, device)
                 target.register_forward_pre_hook(announce)
                 yield target
-            finally:
+        finally:
+            # Now that the others have ended: NCCL waits for those of this machine that are in the group.
+            if dist.is_initialized():
                 dist.destroy_process_group()
 
 

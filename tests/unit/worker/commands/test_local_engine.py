@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import weakref
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from specdecode_worker.commands.comparison import _run_domain
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
@@ -40,3 +44,13 @@ def test_a_prompt_may_contain_line_separators_of_unicode(tmp_path: Path) -> None
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", "utf-8")
     assert Letters().prompts(path) == [TokenizedPrompt((97, 0x2028, 98, 0x85, 99))]
+
+
+def test_a_closed_engine_leaves_its_memory_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval --against` loads another target on the same GPU, where memory that torch keeps is not free."""
+    local = SmallLocalEngine()
+    engine = weakref.ref(local.engine)
+    gone: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: gone.append(engine() is None))
+    local.close()
+    assert gone == [True]

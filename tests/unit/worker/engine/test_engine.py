@@ -17,6 +17,7 @@ from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import engine as engine_module
 from specdecode_worker.engine.engine import Engine
+from specdecode_worker.engine.target import LaunchedStep
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.target_states import TargetStates
 from support.small_llama import VOCABULARY
@@ -417,3 +418,17 @@ def test_a_step_whose_requests_had_ended_tells_no_time_per_token() -> None:
     report = engine.report()
     assert sum(cell.count for cell in report.steps if not cell.prefill) == 6
     assert [cell.speculative for cell in report.guard] == [None]
+
+
+def test_steps_in_flight_end_before_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, a rank that ends within a step leaves the first one in a collective that never returns."""
+    engine = small_engine(pipelined=True)
+    engine.set_plan(plan_of("chain:3"))
+    engine.add(submit(max_tokens=60))
+    engine.step()
+    assert len(engine._launched) == 1
+    ends: list[str] = []
+    monkeypatch.setattr(LaunchedStep, "read", lambda step: ends.append("step"))
+    monkeypatch.setattr(engine._target, "close", lambda: ends.append("ranks"))
+    engine.close()
+    assert ends == ["step", "ranks"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from specdecode_kernels import dispatch
 from specdecode_worker.__main__ import main
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.drafts import Draft
+from specdecode_worker.models.drafts import Draft, WeightMethod
+from specdecode_worker.training import recipe
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.heads import (
     new_dflash,
@@ -24,7 +28,8 @@ from specdecode_worker.training.heads import (
     new_medusa,
     new_peagle,
 )
-from specdecode_worker.training.trainer import overlap, soft_cross_entropy
+from specdecode_worker.training.recipe import DraftSettings
+from specdecode_worker.training.trainer import TrainSettings, overlap, soft_cross_entropy
 from specdecode_worker.training.unroll import (
     TrainingBatch,
     device_of_draft,
@@ -34,6 +39,7 @@ from specdecode_worker.training.unroll import (
     vocabulary_of,
 )
 from support.tiers import skip_reason
+from support.training_fixtures import small_target
 
 CUDA = torch.device("cuda")
 DEPTH = 3
@@ -96,6 +102,28 @@ def test_drafts_unroll_on_the_device_of_their_weights(
         assert vocabulary_of(draft, 64).device.type == "cuda"
         for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, on_gpu(batch), DEPTH)):
             assert {state_BAE.device.type, rooted_BA.device.type} == {"cuda"}
+            assert logits_of(draft, state_BAE.flatten(0, 1), k).device.type == "cuda"
+
+
+@pytest.mark.parametrize("method", MAKERS)
+def test_drafts_of_a_split_target_read_what_is_on_its_device(
+    method: str,
+    target: CausalLM,
+    conversations: list[Conversation],
+    fake: FakeTensorMode,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They start from the layers of a copy in host memory, whose embeddings and output matrix are not read there."""
+    batch = make_batch(conversations[:3], torch.float32, final=method in ("eagle", "medusa"))
+    (tmp_path / "vocabulary.json").write_text(json.dumps(_vocabulary().tolist()))
+    described = DraftSettings(target=("", tmp_path), method=cast(WeightMethod, method))
+    draft = recipe._draft(target, small_target(), described, tmp_path, TrainSettings(depth=DEPTH))
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)  # Triton's kernels need content
+    with fake:
+        move(target)
+        move(draft)
+        for k, (state_BAE, _) in enumerate(unrolled(draft, on_gpu(batch), DEPTH)):
             assert logits_of(draft, state_BAE.flatten(0, 1), k).device.type == "cuda"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdecode_worker.commands import train
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.weights import (
@@ -36,6 +37,8 @@ from specdecode_worker.training.heads import (
     new_peagle,
     prepare_eagle3_head,
 )
+from specdecode_worker.training.recipe import DraftSettings
+from specdecode_worker.training.split_target import TargetPlacement
 from support.training_fixtures import shaken
 
 CPU = torch.device("cpu")
@@ -182,6 +185,18 @@ def test_appended_layers_do_not_change_the_draft(
     assert prepare_eagle3_head(deeper, target, head.target_ids, layers=1).config.num_hidden_layers == 3, (
         "none is dropped"
     )
+
+
+def test_layers_that_a_draft_lacks_start_as_those_of_a_split_target(
+    target: CausalLM, head: Eagle3Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No device has a whole layer to start from. The layers that the draft has need none."""
+    monkeypatch.setattr(train, "load_causal_lm", lambda *_, **__: target)
+    placement = TargetPlacement(folder=tmp_path, dtype="float32", device=CPU, size=2)
+    for layers, whole in ((1, None), (2, target)):
+        described = DraftSettings(target=("", tmp_path), origin=head, layers=layers)
+        assert train._whole_target(placement, described) is whole
+    assert train._whole_target(placement, DraftSettings(target=("", tmp_path))) is target
 
 
 def test_a_head_of_other_layers_of_the_target_is_refused(target: CausalLM) -> None:

@@ -190,3 +190,13 @@ def test_a_draft_is_swapped_where_no_step_could_be_captured() -> None:
     made.set_draft("", other_draft(made))
     made.set_plan(plan_of("chain:3", version=2).model_copy(update={"draft": "other"}))
     assert texts(made, ASKED) == plain_texts()
+
+
+def test_graphs_are_gone_before_the_other_ranks_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL leaves no group whose collectives a graph still holds: the first rank would wait for ever."""
+    made, _ = engine()
+    assert len(made._graphs) > 0
+    left: list[int] = []
+    monkeypatch.setattr(made._target, "close", lambda: left.append(len(made._graphs)))
+    made.close()
+    assert left == [0]
