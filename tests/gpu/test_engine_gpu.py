@@ -19,6 +19,7 @@ from specdecode_worker.engine.calibration import calibrate
 from specdecode_worker.engine.cuda_graphs import CaptureFailed, CudaGraphBackend
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.process import warm_up
 from support.small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
 SHAPE = {
@@ -231,6 +232,11 @@ def test_a_worker_starts_from_files_and_times_its_steps_first(monkeypatch: pytes
     )
     made = load_engine(config, lambda uri: Path(uri.removeprefix("file://")))
     made.set_plan(plan_of("chain:4").model_copy(update={"guard": True}))
+    warm_up(made)
     assert list(calibrate(made, 20)) == [1, 2, 4]
-    assert all(texts(made, requests(4, sampled=True, vocabulary=2304, tokens=48)).values())
+    asked = requests(4, sampled=True, vocabulary=2304, tokens=48)
+    assert all(texts(made, asked).values())
     assert made.report().drafts > 0
+    assert made.load_draft is not None
+    made.set_draft("", made.load_draft(config.draft))  # its graphs are captured once more
+    assert all(texts(made, asked).values())

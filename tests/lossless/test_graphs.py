@@ -14,7 +14,7 @@ from specdecode_worker.contract import DraftState, MergedDraft, Report, TaskMatc
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine.captured_step import CapturedStep
-from specdecode_worker.engine.cuda_graphs import OutsideReason, StepPlanner
+from specdecode_worker.engine.cuda_graphs import Captured, EagerBackend, OutsideReason, StepPlanner, Work
 from support.lossless.small_requests import plan_of, submit
 from support.small_llama import texts
 from support.tiers import covering
@@ -200,6 +200,42 @@ def test_a_draft_swap_replaces_the_graphs_it_touches(make_engine: Any, plain: An
         emitted = engine.set_draft("", LoadedDraft(drafter(engine, "draft-model"), DraftState(hash="new")))
         assert before.isdisjoint(engine._graphs._graphs.values()), "the new draft reads no states of the target"
         assert {key.passes for key in engine._graphs._graphs} >= {0, 3}
+        engine.set_plan(plan_of([CHAIN], version=2, draft="new"))
+        return emitted
+
+    assert texts(engine, requests, swap) == plain(requests)
+    assert {cell.draft for cell in engine.report().acceptance} == {"d", "new"}
+
+
+class RunningBackend(EagerBackend):
+    """Backend that runs the work at its capture, on padding rows alone, as that of CUDA graphs does."""
+
+    def capture(self, work: Work) -> Captured:
+        work()
+        return Captured(work)
+
+
+KINDS = {"eagle3": (False, False), "peagle": (True, False), "dflash": (False, True)}
+"""Whether the graphs of a method have mask slots behind the roots, and whether they have blocks."""
+
+
+@pytest.mark.parametrize(("first", "then"), [("eagle3", "dflash"), ("dflash", "peagle"), ("peagle", "eagle3")])
+def test_a_swap_captures_no_graph_of_another_kind_of_draft(
+    make_engine: Any, plain: Any, drafter: Any, first: str, then: str
+) -> None:
+    """The most used graphs are captured again, with the passes of the new draft."""
+    engine = make_engine(first, graphs=BUCKETS, pipelined=True)
+    engine._graphs._backend = RunningBackend()
+    engine.set_plan(plan_of([CHAIN]))
+    requests = [submit(i, sampled=i % 2 == 0, tokens=60) for i in range(4)]
+
+    def swap(steps: int) -> Any:
+        if steps != 8:
+            return ()
+        assert any(graph.replays for key, graph in engine._graphs._graphs.items() if key.passes)
+        emitted = engine.set_draft("", LoadedDraft(drafter(engine, then), DraftState(hash="new")))
+        kinds = {(key.catch_up_per_row > 0, key.block) for key in engine._graphs._graphs if key.passes}
+        assert kinds <= {KINDS[then]}
         engine.set_plan(plan_of([CHAIN], version=2, draft="new"))
         return emitted
 

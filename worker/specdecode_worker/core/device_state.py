@@ -31,13 +31,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """Completion of a group of copies to the host."""
+    """Completion of a group of copies to the host, or of other work of a device."""
 
     event: torch.cuda.Event | None = None
-    """CUDA event recorded after the copies; None if nothing has to be copied."""
+    """CUDA event recorded behind the work; None if there is nothing to wait for."""
+
+    @classmethod
+    def after_queued(cls, device: torch.device) -> HostCopy:
+        """Return the completion of all work that is queued on ``device`` now. On a CPU none is."""
+        if device.type != "cuda":
+            return cls()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return cls(event)
 
     def wait(self) -> None:
-        """Wait for these copies, but not for work that was queued after them."""
+        """Wait for these copies, or this work, but not for what was queued later."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -57,9 +66,7 @@ def to_host(tensors: Sequence[Tensor], *, overwritten: bool = False) -> tuple[li
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return copies, HostCopy(event)
+    return copies, HostCopy.after_queued(tensors[0].device)
 
 
 # Device state of running requests: one row ("slot") per request, read and written without the host.

@@ -458,6 +458,14 @@ def _graph_drafts(drafters: Mapping[str, CapturedDrafter]) -> GraphDrafts:
     return GraphDrafts(tuple(drafters), masks=(True, False) in kinds, block=(True, True) in kinds)
 
 
+def _can_run(key: GraphKey, drafters: Mapping[str, CapturedDrafter]) -> bool:
+    """Return whether drafts have the passes of a key. One of the same name may be of another kind since a swap."""
+    if not drafters.keys() >= set(key.drafts):
+        return False
+    kinds = _graph_drafts({name: drafters[name] for name in key.drafts})
+    return (key.catch_up_per_row > 0, key.block) == (kinds.masks, kinds.block)
+
+
 def _drafts_unguided(rows: Sequence[Row]) -> bool:
     """Return whether a row without a grammar drafts.
 
@@ -620,7 +628,7 @@ class StepGraphs:
         missing = [
             key
             for key in dict.fromkeys(keys)
-            if key not in self._graphs and key not in self._refused and drafters.keys() >= set(key.drafts)
+            if key not in self._graphs and key not in self._refused and _can_run(key, drafters)
         ]
         if len(missing) > room:
             log.warning("%d graphs are beyond %d and will not be captured", len(missing) - room, MOST_GRAPHS)

@@ -18,7 +18,7 @@ import torch
 
 from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
-from specdecode_worker.core.device_state import DeviceState, to_host
+from specdecode_worker.core.device_state import DeviceState, HostCopy, to_host
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
 from specdecode_worker.core.request import (
     Choice,
@@ -219,6 +219,8 @@ class StepLauncher:
         if step is not None and out is not None and aux_TA is not None:
             step.store_states(target_pass, aux_TA, out)
         phases.lap("bookkeeping")
+        if step is None:
+            host_copy = HostCopy.after_queued(self._state.length_S.device)
         return QueuedRows(
             rows=rows,
             outcome_BC=copies[0] if copies else None,

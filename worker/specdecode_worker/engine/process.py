@@ -413,6 +413,7 @@ class EngineLoop:
                 self._port.send(self._handle(message))
             for swap in self._swaps.finished():
                 self._take_swap(swap)
+                del swap  # it would keep a draft that does not run, with its cache
             self._follower.advance()
             if self._running and not self._engine.idle:
                 self._heartbeat.enter(Phase.STEP)

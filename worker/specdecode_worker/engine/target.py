@@ -309,6 +309,8 @@ class LaunchedStep:
         results: list[RowResult] = []
         for part in self.parts:
             results += part.read(self.depth_limits[len(results) :])
+        if not results:  # else steps of chunks alone queue up, and take no longer than their launches
+            self.parts[-1].host_copy.wait()
         return results
 
     def read_prompts(self) -> dict[int, list[Logprobs]]:

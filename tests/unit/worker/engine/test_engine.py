@@ -12,7 +12,7 @@ import torch
 from msgspec import structs
 
 from specdecode_worker.contract import DraftState, Plan, Report, StepCell, SyntheticKnobs, TreeShape
-from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.device_state import DeviceState, HostCopy
 from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import engine as engine_module
@@ -432,3 +432,22 @@ def test_steps_in_flight_end_before_the_other_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(engine._target, "close", lambda: ends.append("ranks"))
     engine.close()
     assert ends == ["step", "ranks"]
+
+
+def test_a_step_of_chunks_alone_takes_the_time_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no result to wait for. The host would queue one behind the other, each in the time of a launch."""
+    waits = count()
+
+    def synchronize() -> None:
+        next(waits)
+        time.sleep(0.02)
+
+    event: Any = SimpleNamespace(synchronize=synchronize)
+    monkeypatch.setattr(HostCopy, "after_queued", lambda device: HostCopy(event))
+    engine = small_engine(pipelined=True, budget=16)
+    engine.add(submit(prompt=range(1, 41), max_tokens=1))
+    drain(engine)
+    [chunks] = [cell for cell in engine.report().steps if cell.tokens_bucket == 16]
+    assert (chunks.count, chunks.emitted) == (2, 0)
+    assert chunks.wall_seconds >= 2 * 0.02
+    assert next(waits) >= 2

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from specdecode_worker.contract import DraftConfig
-from specdecode_worker.core.messages import SetDraft
+from specdecode_worker.contract import DraftConfig, DraftState, ModelConfig, WorkerConfig
+from specdecode_worker.core.messages import SetDraft, Shutdown
 from specdecode_worker.drafts.swap import MAX_DRAFTS, DraftSwap, DraftSwapQueue
+from specdecode_worker.engine.process import EngineLoop, HeartbeatBlock, HeartbeatWriter
 from specdecode_worker.models.errors import ModelError
 
 
@@ -156,3 +159,50 @@ def test_the_number_of_names_is_bounded() -> None:
     assert f"name-{3 * MAX_DRAFTS - 1}" in swaps.status(), "the newest problem is kept"
     with pytest.raises(ModelError, match="at most 8 drafts"):
         swaps.begin(asked("file:///a", "more"), in_use=[f"n{number}" for number in range(7)])
+
+
+class Draft:
+    """Loaded draft that tests can refer to weakly."""
+
+    state = SimpleNamespace(hash="of file:///a")
+
+
+class RefusingEngine:
+    """Idle engine that loads one draft and has no room for it. The loop ends at the next look at its messages."""
+
+    idle, draft_names, draft = True, (), DraftState()
+
+    def __init__(self) -> None:
+        self.loaded: weakref.ref[Draft] | None = None
+        self.refused = self.kept = False
+        self._messages: list[Any] = [asked("file:///a")]
+
+    def load_draft(self, config: DraftConfig, name: str = "") -> Draft:
+        draft = Draft()
+        self.loaded = weakref.ref(draft)
+        return draft
+
+    def set_draft(self, name: str, loaded: Draft) -> None:
+        self.refused = True
+        raise ModelError("there is too little memory for its states")
+
+    def receive(self, timeout_seconds: float) -> list[Any]:
+        if self.refused and self.loaded is not None:
+            gc.collect()
+            self.kept = self.loaded() is not None
+            return [Shutdown()]
+        time.sleep(0.001)
+        messages, self._messages = self._messages, []
+        return messages
+
+    def send(self, messages: list[Any]) -> None:
+        pass
+
+
+def test_the_loop_keeps_no_draft_that_does_not_run() -> None:
+    """On a GPU its memory would be missing for the next attempt."""
+    config = WorkerConfig(model=ModelConfig(uri="file:///target", served_name="target"))
+    engine: Any = RefusingEngine()
+    EngineLoop(engine, engine, HeartbeatWriter(HeartbeatBlock()), config).run()
+    assert engine.refused
+    assert not engine.kept
