@@ -62,7 +62,7 @@ def test_steps_of_two_costs_give_way_to_steps_of_one() -> None:
 
 
 def test_the_misses_of_new_drafts_keep_their_ranks() -> None:
-    """Six in ten of the misses had rank 1, before the change, in the polls before it was told, and in the last one."""
+    """All counts are made up with rank 1 for six of ten misses, so the estimate after the change has that share too."""
     cell = AcceptanceCell(task="other", depth=1, hits=900, total=1000, new_hits=20, new_total=60, ranks=(60,), at=995)
     fresh = Delta(seconds=5, draft="d", acceptance={("other", 1): Hits(7, 20, (8,))})
     (after,) = learn_delta(LearnedState(draft="d", acceptance=(cell,)), fresh, now=1000.0).acceptance

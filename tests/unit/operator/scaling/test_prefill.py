@@ -110,7 +110,7 @@ def test_addresses_of_ready_prefill_workers_are_published_and_pushed_to_both_rol
 
 
 def test_a_plan_names_no_more_prefill_workers_than_a_worker_reads() -> None:
-    """Of the most replicas, a rolling update may have one more."""
+    """A rolling update adds a pod to the 256 replicas that the spec allows."""
     pods = tuple(prefill_pod(f"p{index}", f"10.0.{index // 256}.{index % 256}") for index in range(257))
     decision, _ = decided(deployment_with(prefill={"replicas": 256}), fresh(), workload=None, prefill=pods)
     assert len(decision.plan.prefill) == 256

@@ -1,4 +1,4 @@
-"""TLS to workers: who signs their certificates, by a file that may change."""
+"""TLS to workers: the file of CA certificates is read again when it changes."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_a_segment_that_cannot_be_cut_is_closed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_file_system_may_refuse_at_the_close_of_a_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As network file systems do for earlier writes. The descriptor is free then, and may be that of another file."""
+    """Network file systems report failed writes at close. The descriptor is free even so, and must not be kept."""
     close = os.close
 
     def refuse(file: int) -> None:

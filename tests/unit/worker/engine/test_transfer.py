@@ -416,7 +416,7 @@ def test_connections_are_bounded_and_silent_ones_end(server: BlockServer, monkey
 
 
 def test_no_thread_that_can_be_started_costs_one_transfer(server: BlockServer) -> None:
-    """As at the limit of processes of a pod. The engine goes on, and so does the server."""
+    """A pod at its process limit cannot start threads. Only the transfer fails: engine and server go on."""
 
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

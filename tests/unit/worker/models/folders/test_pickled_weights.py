@@ -119,7 +119,7 @@ def test_target_and_head_of_local_folders_load_as_from_safetensors(tmp_path: Pat
 def test_an_index_of_safetensors_that_are_not_there_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Many repositories have both formats; a user who downloads the pickles alone has both indices."""
+    """A download of the pickles alone still contains the index of the safetensors files that it left out."""
     monkeypatch.setattr(pickled_weights, "_convert_file", lambda source, target: target.write_bytes(b""))
     folder = tmp_path / "model"
     folder.mkdir()
