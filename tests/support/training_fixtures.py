@@ -26,6 +26,16 @@ from specdecode_worker.training.split_target import TargetPlacement
 VOCABULARY = 64
 
 
+class Letters:
+    """Chat with one token per letter."""
+
+    def ask(self, messages: list[dict[str, str]]) -> list[int]:
+        return [ord(letter) for letter in messages[-1]["content"]]
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
 def small_target() -> CausalLM:
     """Return a random Llama of eight layers."""
     torch.manual_seed(0)

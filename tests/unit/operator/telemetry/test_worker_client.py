@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
-import subprocess
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 from specdecode_operator.errors import BadReport, Unauthorized, WorkerError, WorkerTimeout, WorkerUnreachable
 from specdecode_operator.telemetry.polling import Reading, Unchanged, WorkerClient
 from specdecode_worker.contract import MAX_REPORT_BYTES, Header, Plan
+from support.certificates import certified_server
 from support.operators.socket_workers import (
     Behaviour,
     GoodWorker,
@@ -200,19 +199,9 @@ async def test_no_accepted_token_is_unauthorized(
 # --- https ------------------------------------------------------------------------------------------------------------
 
 
-def make_certificate(folder: Path, name: str) -> tuple[Path, ssl.SSLContext]:
-    """Return a self-signed certificate without any address in it, and a server context with it."""
-    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
-    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name}"]
-    subprocess.run([*words, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return certificate, context
-
-
 async def test_https_verifies_the_signature_but_not_the_address(workers: SocketWorkers, tmp_path: Path) -> None:
-    ca_file, context = make_certificate(tmp_path, "ours")
-    _, foreign = make_certificate(tmp_path, "foreign")
+    ca_file, context = certified_server(tmp_path, "ours")
+    _, foreign = certified_server(tmp_path, "foreign")
     plan_taker = GoodWorker(fields=good_report())
     address, impostor = await workers.add(plan_taker, tls=context), await workers.add(GoodWorker(), tls=foreign)
     client = WorkerClient(ca_file=ca_file, timeout_seconds=60)
@@ -227,8 +216,8 @@ async def test_https_verifies_the_signature_but_not_the_address(workers: SocketW
 
 
 async def test_a_changed_ca_file_is_read_again(workers: SocketWorkers, tmp_path: Path) -> None:
-    before, _ = make_certificate(tmp_path, "before")
-    after, context = make_certificate(tmp_path, "after")
+    before, _ = certified_server(tmp_path, "before")
+    after, context = certified_server(tmp_path, "after")
     ca_file = tmp_path / "ca.crt"
     ca_file.write_bytes(before.read_bytes())
     address = await workers.add(GoodWorker(), tls=context)

@@ -7,12 +7,12 @@ import contextlib
 import json
 import socket
 import ssl
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from specdecode_router.frontend.lifecycle import Lifecycle, State
+from support.certificates import self_signed
 from support.relay_harness import wait_until
 from support.router_harness import RouterUnderTest, router_over
 from support.stand_in_worker import Script, error_frame, text_of
@@ -232,9 +232,7 @@ async def test_connections_without_a_request_are_closed() -> None:
 
 @pytest.mark.slow
 async def test_connections_whose_clients_do_not_answer_the_end_of_tls_are_dropped(tmp_path: Path) -> None:
-    certificate, key = str(tmp_path / "tls.crt"), str(tmp_path / "tls.key")
-    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    subprocess.run([*words, "-subj", "/CN=a", "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    certificate, key = map(str, self_signed(tmp_path, "tls"))
     settings = {"tls_cert_file": certificate, "tls_key_file": key, "header_timeout_seconds": 0.3}
     context = ssl.create_default_context(cafile=certificate)
     context.check_hostname = False

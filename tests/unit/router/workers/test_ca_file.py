@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
-import subprocess
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from specdecode_router.workers.client import WorkerClient
+from support.certificates import certified_server
 from support.stand_in_worker import TOKEN
-
-
-def make_certificate(folder: Path, name: str) -> tuple[bytes, ssl.SSLContext]:
-    """Return a self-signed certificate without any address in it, and a server context with it."""
-    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
-    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    words += ["-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(words, check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    return certificate.read_bytes(), context
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -32,17 +20,17 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def test_a_changed_ca_file_is_read_again(tmp_path: Path) -> None:
-    before, _ = make_certificate(tmp_path, "before")
-    after, context = make_certificate(tmp_path, "after")
+    before, _ = certified_server(tmp_path, "before")
+    after, context = certified_server(tmp_path, "after")
     ca_file = tmp_path / "ca.crt"
-    ca_file.write_bytes(before)
+    ca_file.write_bytes(before.read_bytes())
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     client = WorkerClient(lambda url: (TOKEN,), connect_seconds=5, ca_file=str(ca_file))
     try:
         with pytest.raises(aiohttp.ClientSSLError):
             await client.get(url, "/", 5, {})
-        ca_file.write_bytes(after)
+        ca_file.write_bytes(after.read_bytes())
         client.ca.refresh()
         assert await client.get(url, "/", 5, {}) == (200, b"ok")
         ca_file.write_bytes(b"no certificate")

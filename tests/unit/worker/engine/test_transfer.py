@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from specdecode_worker.engine.transfer import (
     Want,
     Welcome,
 )
+from support.certificates import self_signed
 
 ACCESS = TransferAccess("key", lambda: ("token",))
 SIZE = 3000
@@ -159,10 +159,7 @@ def test_other_compatibility_key_ends_it_first(server: BlockServer) -> None:
 
 def certificate(folder: Path, name: str) -> TransferAccess:
     """Return an access with a new certificate."""
-    cert, key = folder / f"{name}.crt", folder / f"{name}.key"
-    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    words += ["-subj", f"/CN={name}", "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(words, check=True, capture_output=True)
+    cert, key = self_signed(folder, name)
     return replace(ACCESS, cert_file=str(cert), key_file=str(key))
 
 

@@ -16,20 +16,11 @@ from specdecode_worker.training import prompts
 from specdecode_worker.training import prompts as passages
 from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.prompts import PromptLine, TrainingQuestions, draw, ngrams, overlaps, read_prompts
+from support.training_fixtures import Letters
 
 pytestmark = pytest.mark.slow
 
 HELD_OUT = Path(__file__).parents[4] / "benchmarks" / "prompts" / "heldout.jsonl"
-
-
-class Letters:
-    """Chat with one token per letter."""
-
-    def ask(self, messages: list[dict[str, str]]) -> list[int]:
-        return [ord(letter) for letter in messages[-1]["content"]]
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
 
 
 def test_held_out_prompts_cover_all_domains() -> None:

@@ -28,15 +28,9 @@ from specdecode_worker.training.rollout import (
     texts_paths,
 )
 from specdecode_worker.training.split_target import TargetPlacement, target_engine
+from support.training_fixtures import Letters
 
 SETTINGS = RolloutSettings(rows=10, question_tokens=40, answer_tokens=24, for_training=False)
-
-
-class Letters:
-    """Chat with one token per letter."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
 
 
 def asked(count: int) -> list[Question]:

@@ -1,0 +1,24 @@
+"""Self-signed certificates for tests of TLS. They hold no address: the project checks the signature alone."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+from pathlib import Path
+
+
+def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write a new certificate and its key to ``folder``, and return their paths."""
+    certificate, key = folder / f"{name}.crt", folder / f"{name}.key"
+    words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    words += ["-subj", f"/CN={name}", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(words, check=True, capture_output=True)
+    return certificate, key
+
+
+def certified_server(folder: Path, name: str) -> tuple[Path, ssl.SSLContext]:
+    """Return the path of a new certificate, and the context of a server that has it."""
+    certificate, key = self_signed(folder, name)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    return certificate, context
