@@ -15,11 +15,10 @@ from safetensors.torch import save_file
 from specdecode_kernels import dispatch
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, TreeShape, WorkerConfig
 from specdecode_worker.engine import engine as step_launcher
-from specdecode_worker.engine.calibration import calibrate
+from specdecode_worker.engine.calibration import calibrate, warm_up
 from specdecode_worker.engine.cuda_graphs import CaptureFailed, CudaGraphBackend
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
-from specdecode_worker.engine.process import warm_up
 from support.small_llama import Networks, engine_of, networks, plan_of, submit, texts
 
 SHAPE = {

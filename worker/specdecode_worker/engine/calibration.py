@@ -1,4 +1,4 @@
-"""Calibration of step times at start, on synthetic requests at the loads of the plan.
+"""Warm-up and calibration of step times at start, on synthetic requests at the loads of the plan.
 
 The guard then has the plain step times, which speculation must beat, from the first request on, without measurements
 during serving. The first report also contains the costs of drafting, so that the operator can compare tree shapes as
@@ -27,6 +27,14 @@ PROMPT_TOKENS = 16
 PLAIN = TreeShape(())
 
 T = TypeVar("T")
+
+
+def warm_up(engine: Engine) -> None:
+    """Run one request to its end, so that one-time costs do not delay the first request of a client."""
+    sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
+    engine.add(Submit(request_id="warm-up", prompt=(1,) * 4, sampling=sampling, arrival_seconds=time.monotonic()))
+    while not engine.idle:
+        engine.step()
 
 
 def calibrate(engine: Engine, most_seconds: float) -> dict[int, float]:

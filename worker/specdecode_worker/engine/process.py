@@ -49,10 +49,9 @@ from specdecode_worker.drafts.swap import (
     DraftSwapQueue,
     start_draft,
 )
-from specdecode_worker.engine.calibration import calibrate
+from specdecode_worker.engine.calibration import calibrate, warm_up
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import CannotServe, ModelError
-from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.stages import finish_start, stage
 from specdecode_worker.termination import write_termination_message
 
@@ -496,14 +495,6 @@ class EngineLoop:
                 report = self._engine.report(self._swaps.status(), self._follower.trial)
                 return report.model_dump_json().encode()
         return b""
-
-
-def warm_up(engine: Engine) -> None:
-    """Run one request to its end, so that one-time costs do not delay the first request of a client."""
-    sampling = Sampling(max_tokens=4, seed=0, temperature=0.0, ignore_eos=True)
-    engine.add(Submit(request_id="warm-up", prompt=(1,) * 4, sampling=sampling, arrival_seconds=time.monotonic()))
-    while not engine.idle:
-        engine.step()
 
 
 def main(
