@@ -20,7 +20,8 @@ def draft_input(
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Gather the input (pair, hidden) of an EAGLE head as `reference.draft_input` does."""
-    if not dispatch.on_gpu(hidden_RE) or hidden_RE.dtype == torch.float64 or dispatch.learns(hidden_RE, embedding_VA):
+    given = [x for x in (hidden_RE, embedding_VA, token_weight_A, hidden_weight_E) if x is not None]
+    if not dispatch.on_gpu(hidden_RE) or hidden_RE.dtype == torch.float64 or dispatch.learns(*given):
         return reference.draft_input(
             embedding_VA,
             tokens_T,

@@ -136,6 +136,15 @@ def test_without_sources_each_row_reads_its_own_state() -> None:
 
 
 @pytest.mark.usefixtures("on_kernels")
+def test_the_norms_of_a_state_without_gradients_learn() -> None:
+    """A head without `fc` reads the target's state, which needs no gradients: the kernel would give its norms none."""
+    x, at = random(3, 8), torch.tensor([2, 0])
+    weights = [random(8, seed=seed).requires_grad_() for seed in (1, 2)]
+    pair, _ = draft_input_op.draft_input(x, at, x, at, token_weight_A=weights[0], hidden_weight_E=weights[1], eps=0.1)
+    assert all(gradient.count_nonzero() for gradient in torch.autograd.grad(pair.sum(), weights))
+
+
+@pytest.mark.usefixtures("on_kernels")
 def test_the_ops_run_the_kernels() -> None:
     x, weight = random(3, 8), random(8, seed=1)
     assert close(rms_norm_op.rms_norm(x, weight, 1e-5, x), rms_norm_reference.rms_norm(x, weight, 1e-5, x))

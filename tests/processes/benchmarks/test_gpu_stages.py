@@ -127,3 +127,17 @@ def test_stage_that_dies_takes_no_other_along(tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert {stage["name"]: stage["status"] for stage in document["stages"]} == {"copy": "failed", "sampling": "done"}
     assert "Stage copy: failed" in (tmp_path / "dry-run.md").read_text()
+
+
+def test_the_compiled_peer_keeps_its_tensors_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step writes keys and values: torch.compile captures no graph of it unless it knows that they stay."""
+    monkeypatch.syspath_prepend(GPU)
+    import torch
+    from shapes import TINY
+    from stages.peers import dense, keep_in_place
+
+    network = dense(TINY.target, torch.float32, torch.device("cpu"))
+    keep_in_place(network)
+    layer = network.layers[-1]
+    held = network.embedding, network.head, network.cos, network.ones, layer.qkv, layer.down, layer.keys, layer.values
+    assert all(getattr(one, "_dynamo_static_input_type", None) for one in held)
