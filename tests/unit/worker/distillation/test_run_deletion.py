@@ -135,3 +135,23 @@ def test_deletion_from_a_run_in_progress_starts_the_replay_again(run: Path) -> N
     assert [one.tokens[0] for one in remaining] == [1, 3, 5]
     assert left(run) == []
     assert not list(data.glob("done-*.json"))
+
+
+def test_a_selection_that_was_killed_before_its_summary_is_cleaned_too(run: Path) -> None:
+    data = run / "data"
+    shutil.rmtree(data)
+    data.mkdir()
+    (data / "selected.records").write_bytes(msgspec.msgpack.encode([record(0), record(1)]))
+    (data / "selected.json.partial").write_text("{")
+    assert delete_user("alice", run) == 0
+    assert [path.name for path in data.iterdir()] == ["selected.records"]
+    remaining = msgspec.msgpack.decode((data / "selected.records").read_bytes(), type=list[Record])
+    assert [one.tokens[0] for one in remaining] == [0]
+
+
+def test_the_list_of_a_run_that_was_killed_after_its_summary_costs_no_shard(run: Path) -> None:
+    selected = run / "data" / "selected.records"
+    selected.write_bytes(msgspec.msgpack.encode([record(10 * index + i) for index in range(2) for i in range(4)]))
+    assert delete_user("alice", run) == 0
+    assert left(run) == [0, 2, 10, 12]
+    assert not selected.exists()

@@ -28,8 +28,9 @@ Unwanted = Callable[[Record], bool]
 
 
 def is_distillation_run(folder: Path) -> bool:
-    """Return whether ``folder`` is the ``--out`` of a `distill` run."""
-    return any((folder / "data" / name).exists() for name in ("summary.json", "selected.json"))
+    """Return whether ``folder`` is the ``--out`` of a `distill` run that has begun to store the records it selected."""
+    data = folder / "data"
+    return (data / "summary.json").exists() or any(data.glob("selected.*"))
 
 
 def expiry_seconds(captures: Iterable[Path], now: float) -> float:
@@ -75,6 +76,8 @@ def delete_from_run(folder: Path, unwanted: Unwanted) -> int:
 
 def _delete_unfinished(data: Path) -> None:
     """Delete the text that a kill left half written or half deleted: no list of records and no shard has it."""
+    if (data / "summary.json").exists():  # all of the list is replayed
+        (data / "selected.records").unlink(missing_ok=True)
     for folder in (data, *(data / split for split in get_args(Split))):
         for path in folder.glob("*.partial"):
             path.unlink()
