@@ -18,7 +18,8 @@ from typing import get_args
 import msgspec
 
 from specdecode_worker.capture import Record
-from specdecode_worker.capture.segments import stored_retention
+from specdecode_worker.capture.puller import FETCHED_FOLDER
+from specdecode_worker.capture.segments import delete_expired, stored_retention
 from specdecode_worker.training.conversations import normalisers_path, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.records import Split, read_records_of
 from specdecode_worker.training.errors import TrainingError
@@ -42,10 +43,12 @@ def expiry_seconds(captures: Iterable[Path], now: float) -> float:
 def delete_expired_from_runs(runs: Iterable[Path], oldest_seconds: float, log: Callable[[str], None]) -> None:
     """Delete the records from before ``oldest_seconds`` from those of the folders that are runs of `distill`.
 
+    Fetched segments that begin before it are deleted as a whole, as by a worker.
     A run that cannot be written is named. Its expired text is not read (`read_pool`).
     """
     for run in filter(is_distillation_run, runs if oldest_seconds > 0 else ()):
         try:
+            delete_expired(run / FETCHED_FOLDER, 0.0, oldest_seconds)
             count = delete_from_run(run, lambda record: record.time_seconds < oldest_seconds)
         except OSError as error:
             log(f"distill: expired records of {run} cannot be deleted: {error}")
