@@ -119,6 +119,7 @@ def _distill(args: argparse.Namespace, stop: threading.Event, clock: RunClock) -
 
 def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     """Fetch captured segments where they are wanted, and run all remaining stages."""
+    args.out.mkdir(parents=True, exist_ok=True)
     settings = _settings(args)
     capture = capture_folders(args, print_progress, stopped)
     oldest_seconds = expiry_seconds(capture, time.time())

@@ -154,7 +154,9 @@ TEXT_FOLDERS = frozenset({"captured", "data", "golden", "golden.partial", "repla
 """Folders of a run with captured text, and with text that the target generated; a stop may leave a partial one."""
 RUN_FOLDERS = TEXT_FOLDERS | {"best", "head"}
 RUN_FILES = frozenset(
-    name + ending for name in ("checkpoint.pt", "clock.json", "verdict.json") for ending in ("", ".partial")
+    name + ending
+    for name in ("checkpoint.pt", "clock.json", "golden.sha256", "replay.sha256", "verdict.json")
+    for ending in ("", ".partial")
 )
 """Everything that a run makes in its folder, finished or interrupted."""
 _RUN = re.compile(r"[0-9a-f]{8,12}")
