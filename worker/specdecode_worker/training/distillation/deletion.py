@@ -155,7 +155,7 @@ TEXT_FOLDERS = frozenset({"captured", "data", "golden", "golden.partial", "repla
 RUN_FOLDERS = TEXT_FOLDERS | {"best", "head"}
 RUN_FILES = frozenset(
     name + ending
-    for name in ("checkpoint.pt", "clock.json", "golden.sha256", "replay.sha256", "verdict.json")
+    for name in ("checkpoint.pt", "clock.json", "golden.sha256", "replay.sha256", "target.json", "verdict.json")
     for ending in ("", ".partial")
 )
 """Everything that a run makes in its folder, finished or interrupted."""

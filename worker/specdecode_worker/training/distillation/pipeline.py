@@ -149,6 +149,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 # The distillation pipeline: from captured traffic to a candidate draft and a verdict on it.
 #
+#     OUT/target.json                the target, which stays the same over all restarts
 #     OUT/data/                      accepted records by split, with the target's states (records.py)
 #     OUT/golden/                    answers to the golden prompts; golden.sha256 is the hash of their file
 #     OUT/replay/                    answers to the prompts of --replay-prompts, with replay.sha256
