@@ -195,7 +195,7 @@ def test_pull_goes_on_where_a_killed_one_ended(
 ) -> None:
     resolve(monkeypatch, "127.0.0.1")
     name = add(folders[0], b"whole")
-    (tmp_path / "left.partial").write_bytes(b"who")
+    (tmp_path / "left.segment.partial").write_bytes(b"who")
     (tmp_path / name).write_bytes(b"rewritten at the worker since")
     result, _ = pull(port, tmp_path)
     assert (result.fetched, (tmp_path / name).read_bytes()) == (1, b"whole")

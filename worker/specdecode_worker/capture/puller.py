@@ -22,6 +22,7 @@ import pydantic
 
 from specdecode_worker.capture.records import CapturePullFailed
 from specdecode_worker.capture.segments import (
+    PARTIAL_SUFFIX,
     READ_BYTES,
     ListedSegment,
     Retention,
@@ -38,7 +39,6 @@ DEFAULT_MAX_BYTES = 4 * 2**30
 _MAX_LISTING_BYTES = 4 * 2**20
 _CONNECT_SECONDS, _READ_SECONDS = 10.0, 120.0
 """A listing may read gigabytes from the worker's disk before its first byte."""
-_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def pull_segments(
     result = PullResult()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for partial in folder.glob(f"*{_PARTIAL}"):
+        for partial in folder.glob(f"*{PARTIAL_SUFFIX}"):
             partial.unlink()
         pull = _Pull(source, folder, result)
         for address in _addresses(source):
@@ -190,7 +190,7 @@ class _Pull:
     def _fetch(self, address: str, segment: ListedSegment) -> None:
         """Fetch a segment through a temporary file. One that was rewritten at the worker replaces the earlier one."""
         path = self._folder / segment.name
-        partial = path.with_suffix(_PARTIAL)
+        partial = path.with_suffix(PARTIAL_SUFFIX)
         try:
             with (
                 open(partial, "xb", opener=open_private) as file,

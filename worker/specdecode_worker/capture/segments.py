@@ -125,8 +125,10 @@ def locked(file: int) -> Iterator[None]:
 RETENTION_FILE = "retention.json"
 REWRITE_SUFFIX = ".rewrite"
 """Suffix of the file that replaces a segment after a deletion. A crash leaves it behind."""
-_REWRITE_SECONDS = 3600.0
-"""Age at which such a file is certainly left over from a crash."""
+PARTIAL_SUFFIX = f"{SUFFIX}.partial"
+"""Suffix of a segment that is fetched from a worker. A crash leaves it behind."""
+_LEFT_OVER_SECONDS = 3600.0
+"""Age at which files of these two suffixes are certainly left over from a crash."""
 PARTS = 16
 """A segment is closed at this fraction of either bound, so a sweep never deletes more than that at once."""
 MAX_OPEN_SECONDS = 300.0
@@ -217,9 +219,9 @@ def delete_expired(folder: Path, max_age_seconds: float, now: float) -> int:
 
 
 def _delete_leftovers(folder: Path, now: float) -> None:
-    for path in folder.glob(f"*{REWRITE_SUFFIX}"):
+    for path in (*folder.glob(f"*{REWRITE_SUFFIX}"), *folder.glob(f"*{PARTIAL_SUFFIX}")):
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_mtime < now - _REWRITE_SECONDS:
+            if os.stat(path).st_mtime < now - _LEFT_OVER_SECONDS:
                 path.unlink()
 
 
@@ -693,6 +695,8 @@ def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> 
         return hashes.matches(stored)
 
     try:
+        for partial in folder.glob(f"*{PARTIAL_SUFFIX}"):  # of a pull that was killed
+            partial.unlink()
         for segment in list_segments(folder):
             is_segment = delete_records(segment.path, is_of_user, counts)
             counts.unreadable += not is_segment

@@ -18,6 +18,7 @@ from specdecode_worker.commands.local_engine import DEFAULT_SHAPE, LocalEngine, 
 from specdecode_worker.contract import TreeShape, adapted_uri
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.training.errors import TrainingError
 
 QUESTIONS = (
     "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         shape = args.shape if args.shape is not None else DEFAULT_SHAPE
         results = {count: compare(engine, prompts, count, shape, args) for count in args.concurrency}
         document = _document(args, engine, shape, results)
-    except (ModelError, EmbeddedModelError, ValueError, OSError) as error:
+    except (ModelError, EmbeddedModelError, TrainingError, ValueError, OSError) as error:
         print(f"specdecode-worker bench: {error}", file=sys.stderr)
         return 1
     print(json.dumps(document, indent=2) if args.json else comparison_table(document))
@@ -53,14 +54,12 @@ def _prompts(engine: LocalEngine, args: argparse.Namespace) -> list[TokenizedPro
     """Return the prompts of the file, or built-in questions, repeated to fill the highest concurrency.
 
     Raises:
-        ValueError: The file holds no prompt.
+        PromptFileError: The file cannot be used.
     """
     if args.prompts:
         results = engine.prompts(Path(args.prompts))
     else:
         results = [engine.prompt({"messages": [{"role": "user", "content": text}]}) for text in QUESTIONS]
-    if not results:
-        raise ValueError(f"{args.prompts} holds no prompt")
     wanted: int = max(*args.concurrency, len(results) if args.prompts else MIN_PROMPTS)
     return (results * -(-wanted // len(results)))[:wanted]
 

@@ -111,9 +111,9 @@ def evaluate_on_engine(args: argparse.Namespace) -> dict[str, Any]:
     """Return the document of ``eval`` for the draft and the temperatures given by the flags.
 
     Raises:
-        ValueError: The flags contradict each other, or a prompt is invalid.
+        ValueError: The flags contradict each other.
         ModelError: A model cannot be fetched or loaded.
-        OSError: The prompts file cannot be read.
+        PromptFileError: The file of prompts cannot be used.
     """
     method, draft = method_and_draft(args)
     shape = args.shape or DEFAULT_SHAPE

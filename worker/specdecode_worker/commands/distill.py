@@ -39,7 +39,7 @@ from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.distillation.deletion import delete_expired_from_runs, expiry_seconds
 from specdecode_worker.training.distillation.judge import answer_prompts
 from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings, stored_verdict
-from specdecode_worker.training.distillation.publication import Ancestor, RunClock
+from specdecode_worker.training.distillation.publication import Ancestor, RunClock, check_same_target
 from specdecode_worker.training.distillation.records import Interrupted, Stopped
 from specdecode_worker.training.distillation.students import StudentSettings
 from specdecode_worker.training.errors import TimeLimitReached, TrainingError
@@ -119,12 +119,14 @@ def _distill(args: argparse.Namespace, stop: threading.Event, clock: RunClock) -
 
 def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     """Fetch captured segments where they are wanted, and run all remaining stages."""
+    args.out.mkdir(parents=True, exist_ok=True)
     settings = _settings(args)
     capture = capture_folders(args, print_progress, stopped)
     oldest_seconds = expiry_seconds(capture, time.time())
     # A run that was suspended goes on without what has expired since.
     delete_expired_from_runs([args.out, *args.replay], oldest_seconds, print_progress)
     target, parent = (_ancestor(uri, args.cache_dir) for uri in (adapted_uri(args.model, args.adapter), args.draft))
+    check_same_target(args.out, target)
     job = settings_of(
         DistillationSettings,
         args,

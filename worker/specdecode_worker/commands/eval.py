@@ -12,6 +12,7 @@ import sys
 from specdecode_worker.commands.comparison import evaluate_on_engine, table
 from specdecode_worker.commands.flags import method_and_draft
 from specdecode_worker.models.errors import ModelError
+from specdecode_worker.training.errors import TrainingError
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     try:
         document = evaluate_on_engine(args)
-    except (ModelError, OSError, ValueError) as error:
+    except (ModelError, TrainingError, OSError, ValueError) as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 1
     print(json.dumps(document, indent=2) if args.json else table(document))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.models.fetch import default_cache_dir, resolve
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.server.tools import Tokenizer
+from specdecode_worker.training.prompts import PromptLine, read_prompts
 
 DEFAULT_SHAPE = TreeShape.chain(3)
 
@@ -116,22 +116,18 @@ class LocalEngine:
         plan = Plan(draft=first, version=self._plans, initial=shape, tasks=tasks, explore=0, guard=False)
         self.engine.set_plan(plan)
 
-    def prompt(self, line: dict[str, Any]) -> TokenizedPrompt:
-        """Tokenize one line of a prompts file.
-
-        Raises:
-            ValueError: The line has neither messages nor a prompt.
-        """
-        domain = str(line.get("domain", "other"))
-        if "messages" in line:
-            return TokenizedPrompt(tuple(self.tokenizer.chat(line["messages"])), domain)
-        if isinstance(line.get("prompt"), str):
-            return TokenizedPrompt(tuple(self.tokenizer.encode(line["prompt"])), domain)
-        raise ValueError('a line of a prompts file is {"messages": [...]} or {"prompt": "..."}')
+    def prompt(self, line: PromptLine | dict[str, Any]) -> TokenizedPrompt:
+        """Tokenize one line of a file of prompts. Raise ValueError if it is invalid."""
+        line = PromptLine.model_validate(line)
+        if line.prompt is not None:
+            tokens = self.tokenizer.encode(line.prompt)
+        else:
+            tokens = self.tokenizer.chat([message.model_dump() for message in line.messages])
+        return TokenizedPrompt(tuple(tokens), line.domain)
 
     def prompts(self, path: Path) -> list[TokenizedPrompt]:
-        """Read and tokenize a prompts file."""
-        return [self.prompt(json.loads(line)) for line in path.read_text().split("\n") if line.strip()]
+        """Read and tokenize a file of prompts. Raise PromptFileError if it has none, or an invalid line."""
+        return [self.prompt(line) for line in read_prompts(path)]
 
     def answer(
         self,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from specdecode_worker.__main__ import main
 from specdecode_worker.commands.comparison import _run_domain
 from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.training.errors import PromptFileError
+from support.training_fixtures import Letters
 from support.worker.small_engine import small_engine
 
 
@@ -23,6 +24,12 @@ class SmallLocalEngine(LocalEngine):
     def __init__(self) -> None:
         self.engine = small_engine(max_num_seqs=2)
         self._plans = self._runs = 0
+
+
+class LetterTokenizer(Letters):
+    """The chat of letters with the names of a worker's tokenizer."""
+
+    chat = Letters.ask
 
 
 def test_eval_times_all_full_batches() -> None:
@@ -36,14 +43,32 @@ def test_eval_times_all_full_batches() -> None:
     assert run.drafted_timing.steps < 2 * 7
 
 
-def test_a_prompt_may_contain_line_separators_of_unicode(tmp_path: Path) -> None:
-    class Letters(SmallLocalEngine):
-        def prompt(self, line: dict[str, Any]) -> TokenizedPrompt:
-            return TokenizedPrompt(tuple(map(ord, line["prompt"])))
-
+def test_prompts_of_a_file_keep_their_domain(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n", "utf-8")
-    assert Letters().prompts(path) == [TokenizedPrompt((97, 0x2028, 98, 0x85, 99))]
+    path.write_text('{"prompt": "ab", "domain": "code"}\n\n{"messages": [{"role": "user", "content": "cd"}]}\n')
+    local = SmallLocalEngine()
+    local.tokenizer = LetterTokenizer()  # type: ignore[assignment]
+    assert local.prompts(path) == [TokenizedPrompt((97, 98), "code"), TokenizedPrompt((99, 100), "other")]
+
+
+@pytest.mark.parametrize(("text", "named"), [("", "holds no prompts"), ('{"prompt": "a"}\n[]', "line 2")])
+def test_a_file_without_usable_prompts_is_refused(text: str, named: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(PromptFileError, match=named):
+        SmallLocalEngine().prompts(path)
+
+
+@pytest.mark.parametrize(("command", "function"), [("eval", "evaluate_on_engine"), ("bench", "local_engine")])
+def test_commands_end_with_the_reason_why_prompts_are_refused(
+    command: str, function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PromptFileError("prompts.jsonl, line 2: no JSON")
+
+    monkeypatch.setattr(f"specdecode_worker.commands.{command}.{function}", refuse)
+    assert main([command, "--prompts", "prompts.jsonl"]) == 1
+    assert "prompts.jsonl, line 2" in capsys.readouterr().err
 
 
 def test_a_closed_engine_leaves_its_memory_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ from specdecode_worker.contract.distillation import (
     shortened_reason,
 )
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.training.distillation.pipeline import failure_kind
+from specdecode_worker.training.distillation.pipeline import Distillation, failure_kind
 from specdecode_worker.training.distillation.publication import RunClock
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
 from support.tiers import skip_reason
@@ -107,6 +108,20 @@ def test_resumed_run_fetches_no_segments_again(
     assert not (out / "data").exists()
     assert run(flags, out, *gone) == 0, "nor does a run with a verdict fetch again"
     assert read(message).verdict == "inconclusive"
+
+
+def test_prompts_that_change_while_a_run_is_stopped_are_not_those_of_its_lineage(
+    flags: list[str], golden: Path, tmp_path: Path, message: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, asked = tmp_path / "out", hashlib.sha256(golden.read_bytes()).hexdigest()
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "_prepare_data", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        assert run(flags, out) == 0
+    assert read(message).failure == "error"
+    golden.write_text(golden.read_text().replace("number", "no."))  # as in a ConfigMap that is edited
+    assert run(flags, out) == 0
+    assert read(message).verdict == "inconclusive"
+    assert json.loads((out / "head" / "lineage.json").read_text())["golden"] == {"sha256": asked}
 
 
 def test_a_file_that_a_kill_left_half_written_is_no_part_of_the_candidate(

@@ -16,8 +16,8 @@ from specdecode_worker.contract import Artifact
 from specdecode_worker.contract.distillation import DistillationVerdict
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.training.distillation.publication import check_place, publish
-from specdecode_worker.training.errors import PublishFailed
+from specdecode_worker.training.distillation.publication import Ancestor, check_place, check_same_target, publish
+from specdecode_worker.training.errors import PublishFailed, ResumeMismatch
 from support.worker.captured_folders import write
 
 pytestmark = pytest.mark.slow
@@ -135,3 +135,10 @@ def test_publish_without_job_is_wrong_usage(flags: list[str], capsys: pytest.Cap
         main([*flags, "--publish", "pvc://heads/drafts"])
     assert ended.value.code == 64
     assert "--publish needs --job" in capsys.readouterr().err
+
+
+def test_a_run_does_not_go_on_with_another_target(tmp_path: Path) -> None:
+    for _ in range(2):
+        check_same_target(tmp_path, Ancestor("s3://models/m", tmp_path, "a" * 16))
+    with pytest.raises(ResumeMismatch, match="another --out"):
+        check_same_target(tmp_path, Ancestor("s3://models/m", tmp_path, "b" * 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,14 @@ from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation, write_shard
 from specdecode_worker.training.distillation.judge import exclude_overlapping, runs_of_samples, text_of
 from specdecode_worker.training.distillation.pool import read_pool
-from specdecode_worker.training.distillation.records import CaptureSelection, Runs, runs_of, select_records, split_of
+from specdecode_worker.training.distillation.records import (
+    CaptureSelection,
+    Runs,
+    prepare_shards,
+    runs_of,
+    select_records,
+    split_of,
+)
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.evaluation import Sample
 from specdecode_worker.training.recipe import VALIDATION_CONVERSATIONS
@@ -137,3 +145,11 @@ def test_replay_pool_excludes_the_test_split_of_the_parent(tmp_path: Path) -> No
 def test_engine_records_pass_the_static_checks(records: Sequence[Record]) -> None:
     summary, _ = select_records(records, CaptureSelection((), records[0].target, 256), 258)
     assert set(summary.dropped) <= {"overlaps"}
+
+
+def test_run_that_goes_on_deletes_the_list_that_a_kill_left(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"records": 7}))
+    (tmp_path / "selected.records").write_bytes(b"text of all selected records")
+    summary = prepare_shards(None, source(), tmp_path, print, lambda: False)  # type: ignore[arg-type]
+    assert summary.records == 7
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -15,6 +15,7 @@ from specdecode_worker.capture import ReadStats, Record, opening_hash, read_reco
 from specdecode_worker.capture.segments import derived_key, keyed_hash
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation, read_shard, shard_paths, write_shard
+from specdecode_worker.training.distillation.deletion import delete_expired_from_runs
 from specdecode_worker.training.distillation.pool import read_pool
 from support.worker.captured_folders import write
 
@@ -76,14 +77,19 @@ def test_fetched_segments_of_a_run_are_cleaned_too(
     selected: bool, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched = write(run / "captured", [record(0), record(1)])
+    half = fetched / "000000000000000001-000000000000.segment.partial"
+    half.write_bytes(b"text of alice, of a pull that was killed")
     if not selected:
         shutil.rmtree(run / "data")
     assert delete_user("alice", run) == 0
     assert [one.tokens[0] for one in read_records([fetched], ReadStats())] == [0]
     assert f"{fetched}: 1 records deleted" in capsys.readouterr().out
+    assert not half.exists()
+    half.write_bytes(b"text of alice")
     monkeypatch.setattr("specdecode_worker.commands.capture.time.time", lambda: 1e11)
     assert main(["capture", "sweep", "--max-age", "100", str(run)]) == 0
     assert list(read_records([fetched], ReadStats())) == []
+    assert not half.exists()
 
 
 def test_expired_records_are_deleted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +141,31 @@ def test_deletion_from_a_run_in_progress_starts_the_replay_again(run: Path) -> N
     assert [one.tokens[0] for one in remaining] == [1, 3, 5]
     assert left(run) == []
     assert not list(data.glob("done-*.json"))
+
+
+def test_a_selection_that_was_killed_before_its_summary_is_cleaned_too(run: Path) -> None:
+    data = run / "data"
+    shutil.rmtree(data)
+    data.mkdir()
+    (data / "selected.records").write_bytes(msgspec.msgpack.encode([record(0), record(1)]))
+    (data / "selected.json.partial").write_text("{")
+    assert delete_user("alice", run) == 0
+    assert [path.name for path in data.iterdir()] == ["selected.records"]
+    remaining = msgspec.msgpack.decode((data / "selected.records").read_bytes(), type=list[Record])
+    assert [one.tokens[0] for one in remaining] == [0]
+
+
+def test_the_list_of_a_run_that_was_killed_after_its_summary_costs_no_shard(run: Path) -> None:
+    selected = run / "data" / "selected.records"
+    selected.write_bytes(msgspec.msgpack.encode([record(10 * index + i) for index in range(2) for i in range(4)]))
+    assert delete_user("alice", run) == 0
+    assert left(run) == [0, 2, 10, 12]
+    assert not selected.exists()
+
+
+def test_a_run_that_goes_on_deletes_the_segments_that_have_expired(run: Path) -> None:
+    fetched = write(run / "captured", [record(0)])
+    delete_expired_from_runs([run], 1.0, print)
+    assert len(list(fetched.glob("*.segment"))) == 1
+    delete_expired_from_runs([run], 1e11, print)
+    assert not list(fetched.glob("*.segment"))

@@ -18,7 +18,8 @@ from typing import get_args
 import msgspec
 
 from specdecode_worker.capture import Record
-from specdecode_worker.capture.segments import stored_retention
+from specdecode_worker.capture.puller import FETCHED_FOLDER
+from specdecode_worker.capture.segments import delete_expired, stored_retention
 from specdecode_worker.training.conversations import normalisers_path, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.records import Split, read_records_of
 from specdecode_worker.training.errors import TrainingError
@@ -28,8 +29,9 @@ Unwanted = Callable[[Record], bool]
 
 
 def is_distillation_run(folder: Path) -> bool:
-    """Return whether ``folder`` is the ``--out`` of a `distill` run."""
-    return any((folder / "data" / name).exists() for name in ("summary.json", "selected.json"))
+    """Return whether ``folder`` is the ``--out`` of a `distill` run that has begun to store the records it selected."""
+    data = folder / "data"
+    return (data / "summary.json").exists() or any(data.glob("selected.*"))
 
 
 def expiry_seconds(captures: Iterable[Path], now: float) -> float:
@@ -41,10 +43,12 @@ def expiry_seconds(captures: Iterable[Path], now: float) -> float:
 def delete_expired_from_runs(runs: Iterable[Path], oldest_seconds: float, log: Callable[[str], None]) -> None:
     """Delete the records from before ``oldest_seconds`` from those of the folders that are runs of `distill`.
 
+    Fetched segments that begin before it are deleted as a whole, as by a worker.
     A run that cannot be written is named. Its expired text is not read (`read_pool`).
     """
     for run in filter(is_distillation_run, runs if oldest_seconds > 0 else ()):
         try:
+            delete_expired(run / FETCHED_FOLDER, 0.0, oldest_seconds)
             count = delete_from_run(run, lambda record: record.time_seconds < oldest_seconds)
         except OSError as error:
             log(f"distill: expired records of {run} cannot be deleted: {error}")
@@ -75,6 +79,8 @@ def delete_from_run(folder: Path, unwanted: Unwanted) -> int:
 
 def _delete_unfinished(data: Path) -> None:
     """Delete the text that a kill left half written or half deleted: no list of records and no shard has it."""
+    if (data / "summary.json").exists():  # all of the list is replayed
+        (data / "selected.records").unlink(missing_ok=True)
     for folder in (data, *(data / split for split in get_args(Split))):
         for path in folder.glob("*.partial"):
             path.unlink()
@@ -148,7 +154,9 @@ TEXT_FOLDERS = frozenset({"captured", "data", "golden", "golden.partial", "repla
 """Folders of a run with captured text, and with text that the target generated; a stop may leave a partial one."""
 RUN_FOLDERS = TEXT_FOLDERS | {"best", "head"}
 RUN_FILES = frozenset(
-    name + ending for name in ("checkpoint.pt", "clock.json", "verdict.json") for ending in ("", ".partial")
+    name + ending
+    for name in ("checkpoint.pt", "clock.json", "golden.sha256", "replay.sha256", "target.json", "verdict.json")
+    for ending in ("", ".partial")
 )
 """Everything that a run makes in its folder, finished or interrupted."""
 _RUN = re.compile(r"[0-9a-f]{8,12}")

@@ -44,7 +44,8 @@ from specdecode_worker.training.evaluation import (
     pool_small_domains,
     step_costs,
 )
-from specdecode_worker.training.prompts import greedy, read_prompts
+from specdecode_worker.training.files import write_bytes
+from specdecode_worker.training.prompts import Question, greedy, read_prompts
 from specdecode_worker.training.rollout import GeneratedText, Rollout, RolloutSettings, conversation_of
 from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
@@ -59,7 +60,7 @@ _ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Golden:
-    """Samples of the golden set, with the hash of their file; None if there is no file.
+    """Samples of the golden set, with the hash of the file whose prompts were answered; None if there is no file.
 
     ``runs`` are the runs of tokens that no training text may share.
     """
@@ -74,6 +75,8 @@ def answer_prompts(
 ) -> dict[Path, list[GeneratedText]]:
     """Return the target's greedy answers for `golden_set`: those of each folder of samples that is not written yet.
 
+    The hash of each file of prompts is written next to its folder.
+
     Args:
         placement: Target and its devices.
         chat: Its chat template.
@@ -86,11 +89,12 @@ def answer_prompts(
         ModelError: The target cannot be loaded.
         Interrupted: ``stopped`` returned True.
     """
-    questions = {
-        folder: list(greedy(read_prompts(prompts), chat))
-        for folder, prompts in asked.items()
-        if not shard_paths(folder)
-    }
+    questions: dict[Path, list[Question]] = {}
+    for folder, prompts in asked.items():
+        if not shard_paths(folder):
+            questions[folder] = list(greedy(read_prompts(prompts), chat))
+            # The file may change before the run ends, for example in a ConfigMap.
+            write_bytes(folder.with_suffix(".sha256"), hashlib.sha256(prompts.read_bytes()).hexdigest().encode())
     if not questions:
         return {}
     most = max(len(one.ids or ()) for of_folder in questions.values() for one in of_folder) + answer_tokens
@@ -107,9 +111,7 @@ def answer_prompts(
     return answers
 
 
-def golden_set(
-    target: CausalLM, prompts: Path, folder: Path, answers: Sequence[GeneratedText], stopped: Stopped
-) -> Golden:
+def golden_set(target: CausalLM, folder: Path, answers: Sequence[GeneratedText], stopped: Stopped) -> Golden:
     """Return the golden set with the target's ``answers``, which are read once and stored with states in ``folder``.
 
     Raises:
@@ -119,7 +121,7 @@ def golden_set(
         conversations = (conversation_of(target, text) for text in answers)
         write_samples(folder, _samples(target, conversations, stopped))
     samples = tuple(read_samples(folder))
-    return Golden(hashlib.sha256(prompts.read_bytes()).hexdigest(), samples, runs_of_samples(samples))
+    return Golden(folder.with_suffix(".sha256").read_text(), samples, runs_of_samples(samples))
 
 
 def _samples(target: CausalLM, conversations: Iterable[Conversation], stopped: Stopped) -> Iterator[Sample]:

@@ -149,9 +149,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 # The distillation pipeline: from captured traffic to a candidate draft and a verdict on it.
 #
+#     OUT/target.json                the target, which stays the same over all restarts
 #     OUT/data/                      accepted records by split, with the target's states (records.py)
-#     OUT/golden/                    answers to the golden prompts
-#     OUT/replay/                    answers to the prompts of --replay-prompts
+#     OUT/golden/                    answers to the golden prompts; golden.sha256 is the hash of their file
+#     OUT/replay/                    answers to the prompts of --replay-prompts, with replay.sha256
 #     OUT/checkpoint.pt, OUT/best/   state of the training (students.py)
 #     OUT/head/                      the candidate: weights, calibration.json, lineage.json
 #     OUT/verdict.json               written once, at the end; a further run returns it unchanged
@@ -245,7 +246,6 @@ class Distillation:
             CaptureError: The capture folders cannot be read.
             Interrupted: ``stopped`` returned True.
         """
-        self._job.out.mkdir(parents=True, exist_ok=True)
         golden = self._load_golden()
         summary = self._prepare_data(golden)
         self._log(
@@ -265,7 +265,7 @@ class Distillation:
         job = self._job
         if job.golden is None:
             return Golden(None, (), runs_of_samples(()))
-        golden = self._answered(job.golden, job.golden_folder)
+        golden = self._answered(job.golden_folder)
         frozen = read_lineage(job.parent.folder).get("golden", {}).get("sha256", golden.sha256)
         if frozen != golden.sha256:
             raise TrainingError(
@@ -356,7 +356,7 @@ class Distillation:
             )
         pool = read_pool(job.replay, most_tokens=job.most_tokens, oldest_seconds=job.oldest_seconds)
         if job.replay_prompts is not None:
-            answered = self._answered(job.replay_prompts, job.replay_folder)
+            answered = self._answered(job.replay_folder)
             more = split_pool([sample.conversation for sample in answered.samples])
             pool = Pool(pool.training + more.training, pool.validation + more.validation)
         training = exclude_overlapping(pool.training, union_of_runs([golden.runs, runs_of_samples(judging)]))
@@ -365,9 +365,9 @@ class Distillation:
                    f"{len(pool.training) - len(training)} share a run of tokens with what judges")  # fmt: skip
         return Pool(training, pool.validation)
 
-    def _answered(self, prompts: Path, folder: Path) -> Golden:
-        """Return the samples of a file of prompts."""
-        return golden_set(self._target, prompts, folder, self._answers.get(folder, ()), self._stopped)
+    def _answered(self, folder: Path) -> Golden:
+        """Return the samples of the answered prompts in ``folder``."""
+        return golden_set(self._target, folder, self._answers.get(folder, ()), self._stopped)
 
     def _compare_with_deployed(self, golden: Golden, summary: Summary) -> dict[str, Any]:
         """Compare the candidate with the deployed draft and return the document of the verdict."""

@@ -18,7 +18,7 @@ from specdecode_worker.contract import Artifact
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.training.errors import PublishFailed, TrainingError
+from specdecode_worker.training.errors import PublishFailed, ResumeMismatch, TrainingError
 from specdecode_worker.training.files import write_json
 
 # Clock of a run over all its restarts, stored in the run's folder every few seconds.
@@ -209,6 +209,21 @@ class Ancestor:
     uri: str
     folder: Path
     hash: str
+
+
+def check_same_target(out: Path, target: Ancestor) -> None:
+    """Check that the run in ``out`` goes on with the target that it began with, whose states its data hold.
+
+    Raises:
+        ResumeMismatch: The target has other weights by now.
+    """
+    path = out / "target.json"
+    if not path.exists():
+        write_json(path, {"uri": target.uri, "hash": target.hash})
+    if (began := json.loads(path.read_text())["hash"]) != target.hash:
+        raise ResumeMismatch(
+            f"{out} was begun with the target {began}, and {target.uri} is {target.hash} now; name another --out"
+        )
 
 
 def read_lineage(folder: Path) -> dict[str, Any]:

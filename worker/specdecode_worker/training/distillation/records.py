@@ -281,23 +281,21 @@ def prepare_shards(
         FolderUnusable: A capture folder cannot be read.
     """
     path = folder / "summary.json"
-    if path.exists():
-        return msgspec.convert(json.loads(path.read_text()), Summary)
-    folder.mkdir(parents=True, exist_ok=True)
-    summary, records = _selected(source, folder, target.config.vocab_size)
-    replayed = 0
-    for number, chunk in enumerate(chunks_of(records)):
-        replayed += len(chunk)
-        if not (folder / f"done-{number:05}.json").exists():
-            if stopped():
-                raise Interrupted
-            _replay_chunk(target, chunk, folder, number)
-            log(f"distill: {replayed} of {len(records)} records replayed")
-    _add_up(summary, folder)
-    write_json(path, asdict(summary))
+    if not path.exists():
+        summary, records = _selected(source, folder, target.config.vocab_size)
+        replayed = 0
+        for number, chunk in enumerate(chunks_of(records)):
+            replayed += len(chunk)
+            if not (folder / f"done-{number:05}.json").exists():
+                if stopped():
+                    raise Interrupted
+                _replay_chunk(target, chunk, folder, number)
+                log(f"distill: {replayed} of {len(records)} records replayed")
+        _add_up(summary, folder)
+        write_json(path, asdict(summary))
     # The shards hold what was selected and reproduced. Another copy of the text would outlive their deletion.
     (folder / "selected.records").unlink(missing_ok=True)
-    return summary
+    return msgspec.convert(json.loads(path.read_text()), Summary)
 
 
 def chunks_of(records: Sequence[Record], most_tokens: int = SHARD_TOKENS) -> Iterator[list[Record]]:
@@ -324,6 +322,7 @@ def _selected(source: CaptureSelection, folder: Path, vocab_size: int) -> tuple[
         stats = ReadStats()
         summary, chosen = select_records(read_records(source.folders, stats), source, vocab_size)
         summary.torn_segments, summary.unreadable = stats.torn, stats.unreadable
+        folder.mkdir(parents=True, exist_ok=True)
         write_bytes(records_path, msgspec.msgpack.encode(chosen))
         write_json(summary_path, asdict(summary))
     records = msgspec.msgpack.decode(records_path.read_bytes(), type=list[Record])
