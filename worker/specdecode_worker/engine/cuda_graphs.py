@@ -17,6 +17,7 @@ import torch
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.device_state import DeviceState, to_host
+from specdecode_worker.core.errors import RankLost
 from specdecode_worker.core.request import Row, decoding_rows
 from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, OwnRanks
@@ -151,15 +152,17 @@ class CudaGraphBackend:
         """Run ``work`` once, capture it in a CUDA graph and time one replay.
 
         Raises:
-            CaptureFailed: The device lacks memory for it, or the work calls what a capture forbids.
+            CaptureFailed: The device lacks memory for it or for a kernel, a kernel cannot be compiled, or the work
+                calls what a capture forbids.
         """
         try:
             self.warm_up(work)
-            replay = self.record(work)
-        except RuntimeError as error:  # torch's errors of memory and of CUDA are kinds of it
+            return self.timed(self.record(work))
+        except RankLost:  # from a signal, which may arrive here
+            raise
+        except Exception as error:  # errors of Triton, such as too little shared memory, are no RuntimeErrors
             self._forget()
-            raise CaptureFailed(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        return self.timed(replay)
+            raise CaptureFailed(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def _forget(self) -> None:
         """Undo what a capture that was broken off leaves behind in torch, and take another pool for the next ones.
