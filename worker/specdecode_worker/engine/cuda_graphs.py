@@ -161,22 +161,8 @@ class CudaGraphBackend:
         except RankLost:  # from a signal, which may arrive here
             raise
         except Exception as error:  # errors of Triton, such as too little shared memory, are no RuntimeErrors
-            self._forget()
+            self.clear()
             raise CaptureFailed(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
-
-    def _forget(self) -> None:
-        """Undo what a capture that was broken off leaves behind in torch, and take another pool for the next ones.
-
-        torch ends neither the pool's allocations nor the generator's capture if CUDA refuses the captured graph.
-        """
-        device = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(device, self._pool)
-        generator = torch.cuda.default_generators[device]
-        generator.graphsafe_set_state(generator.clone_state())
-        self.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
 
     def warm_up(self, work: Work) -> None:
         """Run ``work`` once on the stream of captures and wait for it.
@@ -207,11 +193,20 @@ class CudaGraphBackend:
         return Captured(replay, time.monotonic() - began)
 
     def clear(self) -> None:
-        """Start a new memory pool for the graphs to come.
+        """Start a new memory pool for the graphs to come, and undo what a capture that was broken off leaves in torch.
 
-        Libraries may keep memory of the old pool after its last graph is gone; such a pool accepts no new graph.
+        Libraries may keep memory of the old pool after its last graph is gone; such a pool accepts no new graph. torch
+        ends neither the pool's allocations nor the generator's capture if CUDA refuses the captured graph; until they
+        end, its allocator gives no cached memory back for other sizes.
         """
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
         self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def capture_backend(device: torch.device) -> StagedBackend | None:

@@ -69,7 +69,7 @@ class BrokenOff(CudaGraphBackend):
     def warm_up(self, work: Work) -> None:
         raise self._error
 
-    def _forget(self) -> None:
+    def clear(self) -> None:
         pass
 
 
