@@ -276,7 +276,7 @@ class EagerReason(StrEnum):
     NEW = "new"
     """The graph is not captured yet."""
     LIMIT = "limit"
-    """The graph is not captured, and no further one may be."""
+    """The graph is not captured, and fewer steps needed it than any of those that are."""
     FAILED = "failed"
     """The graph could not be captured; on several devices, no graph is used after one that a rank could not capture."""
 
@@ -554,6 +554,7 @@ class StepGraphs:
         self._drafters: dict[str, CapturedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
+        """Number of steps since the last plan that needed each key, captured or not."""
         self._failed = False
         """True after a rank could not capture a step. Then none is captured again."""
         self._refused: set[GraphKey] = set()
@@ -612,6 +613,10 @@ class StepGraphs:
         self._refused = {key for key in self._refused if name not in key.drafts}
         self._drafters.pop(name, None)
 
+    def count_anew(self) -> None:
+        """Count from now on how often each key is needed: with another plan, others may be."""
+        self._key_counts.clear()
+
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
         """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
 
@@ -629,7 +634,7 @@ class StepGraphs:
             if key not in self._graphs and key not in self._refused and _can_run(key, drafters)
         ]
         if len(missing) > room:
-            log.warning("%d graphs are beyond %d and will not be captured", len(missing) - room, MOST_GRAPHS)
+            log.warning("%d graphs are beyond %d and are captured when needed", len(missing) - room, MOST_GRAPHS)
         return missing[:room]
 
     def _capture_all(self, keys: Sequence[GraphKey], most_seconds: float = math.inf) -> None:
@@ -771,10 +776,10 @@ class StepGraphs:
         plan = self._planner.plan(rows)
         if isinstance(plan, EagerReason):
             return plan
-        graph = self._graph(plan)
+        graph = self._graph(plan.key)
         if isinstance(graph, EagerReason):
             return graph
-        drafts = self._graph(plan.drafts) if plan.drafts is not None else None
+        drafts = self._graph(plan.drafts.key, beside=plan.key) if plan.drafts is not None else None
         if isinstance(drafts, EagerReason):
             plan, drafts = plan.without_drafts(), None
         decoding = decoding_rows(rows)
@@ -789,22 +794,31 @@ class StepGraphs:
         verify_seconds = seconds - self._draft_seconds(graph)
         return is_replay_faster(seconds, verify_seconds, chunk_tokens, layers=layers, passes=passes)
 
-    def _graph(self, plan: StepPlan) -> Graph | EagerReason:
-        """Return the graph of a plan, captured now if it is needed often enough, or the reason why there is none."""
-        key = plan.key
+    def _graph(self, key: GraphKey, beside: GraphKey | None = None) -> Graph | EagerReason:
+        """Return a graph, captured now if it is needed often enough, or the reason why there is none.
+
+        Beyond MOST_GRAPHS, the one that the fewest steps needed gives way to one that more of them needed. That is
+        neither the one of ``beside``, which runs in the same step, nor one of plain steps, whose times are needed.
+        """
+        self._key_counts[key] += 1
         graph = self._graphs.get(key)
         if graph is not None:
             return graph
         if self._failed or key in self._refused:
             return EagerReason.FAILED
-        if len(self._graphs) >= MOST_GRAPHS:
-            return EagerReason.LIMIT
-        self._key_counts[key] += 1
         if self._key_counts[key] < self._capture_after_steps:
             return EagerReason.NEW
+        rarest = None
+        if len(self._graphs) >= MOST_GRAPHS:
+            others = (one for one in self._graphs if one != beside and not one.is_plain)
+            rarest = min(others, key=self._key_counts.__getitem__, default=None)
+            if rarest is None or self._key_counts[rarest] >= self._key_counts[key]:
+                return EagerReason.LIMIT
         graph = self._capture(key)
         if graph is None:
             return EagerReason.FAILED
+        if rarest is not None:
+            self._graphs.pop(rarest).captured.release()
         log.info("captured a graph that was asked for: %s", key)
         return graph
 
