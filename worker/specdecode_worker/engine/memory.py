@@ -449,7 +449,7 @@ def take_inventory(
         )
     positions = target.config.max_position_embeddings
     part = target if ranks == 1 else split_network(target, Shard(0, ranks))
-    models, misfits = _drafts(config, resolve, target, folder)
+    models, misfits = _drafts(config, resolve, target, folder, device)
     own = [model for _, model, draft in models if draft.placement == "own"]
     # The processes of drafts on a CPU share its memory with the target.
     here = [one for one in models if device.type == "cpu" or one[2].placement == "shared"]
@@ -459,7 +459,7 @@ def take_inventory(
         max_model_len=min(config.model.max_model_len or positions, positions),
         dtype_bytes=dtype.itemsize,
         target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
-        drafts=tuple(network_of(name, model, dtype, device, draft.quantization) for name, model, draft in here),
+        drafts=tuple(sizes for sizes, _, _ in here),
         aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, CausalLM)).width(
             target.config.hidden_size
         ),
@@ -473,10 +473,10 @@ def take_inventory(
 
 
 def _drafts(
-    config: WorkerConfig, resolve: Resolve, target: CausalLM, folder: Path
-) -> tuple[list[tuple[str, Draft, DraftConfig]], list[tuple[str, DraftConfig]]]:
-    """Return (name, network, configuration) of every draft with weights, and (problem, configuration) of misfits."""
-    models, misfits = [], []
+    config: WorkerConfig, resolve: Resolve, target: CausalLM, folder: Path, device: torch.device
+) -> tuple[list[tuple[Network, Draft, DraftConfig]], list[tuple[str, DraftConfig]]]:
+    """Return (sizes, network, configuration) of every draft with weights, and (problem, configuration) of misfits."""
+    models, misfits, dtype = [], [], getattr(torch, config.model.dtype)
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None:
             continue
@@ -484,7 +484,7 @@ def _drafts(
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
-            models.append((name, model, draft))
+            models.append((network_of(name, model, dtype, device, draft.quantization), model, draft))
         except BaseException as error:  # a panic of a Rust library is not an Exception
             reason = describe_failure(error, where)
             misfits.append((reason if name == "draft" else f"{name}: {reason}", draft))
@@ -541,6 +541,9 @@ def network_of(
         device: Device that the network will run on.
         quantization: Quantization of the weights, if any.
         draft: Whether the network is a draft.
+
+    Raises:
+        ConfigMismatch: The device cannot run the network, or its weights are quantized already.
     """
     shape = model.config
     weights = _weights(model, dtype) + added_bytes(model, quantization, dtype, device, draft=draft)
