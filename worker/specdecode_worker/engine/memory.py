@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from specdecode_kernels.tree_attention.op import MOST_HEAD_DIM
 from specdecode_worker.contract import (
     CheckVerdict,
     DraftConfig,
@@ -33,7 +34,7 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import CausalLMConfig, MedusaConfig
 from specdecode_worker.models.drafts import HEADS, Draft, build_meta_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
-from specdecode_worker.models.errors import CannotServe, ModelError
+from specdecode_worker.models.errors import CannotServe, ConfigMismatch, ModelError
 from specdecode_worker.models.linear import Shard
 from specdecode_worker.models.optimize import added_bytes, should_pack
 from specdecode_worker.models.tensor_parallel import split_network
@@ -546,6 +547,12 @@ def network_of(
         ConfigMismatch: The device cannot run the network, or its weights are quantized already.
     """
     shape = model.config
+    blocks = {} if isinstance(shape, MedusaConfig) else _blocks(shape)
+    if device.type == "cuda" and blocks.get("head_dim", 0) > MOST_HEAD_DIM:
+        raise ConfigMismatch(
+            f"head_dim {blocks['head_dim']} of the {name} is not served on a GPU, whose attention takes up to "
+            f"{MOST_HEAD_DIM}; take workers without GPUs, or another model"
+        )
     weights = _weights(model, dtype) + added_bytes(model, quantization, dtype, device, draft=draft)
     unties = quantization is not None and draft
     if not unties and isinstance(model, CausalLM) and model.config.tie_word_embeddings and should_pack(dtype, device):
@@ -557,7 +564,7 @@ def network_of(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         separate_draft_parameters=_parameters(model) if draft and isinstance(model, CausalLM) else None,
-        **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
+        **blocks,
     )
 
 

@@ -118,6 +118,18 @@ def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> 
     assert sizes[1] - sizes[0] == 97 * 32 * 2
 
 
+def test_heads_too_wide_for_the_kernels_of_a_gpu_are_refused_before_loading(tmp_path: Path, target: Path) -> None:
+    cuda, gpu = torch.device("cuda"), Device(kind="cuda", limit=80 * GIB, free=80 * GIB, source="GPU memory")
+    wide = config_of(write_target(tmp_path / "wide", head_dim=136))
+    assert take_inventory(wide, Path, CPU).budget.fits
+    with pytest.raises(ModelError, match="head_dim 136 of the target is not served on a GPU"):
+        take_inventory(wide, Path, cuda, gpu)
+    drafted = config_of(target, write_head(tmp_path / "head", head_dim=136))
+    verdict = make_verdict(take_inventory(drafted, Path, cuda, gpu))
+    assert verdict.serves
+    assert "head_dim 136 of the draft" in (verdict.draft_problem or "")
+
+
 def test_a_draft_that_is_quantized_already_leaves_the_worker_without_it(tmp_path: Path, target: Path) -> None:
     write_quantized(tmp_path / "draft", int4(awq, symmetric=False), {"quant_method": "awq"})
     for folder in (target, tmp_path / "draft"):
