@@ -199,7 +199,9 @@ def assemble(
         max_model_len=length,
         eos_token_ids=target.config.eos_token_ids,
         pipelined=pipelined,
-        load_draft=CheckedDraftLoader(load, config.tensor_parallel_size, lambda: free_bytes(weight.device)),
+        load_draft=CheckedDraftLoader(
+            load, config.tensor_parallel_size, lambda: free_bytes(weight.device, budget.activations)
+        ),
     )
 
 

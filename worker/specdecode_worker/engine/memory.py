@@ -341,11 +341,16 @@ def device_memory(device: torch.device, count: int = 1) -> Device:
     return _cuda(count) if device.type == "cuda" else _cpu(count)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that the running process can still allocate, unused memory of torch's allocator included."""
+def free_bytes(device: torch.device, step_bytes: int) -> int:
+    """Return the bytes that the running process can still allocate, unused memory of torch's allocator included.
+
+    On a GPU, ``step_bytes`` are left for the activations of a step, and the pool of CUDA graphs serves nothing else.
+    """
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        here = [one for one in segments if one["device"] == device.index and one["segment_pool_id"] == (0, 0)]
+        unused = sum(one["total_size"] - one["allocated_size"] for one in here)
+        return int(torch.cuda.mem_get_info(device)[0] + unused - step_bytes)
     _, free = _machine()
     limit, used = _container_limit(), _container_usage()
     return free if limit is None or used is None else min(free, limit - used)
@@ -769,7 +774,7 @@ class CheckedDraftLoader:
             return self.loader(config, name)
         expect_own_logits(config, self.ranks)
         process = DRAFT_PROCESS_BYTES if config.placement == "own" else 0
-        needed, free = self._needed_bytes(config.method, config.uri) + process, self.free_bytes()
+        needed, free = self._needed_bytes(config.method, config.uri) + process, max(self.free_bytes(), 0)
         if needed > free:
             raise ModelError(
                 f"{config.uri} needs {needed / _GIB:.2f} GiB beside the draft that runs until it is ready, and "
