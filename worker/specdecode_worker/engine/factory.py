@@ -76,9 +76,8 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
 
     device = device_of(config.engine.device)
     threads = max(1, (config.engine.threads or cpu_limit()) // config.engine.tensor_parallel_size)
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
-    else:
+    torch.set_num_threads(threads)  # beside a GPU too, where torch would take one for each core of the node
+    if device.type != "cpu":
         use_compiled_kernels()
     use_kernel_timings(config.engine, device)
     inventory = take_inventory(config, located, device)

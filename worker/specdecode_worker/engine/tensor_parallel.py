@@ -382,13 +382,13 @@ def load_rank_shard(assignment: Assignment) -> tuple[CausalLM, torch.device]:
         if assignment.device == "cuda"
         else torch.device(assignment.device)
     )
+    torch.set_num_threads(assignment.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # NCCL would register the buffers of captured collectives, for which ranks may exchange addresses during the
         # capture: a rank that fails to capture would leave the others waiting there.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     else:
-        torch.set_num_threads(assignment.threads)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of a replica run on one machine
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
