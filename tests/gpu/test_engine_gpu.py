@@ -175,6 +175,17 @@ def test_a_step_that_cannot_be_captured_leaves_the_backend_usable() -> None:
     assert torch.ones(2**20, device="cuda").sum().item() == 2**20
 
 
+def test_a_recording_that_breaks_off_holds_no_memory_once_the_graphs_are_cleared() -> None:
+    """A rank of several clears its graphs then, and runs eagerly: cached memory must serve tensors of other sizes."""
+    backend = CudaGraphBackend()
+    with pytest.raises(RuntimeError):
+        backend.record(torch.cuda.synchronize)  # forbidden while a stream is captured
+    backend.clear()
+    free = torch.cuda.mem_get_info()[0]
+    for share in (0.5, 0.7):  # the second takes the memory of the first, which torch has cached
+        torch.empty(int(share * free), dtype=torch.uint8, device="cuda")
+
+
 def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Matrices that the product of few rows serves, heads of 128 numbers in groups of 4, and a real EAGLE-3 head.
 

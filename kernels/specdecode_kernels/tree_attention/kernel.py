@@ -241,8 +241,7 @@ def attend(q_THD: Tensor, cache_2NPKD: Tensor, plan: Plan, scales: Scales = UNSC
     """Compute attended values [T, H, D] of every packed query; queries without a visible key yield zeros.
 
     Sums are fp32. ``cache_2NPKD`` is the cache of one layer and already holds the keys and values of this pass. Rows of
-    D must be contiguous in it and in ``q_THD``. ``scales`` are those of a cache in fp8. Head
-    dimensions up to 256 are supported.
+    D must be contiguous in it and in ``q_THD``. ``scales`` are those of a cache in fp8.
     """
     tokens, heads, size = q_THD.shape
     _, _, page, kv_heads, _ = cache_2NPKD.shape

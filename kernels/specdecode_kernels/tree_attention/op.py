@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from specdecode_kernels.tree_attention.plan import Plan
     from specdecode_kernels.tree_attention.prefill import Chunk
 
+MOST_HEAD_DIM = 128
+"""Largest head dimension on a GPU. Larger ones exceed the shared memory of a program (H100: 227 KiB, A100: 163, L40S:
+99): with 256, blocks of keys and values take 128 to 192 KiB, and the queries of a tile up to 64 more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

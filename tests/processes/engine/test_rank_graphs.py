@@ -22,6 +22,7 @@ import torch
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.core.device_state import PagedCache
 from specdecode_worker.core.errors import RankLost
+from specdecode_worker.engine import cuda_graphs as step_graphs
 from specdecode_worker.engine import factory
 from specdecode_worker.engine import tensor_parallel as rank_graphs
 from specdecode_worker.engine import tensor_parallel as rank_group
@@ -128,6 +129,18 @@ class TestTexts:
         penalised: dict[str, Any] = {"frequency_penalty": 0.5, "logprobs": 2}
         assert serve(split, "chain:3", range(4), **penalised) == serve(whole, "none", range(4), **penalised)
         assert len(graphs) > before
+
+    def test_a_graph_that_gives_way_is_gone_on_all_ranks(
+        self, whole: Engine, split: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each capture checks that all ranks hold as many graphs."""
+        graphs = graphs_of(split)
+        serve(split, "chain:3")
+        monkeypatch.setattr(step_graphs, "MOST_GRAPHS", most := len(graphs))
+        for penalised in ({"presence_penalty": 0.5}, {"presence_penalty": 0.5, "logprobs": 2}):
+            assert serve(split, "chain:3", range(4), **penalised) == serve(whole, "none", range(4), **penalised)
+            assert len(graphs) == most
+        assert any(key.features.history and not key.features.logprobs for key in graphs._graphs)
 
     def test_a_changed_plan_is_captured_while_serving(
         self, whole: Engine, split: Engine, caplog: pytest.LogCaptureFixture

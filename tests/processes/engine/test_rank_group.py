@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,6 +147,16 @@ def doomed(folders: tuple[Path, Path], split: Engine) -> Iterator[tuple[Engine, 
     engine.close()
 
 
+def small_group() -> RankGroup:
+    """Start a second rank without a model."""
+    return RankGroup(
+        Assignment(
+            rank=0, size=2, meeting="", folder="", dtype="float32", quantization=None, device="cpu",
+            max_model_len=None, blocks=0, threads=1,
+        )
+    )  # fmt: skip
+
+
 class TestLoss:
     """The loss of one rank ends the whole replica."""
 
@@ -170,17 +181,30 @@ class TestLoss:
     ) -> None:
         split.close()
         monkeypatch.setattr(rank_process, "serve_rank", main)
-        group = RankGroup(
-            Assignment(
-                rank=0, size=2, meeting="", folder="", dtype="float32", quantization=None, device="cpu",
-                max_model_len=None, blocks=0, threads=1,
-            )
-        )  # fmt: skip
+        group = small_group()
         try:
             with pytest.raises(RankLost, match=f"rank 1: {reason}"):
                 time.sleep(30)
         finally:
             group.close()
+
+    def test_a_process_group_that_does_not_end_without_a_rank_ends_with_the_process(
+        self, split: Engine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """NCCL waits for a collective whose peer died."""
+        split.close()
+        ended: list[int] = []
+        process_ends = threading.Event()
+        monkeypatch.setattr(rank_process, "serve_rank", graph_ranks.answer_and_end)
+        monkeypatch.setattr(rank_process, "_STUCK_SECONDS", 0.2)
+        monkeypatch.setattr(rank_process.os, "_exit", lambda code: (ended.append(code), process_ends.set()))
+        monkeypatch.setattr(rank_process.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(rank_process.dist, "destroy_process_group", lambda: process_ends.wait(30))
+        group = small_group()
+        with pytest.raises(RankLost):
+            time.sleep(30)
+        group.close()
+        assert ended == [1]
 
     def test_the_engine_process_ends_with_the_reason(self, folders: tuple[Path, Path]) -> None:
         async def lose() -> tuple[str, int]:

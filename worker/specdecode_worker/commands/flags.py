@@ -57,7 +57,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     text = "quantize the draft's MLPs and head"
     add_flag(parser, "--draft-quantization", text, choices=get_args(DraftQuantization))
     add_device_flag(parser)
-    add_flag(parser, "--threads", "torch threads on a CPU (default: all)", type=int)
+    add_flag(parser, "--threads", "torch threads (default: all)", type=int)
     add_flag(parser, "--cache-dir", "folder of downloaded models (default: the user's cache)", metavar="DIR")
 
 

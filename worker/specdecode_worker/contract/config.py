@@ -164,7 +164,7 @@ class EngineConfig(Written):
     kv_cache_dtype: KVCacheDtype = "auto"
     """How the target's keys and values are stored; auto is the type of the activations."""
     threads: int | None = Field(default=None, ge=1)
-    """Number of torch threads on a CPU. None selects the container's CPU limit."""
+    """Number of torch threads. None selects the container's CPU limit."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensor_parallel_size: int = Field(default=1, ge=1)
     gpu_memory_utilization: float = Field(default=0.8, gt=0, le=1)

@@ -409,7 +409,7 @@ class PlacedDraftLoader:
     device: torch.device
     """Device of the drafts that run in processes of their own."""
     threads: int
-    """Number of torch threads of a draft process on a CPU."""
+    """Number of torch threads of a draft process."""
     max_num_batched_tokens: int
     """Most tokens of prompts in one step."""
     reply_seconds: float

@@ -352,14 +352,13 @@ class FolderDraft:
     """Number of requests that run at once."""
     blocks: int
     threads: int
-    """Number of torch threads on a CPU."""
+    """Number of torch threads."""
 
     def __call__(self) -> DraftServer:
         """Load the draft. Raise ModelError if it cannot be loaded."""
+        torch.set_num_threads(self.threads)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        else:
-            torch.set_num_threads(self.threads)
         shared = _SHARED.get(self.config.method, ())
         if self.config.uri is not None and "lm_head.weight" in read_tensor_headers(Path(self.config.uri)):
             shared = tuple(name for name in shared if name != "lm_head.weight")

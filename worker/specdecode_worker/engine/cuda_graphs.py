@@ -17,6 +17,7 @@ import torch
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.device_state import DeviceState, to_host
+from specdecode_worker.core.errors import RankLost
 from specdecode_worker.core.request import Row, decoding_rows
 from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, OwnRanks
@@ -151,29 +152,17 @@ class CudaGraphBackend:
         """Run ``work`` once, capture it in a CUDA graph and time one replay.
 
         Raises:
-            CaptureFailed: The device lacks memory for it, or the work calls what a capture forbids.
+            CaptureFailed: The device lacks memory for it or for a kernel, a kernel cannot be compiled, or the work
+                calls what a capture forbids.
         """
         try:
             self.warm_up(work)
-            replay = self.record(work)
-        except RuntimeError as error:  # torch's errors of memory and of CUDA are kinds of it
-            self._forget()
-            raise CaptureFailed(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
-        return self.timed(replay)
-
-    def _forget(self) -> None:
-        """Undo what a capture that was broken off leaves behind in torch, and take another pool for the next ones.
-
-        torch ends neither the pool's allocations nor the generator's capture if CUDA refuses the captured graph.
-        """
-        device = torch.cuda.current_device()
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(device, self._pool)
-        generator = torch.cuda.default_generators[device]
-        generator.graphsafe_set_state(generator.clone_state())
-        self.clear()
-        gc.collect()
-        torch.cuda.empty_cache()
+            return self.timed(self.record(work))
+        except RankLost:  # from a signal, which may arrive here
+            raise
+        except Exception as error:  # errors of Triton, such as too little shared memory, are no RuntimeErrors
+            self.clear()
+            raise CaptureFailed(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
 
     def warm_up(self, work: Work) -> None:
         """Run ``work`` once on the stream of captures and wait for it.
@@ -195,20 +184,33 @@ class CudaGraphBackend:
         return graph.replay
 
     def timed(self, replay: Work) -> Captured:
-        """Replay twice, and return the replay with the time of the second."""
+        """Replay twice, and return the replay with the time of the second on the device.
+
+        What is queued before it does not count: a draft that loads meanwhile copies its weights on the same stream.
+        """
         replay()
-        torch.cuda.synchronize()
-        began = time.monotonic()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
         replay()
-        torch.cuda.synchronize()
-        return Captured(replay, time.monotonic() - began)
+        end.record()
+        end.synchronize()
+        return Captured(replay, begin.elapsed_time(end) / 1000)
 
     def clear(self) -> None:
-        """Start a new memory pool for the graphs to come.
+        """Start a new memory pool for the graphs to come, and undo what a capture that was broken off leaves in torch.
 
-        Libraries may keep memory of the old pool after its last graph is gone; such a pool accepts no new graph.
+        Libraries may keep memory of the old pool after its last graph is gone; such a pool accepts no new graph. torch
+        ends neither the pool's allocations nor the generator's capture if CUDA refuses the captured graph; until they
+        end, its allocator gives no cached memory back for other sizes.
         """
+        device = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
         self._pool = torch.cuda.graph_pool_handle()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def capture_backend(device: torch.device) -> StagedBackend | None:
@@ -278,7 +280,7 @@ class EagerReason(StrEnum):
     NEW = "new"
     """The graph is not captured yet."""
     LIMIT = "limit"
-    """The graph is not captured, and no further one may be."""
+    """The graph is not captured, and fewer steps needed it than any of those that are."""
     FAILED = "failed"
     """The graph could not be captured; on several devices, no graph is used after one that a rank could not capture."""
 
@@ -556,6 +558,7 @@ class StepGraphs:
         self._drafters: dict[str, CapturedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
+        """Number of steps since the last plan that needed each key, captured or not."""
         self._failed = False
         """True after a rank could not capture a step. Then none is captured again."""
         self._refused: set[GraphKey] = set()
@@ -614,6 +617,10 @@ class StepGraphs:
         self._refused = {key for key in self._refused if name not in key.drafts}
         self._drafters.pop(name, None)
 
+    def count_anew(self) -> None:
+        """Count from now on how often each key is needed: with another plan, others may be."""
+        self._key_counts.clear()
+
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
         """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
 
@@ -631,7 +638,7 @@ class StepGraphs:
             if key not in self._graphs and key not in self._refused and _can_run(key, drafters)
         ]
         if len(missing) > room:
-            log.warning("%d graphs are beyond %d and will not be captured", len(missing) - room, MOST_GRAPHS)
+            log.warning("%d graphs are beyond %d and are captured when needed", len(missing) - room, MOST_GRAPHS)
         return missing[:room]
 
     def _capture_all(self, keys: Sequence[GraphKey], most_seconds: float = math.inf) -> None:
@@ -773,10 +780,10 @@ class StepGraphs:
         plan = self._planner.plan(rows)
         if isinstance(plan, EagerReason):
             return plan
-        graph = self._graph(plan)
+        graph = self._graph(plan.key)
         if isinstance(graph, EagerReason):
             return graph
-        drafts = self._graph(plan.drafts) if plan.drafts is not None else None
+        drafts = self._graph(plan.drafts.key, beside=plan.key) if plan.drafts is not None else None
         if isinstance(drafts, EagerReason):
             plan, drafts = plan.without_drafts(), None
         decoding = decoding_rows(rows)
@@ -791,22 +798,31 @@ class StepGraphs:
         verify_seconds = seconds - self._draft_seconds(graph)
         return is_replay_faster(seconds, verify_seconds, chunk_tokens, layers=layers, passes=passes)
 
-    def _graph(self, plan: StepPlan) -> Graph | EagerReason:
-        """Return the graph of a plan, captured now if it is needed often enough, or the reason why there is none."""
-        key = plan.key
+    def _graph(self, key: GraphKey, beside: GraphKey | None = None) -> Graph | EagerReason:
+        """Return a graph, captured now if it is needed often enough, or the reason why there is none.
+
+        Beyond MOST_GRAPHS, the one that the fewest steps needed gives way to one that more of them needed. That is
+        neither the one of ``beside``, which runs in the same step, nor one of plain steps, whose times are needed.
+        """
+        self._key_counts[key] += 1
         graph = self._graphs.get(key)
         if graph is not None:
             return graph
         if self._failed or key in self._refused:
             return EagerReason.FAILED
-        if len(self._graphs) >= MOST_GRAPHS:
-            return EagerReason.LIMIT
-        self._key_counts[key] += 1
         if self._key_counts[key] < self._capture_after_steps:
             return EagerReason.NEW
+        rarest = None
+        if len(self._graphs) >= MOST_GRAPHS:
+            others = (one for one in self._graphs if one != beside and not one.is_plain)
+            rarest = min(others, key=self._key_counts.__getitem__, default=None)
+            if rarest is None or self._key_counts[rarest] >= self._key_counts[key]:
+                return EagerReason.LIMIT
         graph = self._capture(key)
         if graph is None:
             return EagerReason.FAILED
+        if rarest is not None:
+            self._graphs.pop(rarest).captured.release()
         log.info("captured a graph that was asked for: %s", key)
         return graph
 

@@ -397,8 +397,10 @@ class Engine:
         self._drafts.set_tasks(plan.tasks)
         if self._exchange is not None:
             self._exchange.set_peers(plan.prefill)
-        if self._graphs is not None and self.idle and not len(self._graphs):
-            self._graphs.prepare(self._planned_shapes())
+        if self._graphs is not None:
+            self._graphs.count_anew()
+            if self.idle and not len(self._graphs):
+                self._graphs.prepare(self._planned_shapes())
 
     def _planned_shapes(self) -> set[TreeShape]:
         """Return the shapes that steps may have by the plan."""

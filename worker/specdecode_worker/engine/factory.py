@@ -76,9 +76,8 @@ def load_engine(config: WorkerConfig, resolve: Resolve) -> Engine:
 
     device = device_of(config.engine.device)
     threads = max(1, (config.engine.threads or cpu_limit()) // config.engine.tensor_parallel_size)
-    if device.type == "cpu":
-        torch.set_num_threads(threads)
-    else:
+    torch.set_num_threads(threads)  # beside a GPU too, where torch would take one for each core of the node
+    if device.type != "cpu":
         use_compiled_kernels()
     use_kernel_timings(config.engine, device)
     inventory = take_inventory(config, located, device)
@@ -199,7 +198,9 @@ def assemble(
         max_model_len=length,
         eos_token_ids=target.config.eos_token_ids,
         pipelined=pipelined,
-        load_draft=CheckedDraftLoader(load, config.tensor_parallel_size, lambda: free_bytes(weight.device)),
+        load_draft=CheckedDraftLoader(
+            load, config.tensor_parallel_size, lambda: free_bytes(weight.device, budget.activations)
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from specdecode_kernels.tree_attention.op import MOST_HEAD_DIM
 from specdecode_worker.contract import (
     CheckVerdict,
     DraftConfig,
@@ -33,7 +34,7 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import CausalLMConfig, MedusaConfig
 from specdecode_worker.models.drafts import HEADS, Draft, build_meta_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
-from specdecode_worker.models.errors import CannotServe, ModelError
+from specdecode_worker.models.errors import CannotServe, ConfigMismatch, ModelError
 from specdecode_worker.models.linear import Shard
 from specdecode_worker.models.optimize import added_bytes, should_pack
 from specdecode_worker.models.tensor_parallel import split_network
@@ -340,11 +341,16 @@ def device_memory(device: torch.device, count: int = 1) -> Device:
     return _cuda(count) if device.type == "cuda" else _cpu(count)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the bytes that the running process can still allocate, unused memory of torch's allocator included."""
+def free_bytes(device: torch.device, step_bytes: int) -> int:
+    """Return the bytes that the running process can still allocate, unused memory of torch's allocator included.
+
+    On a GPU, ``step_bytes`` are left for the activations of a step, and the pool of CUDA graphs serves nothing else.
+    """
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        here = [one for one in segments if one["device"] == device.index and one["segment_pool_id"] == (0, 0)]
+        unused = sum(one["total_size"] - one["allocated_size"] for one in here)
+        return int(torch.cuda.mem_get_info(device)[0] + unused - step_bytes)
     _, free = _machine()
     limit, used = _container_limit(), _container_usage()
     return free if limit is None or used is None else min(free, limit - used)
@@ -449,7 +455,7 @@ def take_inventory(
         )
     positions = target.config.max_position_embeddings
     part = target if ranks == 1 else split_network(target, Shard(0, ranks))
-    models, misfits = _drafts(config, resolve, target, folder)
+    models, misfits = _drafts(config, resolve, target, folder, device)
     own = [model for _, model, draft in models if draft.placement == "own"]
     # The processes of drafts on a CPU share its memory with the target.
     here = [one for one in models if device.type == "cpu" or one[2].placement == "shared"]
@@ -459,7 +465,7 @@ def take_inventory(
         max_model_len=min(config.model.max_model_len or positions, positions),
         dtype_bytes=dtype.itemsize,
         target=network_of("target", part, dtype, device, config.model.quantization, draft=False),
-        drafts=tuple(network_of(name, model, dtype, device, draft.quantization) for name, model, draft in here),
+        drafts=tuple(sizes for sizes, _, _ in here),
         aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, CausalLM)).width(
             target.config.hidden_size
         ),
@@ -473,10 +479,10 @@ def take_inventory(
 
 
 def _drafts(
-    config: WorkerConfig, resolve: Resolve, target: CausalLM, folder: Path
-) -> tuple[list[tuple[str, Draft, DraftConfig]], list[tuple[str, DraftConfig]]]:
-    """Return (name, network, configuration) of every draft with weights, and (problem, configuration) of misfits."""
-    models, misfits = [], []
+    config: WorkerConfig, resolve: Resolve, target: CausalLM, folder: Path, device: torch.device
+) -> tuple[list[tuple[Network, Draft, DraftConfig]], list[tuple[str, DraftConfig]]]:
+    """Return (sizes, network, configuration) of every draft with weights, and (problem, configuration) of misfits."""
+    models, misfits, dtype = [], [], getattr(torch, config.model.dtype)
     for name, draft in [("draft", config.draft), *((f"draft {draft.name}", draft) for draft in config.drafts)]:
         if draft.uri is None:
             continue
@@ -484,7 +490,7 @@ def _drafts(
         try:
             expect_own_logits(draft, config.engine.tensor_parallel_size)
             model = build_meta_draft(draft.method, resolve(where), target, target_folder=folder, max_model_len=length)
-            models.append((name, model, draft))
+            models.append((network_of(name, model, dtype, device, draft.quantization), model, draft))
         except BaseException as error:  # a panic of a Rust library is not an Exception
             reason = describe_failure(error, where)
             misfits.append((reason if name == "draft" else f"{name}: {reason}", draft))
@@ -541,8 +547,17 @@ def network_of(
         device: Device that the network will run on.
         quantization: Quantization of the weights, if any.
         draft: Whether the network is a draft.
+
+    Raises:
+        ConfigMismatch: The device cannot run the network, or its weights are quantized already.
     """
     shape = model.config
+    blocks = {} if isinstance(shape, MedusaConfig) else _blocks(shape)
+    if device.type == "cuda" and blocks.get("head_dim", 0) > MOST_HEAD_DIM:
+        raise ConfigMismatch(
+            f"head_dim {blocks['head_dim']} of the {name} is not served on a GPU, whose attention takes up to "
+            f"{MOST_HEAD_DIM}; take workers without GPUs, or another model"
+        )
     weights = _weights(model, dtype) + added_bytes(model, quantization, dtype, device, draft=draft)
     unties = quantization is not None and draft
     if not unties and isinstance(model, CausalLM) and model.config.tie_word_embeddings and should_pack(dtype, device):
@@ -554,7 +569,7 @@ def network_of(
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         separate_draft_parameters=_parameters(model) if draft and isinstance(model, CausalLM) else None,
-        **({} if isinstance(shape, MedusaConfig) else _blocks(shape)),
+        **blocks,
     )
 
 
@@ -759,7 +774,7 @@ class CheckedDraftLoader:
             return self.loader(config, name)
         expect_own_logits(config, self.ranks)
         process = DRAFT_PROCESS_BYTES if config.placement == "own" else 0
-        needed, free = self._needed_bytes(config.method, config.uri) + process, self.free_bytes()
+        needed, free = self._needed_bytes(config.method, config.uri) + process, max(self.free_bytes(), 0)
         if needed > free:
             raise ModelError(
                 f"{config.uri} needs {needed / _GIB:.2f} GiB beside the draft that runs until it is ready, and "

@@ -35,7 +35,7 @@ from specdecode_worker.sampling.trees import Tree, all_nodes
 # part of the key.
 
 MOST_GRAPHS = 128
-"""Upper bound of the CUDA graphs that a worker captures."""
+"""Upper bound of the CUDA graphs that a worker holds."""
 
 
 NODES = MAX_NODES + 1
@@ -90,6 +90,11 @@ class GraphKey:
     def depth(self) -> int:
         """Greatest depth of the trees."""
         return self.passes or self.outside
+
+    @property
+    def is_plain(self) -> bool:
+        """True for plain steps without features."""
+        return self.tokens_per_row == 1 and not self.depth and self.features == NO_FEATURES
 
     @property
     def tokens(self) -> int:

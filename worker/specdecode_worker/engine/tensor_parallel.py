@@ -382,13 +382,13 @@ def load_rank_shard(assignment: Assignment) -> tuple[CausalLM, torch.device]:
         if assignment.device == "cuda"
         else torch.device(assignment.device)
     )
+    torch.set_num_threads(assignment.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # NCCL would register the buffers of captured collectives, for which ranks may exchange addresses during the
         # capture: a rank that fails to capture would leave the others waiting there.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     else:
-        torch.set_num_threads(assignment.threads)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks of a replica run on one machine
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -467,7 +467,8 @@ def _answer(pipe: Connection, graphs: RankGraphs, stage: Callable[[], None]) -> 
 # Rank 0 starts the other ranks, sends them their work, and ends when one of them ends.
 
 _STUCK_SECONDS = 10.0
-"""Time after the loss of a rank before the process exits. A NCCL collective whose peer died may never return."""
+"""Time after the loss of a rank before the process exits, and as much to close the group. A NCCL collective whose peer
+died may never return, and the end of the process group waits for it."""
 _REASON_SECONDS = 1.0
 """Time to wait for the reason of a failed collective, and for the exit code of a lost rank."""
 
@@ -484,7 +485,8 @@ class RankGroup:
         self._states: list[SimpleQueue[CaptureState]] = [SimpleQueue() for _ in range(1, whole.size)]
         self._pipes: list[Connection] = []
         self._processes = [self._start(number) for number in range(1, whole.size)]
-        self._loaded, self._closing, self._lost = threading.Event(), threading.Event(), ""
+        self._loaded, self._closing, self._closed = threading.Event(), threading.Event(), threading.Event()
+        self._lost = ""
         # At the exit of the interpreter, before the ranks would be killed.
         self._finalizer = Finalize(self, self.close, exitpriority=10)
         if threading.current_thread() is threading.main_thread():
@@ -548,8 +550,11 @@ class RankGroup:
             process.join(5)
             if process.is_alive():
                 process.kill()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        try:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        finally:
+            self._closed.set()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, number: int) -> BoundProcess:
@@ -608,11 +613,11 @@ class RankGroup:
         return message
 
     def _end(self) -> None:
-        """Raise RankLost in the main thread by a signal; exit if the main thread has not closed the group in time."""
+        """Raise RankLost in the main thread by a signal; exit if the main thread does not close the group in time."""
         if self._closing.is_set():
             return
         os.kill(os.getpid(), signal.SIGUSR1)
-        if not self._closing.wait(_STUCK_SECONDS):
+        if not (self._closing.wait(_STUCK_SECONDS) and self._closed.wait(_STUCK_SECONDS)):
             print(f"specdecode-worker: {self._lost}", file=sys.stderr, flush=True)
             os._exit(1)
 

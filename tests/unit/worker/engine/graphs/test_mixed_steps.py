@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -15,6 +16,7 @@ from specdecode_worker.core.messages import Logprobs, Submit, Tokens
 from specdecode_worker.engine.cuda_graphs import (
     TOKENS_OF_ONE_READ,
     Captured,
+    CudaGraphBackend,
     EagerBackend,
     EagerReason,
     Work,
@@ -187,3 +189,29 @@ def test_the_faster_way_is_chosen(
     graph: float, verify: float, chunk: int, layers: int, passes: int, faster: bool
 ) -> None:
     assert is_replay_faster(graph, verify, chunk, layers=layers, passes=passes) is faster
+
+
+def test_the_time_of_a_graph_is_that_of_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that loads has queued a copy of 50 ms on the same stream. The device takes 7 ms for a replay."""
+    device_milliseconds = [0.0]
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = device_milliseconds[0]
+
+        def synchronize(self) -> None:
+            time.sleep(0.05)
+
+        def elapsed_time(self, later: Event) -> float:
+            return later.at - self.at
+
+    def replay() -> None:
+        device_milliseconds[0] += 7
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.05))
+    backend = CudaGraphBackend.__new__(CudaGraphBackend)
+    assert backend.timed(replay).seconds == pytest.approx(0.007)

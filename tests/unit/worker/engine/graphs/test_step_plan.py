@@ -108,3 +108,22 @@ def test_no_further_graph_is_captured_beyond_the_limit(monkeypatch: pytest.Monke
     monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 1)
     reasons = eager_steps("chain:3", [submit(0, sampled=False, tokens=12)], rows=(1,))
     assert set(reasons) == {EagerReason.LIMIT}
+
+
+def test_a_graph_that_is_needed_less_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for plain steps and for one key with draft passes. With a new plan, counting starts again."""
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 3)
+    engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(1,))
+    engine.set_plan(plan_of("chain:3"))
+    graphs = engine._graphs
+    greedy, truncated = submit(0, sampled=False, tokens=8), submit(1, sampled=True, tokens=40)
+    cuts = []
+    for request in (truncated, greedy):
+        texts(engine, [request])
+        cuts.append([key.cuts for key in graphs._graphs if key.passes])
+    assert cuts == [[True], [True]], "more steps needed the one with top-p"
+    assert graphs.eager[EagerReason.LIMIT] > 0
+    engine.set_plan(plan_of("chain:3", version=2))
+    texts(engine, [greedy])
+    assert [key.cuts for key in graphs._graphs if key.passes] == [False]
+    assert {key.cuts for key in graphs._graphs if key.is_plain} == {False, True}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.contract import MemoryState, NamedDraft
+from specdecode_worker.contract import DraftConfig, MemoryState, NamedDraft
 from specdecode_worker.engine import factory
 from specdecode_worker.engine import memory as memory_of
 from specdecode_worker.engine.engine import Engine
@@ -22,6 +22,7 @@ from specdecode_worker.engine.memory import (
     take_inventory,
 )
 from specdecode_worker.models.errors import CannotServe, ModelError
+from support.worker.quantized_folders import awq, int4, write_quantized
 from support.worker.small_engine import drain, plan_of, submit
 from support.worker.small_folders import config_of, write_head, write_target, write_tokenizer
 
@@ -115,6 +116,28 @@ def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> 
         monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device, packed=packed: packed)
         sizes.append(take_inventory(config, Path, CPU).budget.target.weights)
     assert sizes[1] - sizes[0] == 97 * 32 * 2
+
+
+def test_heads_too_wide_for_the_kernels_of_a_gpu_are_refused_before_loading(tmp_path: Path, target: Path) -> None:
+    cuda, gpu = torch.device("cuda"), Device(kind="cuda", limit=80 * GIB, free=80 * GIB, source="GPU memory")
+    wide = config_of(write_target(tmp_path / "wide", head_dim=136))
+    assert take_inventory(wide, Path, CPU).budget.fits
+    with pytest.raises(ModelError, match="head_dim 136 of the target is not served on a GPU"):
+        take_inventory(wide, Path, cuda, gpu)
+    drafted = config_of(target, write_head(tmp_path / "head", head_dim=136))
+    verdict = make_verdict(take_inventory(drafted, Path, cuda, gpu))
+    assert verdict.serves
+    assert "head_dim 136 of the draft" in (verdict.draft_problem or "")
+
+
+def test_a_draft_that_is_quantized_already_leaves_the_worker_without_it(tmp_path: Path, target: Path) -> None:
+    write_quantized(tmp_path / "draft", int4(awq, symmetric=False), {"quant_method": "awq"})
+    for folder in (target, tmp_path / "draft"):
+        write_tokenizer(folder)
+    draft = DraftConfig(method="draft-model", uri=str(tmp_path / "draft"), quantization="int8")
+    verdict = make_verdict(take_inventory(config_of(target).model_copy(update={"draft": draft}), Path, CPU))
+    assert verdict.serves
+    assert "is quantized already" in (verdict.draft_problem or "")
 
 
 def test_own_embeddings_count_for_the_draft(tmp_path: Path, target: Path, head: Path) -> None:
