@@ -198,9 +198,33 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         json_grammar(schema)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= "a" | "c"',
+        'start: "a" | "c"',
+        '\n \n\tstart : "a" | "c"',
+        '# text\n%llguidance {}\nstart: "a" | "c"',
+    ],
+)
+def test_grammars_in_both_notations(compiler: GrammarCompiler, text: str) -> None:
+    guide = compiler.guide(context_free_grammar(text))
+    assert allowed(guide.mask()) == {*ids("a"), *ids("c")}
+
+
 def test_text_that_is_no_grammar_is_refused() -> None:
     with pytest.raises(GrammarRefused):
         context_free_grammar("root ::= ( unclosed")
+
+
+CHAIN = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(2000)), 'r2000 ::= "a"'])
+
+
+@pytest.mark.parametrize("text", ["\n" * 20_000, CHAIN], ids=["white space", "chain"])
+def test_text_that_takes_long_to_convert_is_refused(text: str) -> None:
+    """llguidance looks for Lark's notation from each line on, and goes through all rules once for each of a chain."""
+    with pytest.raises(GrammarRefused, match="too many lines"):
+        context_free_grammar(text)
 
 
 def test_a_model_without_end_token_refuses_grammars() -> None:
