@@ -205,6 +205,16 @@ def check_size(*texts: str) -> None:
         raise GrammarRefused(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes")
 
 
+def readable_schema(schema: Schema) -> Any:
+    """Return a schema that llguidance can read, with closed objects.
+
+    Raises:
+        GrammarRefused: The schema is too large, or has a constant that cannot be read.
+    """
+    check_size(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+    return close_objects(with_readable_numbers(schema))
+
+
 def compile_options(*, exact: bool, white_space: bool) -> dict[str, Any]:
     """Return llguidance's options for a JSON schema.
 
@@ -227,11 +237,11 @@ def json_grammar(schema: Schema, *, exact: bool = True, white_space: bool = True
     The arguments are those of ``compile_options``; see ``close_objects`` for the properties.
 
     Raises:
-        GrammarRefused: The schema is nested too deeply to be read, or has a constant that cannot be read.
+        GrammarRefused: The schema is too large or nested too deeply to be read, or has a constant that cannot be read.
     """
     options: Any = compile_options(exact=exact, white_space=white_space)
     try:
-        readable = json.dumps(close_objects(with_readable_numbers(schema)))
+        readable = json.dumps(readable_schema(schema))
         return str(LLMatcher.grammar_from_json_schema(readable, overrides=options))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(f"the schema cannot be read: {error}") from None

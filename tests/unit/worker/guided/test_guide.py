@@ -128,7 +128,7 @@ def test_bits_beyond_the_vocabulary_are_never_set(compiler: GrammarCompiler) -> 
         regex_grammar("(a"),
         regex_grammar("(?=a)b"),
         json_grammar({"type": "nothing"}),
-        json_grammar({"enum": ["x" * MAX_GRAMMAR_BYTES]}),
+        regex_grammar("x" * MAX_GRAMMAR_BYTES),
     ],
 )
 def test_bad_and_too_large_grammars_are_refused(compiler: GrammarCompiler, grammar: str) -> None:
@@ -188,6 +188,12 @@ def test_texts_with_such_numbers_are_no_constants(compiler: GrammarCompiler) -> 
     }
     compiler.check(json_grammar({"properties": {"const": described, "minimum": {"type": "string"}}}))
     assert with_readable_numbers({"const": {"minimum": -1e30}}) == {"const": {"minimum": -1e30}}
+
+
+def test_a_schema_larger_than_any_grammar_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdecode_worker.guided.grammars.close_objects", None)
+    with pytest.raises(GrammarRefused, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
+        json_grammar({"anyOf": [{}] * MAX_GRAMMAR_BYTES})
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
