@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from specdecode_worker.guided.guide import GrammarRefused, Guide, library_message
 
@@ -193,6 +193,26 @@ With more white space, models can fill an answer with it up to ``max_tokens``.
 """
 
 Schema = Mapping[str, Any] | bool
+_LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")
+"""Pattern by which llguidance tells Lark's notation from GBNF's. Its own takes the square of the number of lines."""
+_MOST_GBNF_WORK = 2**24
+"""Most characters times lines of a text in GBNF's notation, which llguidance converts in Python: seconds of work."""
+
+
+def check_size(*texts: str) -> None:
+    """Raise GrammarRefused for texts that make too large a grammar, before any other work on them."""
+    if sum(map(len, texts)) > MAX_GRAMMAR_BYTES:
+        raise GrammarRefused(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes")
+
+
+def readable_schema(schema: Schema) -> Any:
+    """Return a schema that llguidance can read, with closed objects.
+
+    Raises:
+        GrammarRefused: The schema is too large, or has a constant that cannot be read.
+    """
+    check_size(json.dumps(schema, ensure_ascii=False, separators=(",", ":")))
+    return close_objects(with_readable_numbers(schema))
 
 
 def compile_options(*, exact: bool, white_space: bool) -> dict[str, Any]:
@@ -217,11 +237,11 @@ def json_grammar(schema: Schema, *, exact: bool = True, white_space: bool = True
     The arguments are those of ``compile_options``; see ``close_objects`` for the properties.
 
     Raises:
-        GrammarRefused: The schema is nested too deeply to be read, or has a constant that cannot be read.
+        GrammarRefused: The schema is too large or nested too deeply to be read, or has a constant that cannot be read.
     """
     options: Any = compile_options(exact=exact, white_space=white_space)
     try:
-        readable = json.dumps(close_objects(with_readable_numbers(schema)))
+        readable = json.dumps(readable_schema(schema))
         return str(LLMatcher.grammar_from_json_schema(readable, overrides=options))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(f"the schema cannot be read: {error}") from None
@@ -247,12 +267,17 @@ def context_free_grammar(text: str) -> str:
     """Return the grammar of a text in Lark's or GBNF's notation.
 
     Raises:
-        GrammarRefused: The text is in neither notation, or has a schema with a constant that cannot be read.
+        GrammarRefused: The text is in neither notation, too long, or has a schema with a constant that cannot be read.
     """
+    check_size(text)
     if "%json" in text:
         _check_constants(text)
+    if _LARK.search(text):
+        return lark_grammar(text)
+    if len(text) * len(text.splitlines()) > _MOST_GBNF_WORK:
+        raise GrammarRefused("the grammar has too many lines to be converted from GBNF's notation; write it in Lark's")
     try:
-        return lark_grammar(any_to_lark(text))
+        return lark_grammar(gbnf_to_lark(text))
     except Exception as error:  # the converter raises plain exceptions of several kinds
         raise GrammarRefused(f"the grammar is neither in Lark's nor in GBNF's notation: {error}") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,10 @@ from specdecode_worker.contract import ToolFormat
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammars import (
     GrammarCompiler,
-    close_objects,
+    check_size,
     compile_options,
     lark_grammar,
-    with_readable_numbers,
+    readable_schema,
 )
 from specdecode_worker.guided.guide import GrammarRefused
 from specdecode_worker.server.errors import BadRequest, invalid_value, unsupported
@@ -83,6 +84,7 @@ def _call_rules(functions: Sequence[FunctionDefinition], begin: str, key: str, e
         before = f'{begin}{{"name": {json.dumps(function.name)}, "{key}": '
         rules.append(f"call_{i}: {json.dumps(before)} arguments_{i} {json.dumps('}' + end)}")
         rules.append(f"arguments_{i}: %json {json.dumps(_arguments_schema(function))}")
+        check_size(*rules)
     return rules
 
 
@@ -91,7 +93,7 @@ def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
     schema = NO_ARGUMENTS if function.parameters is None else function.parameters
     if not _are_arguments(schema):
         raise GrammarRefused("the parameters of a function must be of type object")
-    closed = close_objects(with_readable_numbers({**schema, "type": "object"}))
+    closed = readable_schema({**schema, "type": "object"})
     return {"x-guidance": compile_options(exact=bool(function.strict), white_space=True), **closed}
 
 
@@ -100,6 +102,9 @@ def _are_arguments(schema: Mapping[str, Any]) -> bool:
 
 
 # Grammars of answers: built from a request, and compiled.
+
+_SEARCH_SECONDS = 1.0
+"""Longest search for the function whose parameters no grammar can express. Other requests wait for its thread."""
 
 
 class AnswerGrammars:
@@ -147,7 +152,10 @@ class AnswerGrammars:
         """Return the response that names the field at fault."""
         if not (isinstance(body, ChatRequest) and body.guides_calls):
             return invalid_value(str(error), _field(body))
+        began = time.monotonic()
         for i, tool in enumerate(body.tools):
+            if time.monotonic() - began > _SEARCH_SECONDS:
+                break
             if tool in (body.forced_tools or body.tools) and not self._compiles(tool):
                 return invalid_value(str(error), f"tools[{i}].function.parameters")
         return unsupported(str(error), "tool_choice")

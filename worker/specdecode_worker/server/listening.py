@@ -454,6 +454,8 @@ def _longest_without_request(connections: Iterable[BoundedHttpProtocol]) -> Boun
 # HTTP connection with time-outs and bounds: uvicorn's httptools protocol, observed by a `ConnectionTable`.
 
 _LATE = (Cut.HEADERS_LATE, Cut.BODY_LATE)
+MAX_PIPELINED = 16
+"""Requests of a connection that may wait for the answers before theirs. uvicorn reads on whenever it serves one."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -501,7 +503,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             while data:
                 data = self._feed(data)
         except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+            if not self.transport.is_closing():
+                self.send_400_response("Invalid HTTP request received.")
         if self.state.has_too_much_framing and not self.transport.is_closing():
             self._send_error(431, f"headers and framing exceed {MAX_HEADER_BYTES} bytes", "headers_too_large")
 
@@ -531,9 +534,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.state.begin_request(time.monotonic())
 
     def on_headers_complete(self) -> None:
-        """Record the end of the headers."""
+        """Record the end of the headers. Close the connection if too many requests wait for their answers."""
         if self._offers_upgrade():
             return
+        if len(self.pipeline) == MAX_PIPELINED:
+            self.transport.abort()
+            raise httptools.HttpParserError("too many pipelined requests")
         self.state.has_headers = True
         super().on_headers_complete()
         self._cycles.append(self.cycle)

@@ -128,7 +128,7 @@ def test_bits_beyond_the_vocabulary_are_never_set(compiler: GrammarCompiler) -> 
         regex_grammar("(a"),
         regex_grammar("(?=a)b"),
         json_grammar({"type": "nothing"}),
-        json_grammar({"enum": ["x" * MAX_GRAMMAR_BYTES]}),
+        regex_grammar("x" * MAX_GRAMMAR_BYTES),
     ],
 )
 def test_bad_and_too_large_grammars_are_refused(compiler: GrammarCompiler, grammar: str) -> None:
@@ -190,6 +190,12 @@ def test_texts_with_such_numbers_are_no_constants(compiler: GrammarCompiler) -> 
     assert with_readable_numbers({"const": {"minimum": -1e30}}) == {"const": {"minimum": -1e30}}
 
 
+def test_a_schema_larger_than_any_grammar_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdecode_worker.guided.grammars.close_objects", None)
+    with pytest.raises(GrammarRefused, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
+        json_grammar({"anyOf": [{}] * MAX_GRAMMAR_BYTES})
+
+
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
     schema: dict[str, Any] = {}
     for _ in range(300):
@@ -198,9 +204,33 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         json_grammar(schema)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= "a" | "c"',
+        'start: "a" | "c"',
+        '\n \n\tstart : "a" | "c"',
+        '# text\n%llguidance {}\nstart: "a" | "c"',
+    ],
+)
+def test_grammars_in_both_notations(compiler: GrammarCompiler, text: str) -> None:
+    guide = compiler.guide(context_free_grammar(text))
+    assert allowed(guide.mask()) == {*ids("a"), *ids("c")}
+
+
 def test_text_that_is_no_grammar_is_refused() -> None:
     with pytest.raises(GrammarRefused):
         context_free_grammar("root ::= ( unclosed")
+
+
+CHAIN = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(2000)), 'r2000 ::= "a"'])
+
+
+@pytest.mark.parametrize("text", ["\n" * 20_000, CHAIN], ids=["white space", "chain"])
+def test_text_that_takes_long_to_convert_is_refused(text: str) -> None:
+    """llguidance looks for Lark's notation from each line on, and goes through all rules once for each of a chain."""
+    with pytest.raises(GrammarRefused, match="too many lines"):
+        context_free_grammar(text)
 
 
 def test_a_model_without_end_token_refuses_grammars() -> None:

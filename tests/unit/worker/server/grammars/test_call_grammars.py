@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
 
 from specdecode_worker.contract import ToolFormat
-from specdecode_worker.guided.grammars import choice_grammar, json_grammar, regex_grammar
+from specdecode_worker.guided.grammars import (
+    MAX_GRAMMAR_BYTES,
+    GrammarCompiler,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+)
 from specdecode_worker.guided.guide import GrammarRefused
+from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.grammars import (
+    AnswerGrammars,
     calls_within_text,
     forced_calls,
     guided_format,
 )
-from specdecode_worker.server.requests import FunctionDefinition
+from specdecode_worker.server.requests import ChatRequest, FunctionDefinition
 from specdecode_worker.server.tools import WrittenCall, parser_for
 from support.published.tokens import KINDS, TOKENS, Language
 
@@ -110,6 +119,47 @@ def test_parameters_must_be_an_object() -> None:
     bad = [FunctionDefinition(name="f", parameters={"type": "string"}, strict=True)]
     with pytest.raises(GrammarRefused, match="object"):
         forced_calls("hermes", bad, parallel=True)
+
+
+def test_functions_behind_too_large_ones_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Any] = []
+
+    def readable(schema: Any) -> Any:
+        read.append(schema)
+        return schema
+
+    monkeypatch.setattr("specdecode_worker.server.grammars.readable_schema", readable)
+    large = {"enum": ["x" * (MAX_GRAMMAR_BYTES // 2)]}
+    functions = [FunctionDefinition(name=f"f{i}", parameters=large) for i in range(9)]
+    with pytest.raises(GrammarRefused, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
+        forced_calls("hermes", functions, parallel=True)
+    assert len(read) == 2
+
+
+class SlowCompiler(GrammarCompiler):
+    """Compiler that refuses all functions together, and takes its time for each of them."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def check(self, grammar: str) -> None:
+        raise GrammarRefused("too complex")
+
+    def compiles(self, grammar: str) -> bool:
+        self.compiled += 1
+        time.sleep(0.02)
+        return True
+
+
+def test_search_for_the_function_at_fault_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdecode_worker.server.grammars._SEARCH_SECONDS", 0.05)
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": {}}} for i in range(50)]
+    messages = [{"role": "user", "content": "Hi"}]
+    body = {"model": "small", "messages": messages, "tools": tools, "tool_choice": "required"}
+    compiler = SlowCompiler()
+    with pytest.raises(BadRequest, match="too complex"):
+        AnswerGrammars(compiler, "hermes").compiled(ChatRequest.model_validate(body))
+    assert 0 < compiler.compiled <= 3
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
