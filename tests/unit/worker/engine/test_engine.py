@@ -38,17 +38,6 @@ def greedy() -> list[int]:
     return plain_text(submit(max_tokens=60))
 
 
-@pytest.mark.parametrize("shape", ["none", "chain:3"])
-def test_a_tiny_temperature_is_greedy(shape: str) -> None:
-    """In fp32, logits divided by this temperature are infinite."""
-    engine = small_engine(dtype=torch.float32)
-    engine.set_plan(plan_of(shape))
-    engine.add(submit("greedy", max_tokens=8))
-    engine.add(submit("tiny", max_tokens=8, temperature=1.2e-38, top_p=0.9))
-    answers = texts(drain(engine))
-    assert answers["tiny"] == answers["greedy"]
-
-
 @pytest.fixture(params=[False, True], ids=["direct", "pipelined"])
 def pipelined(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)

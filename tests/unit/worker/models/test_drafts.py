@@ -146,15 +146,6 @@ def test_draft_is_checked_without_reading_weights(
         check_draft("eagle3", folders["eagle3"], target_folder)
 
 
-def test_draft_model_shares_the_target_vocabulary(folders: Folders, load: Load) -> None:
-    draft = load("draft-model", folders["draft-model"])
-    assert isinstance(draft, CausalLM)
-    assert draft.config.vocab_size == 97
-    assert draft.config.max_position_embeddings == 64
-    out = draft(torch.tensor([96]), torch.tensor([63]), dense)
-    assert draft.logits(out.hidden_TE).shape == (1, 97)
-
-
 def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: CausalLM) -> None:
     """A head can be loaded for a fused target, as in a draft swap of a running engine."""
     states, tokens, slots = torch.ones(2, 32), torch.tensor([5, 6]), torch.tensor([1, 2])
@@ -172,7 +163,7 @@ def test_draft_model_with_other_added_tokens_is_resized(folders: Folders, load: 
     saved(folders["draft-model"], tokenizer(special=("<end>",)))
     draft = load("draft-model", folders["draft-model"])
     assert isinstance(draft, CausalLM)
-    assert draft.config.vocab_size == 97
+    assert (draft.config.vocab_size, draft.config.max_position_embeddings) == (97, 64)
     check_draft("draft-model", folders["draft-model"], target_folder)
 
 

@@ -49,18 +49,6 @@ def choose(sampler: StepSampler, logits_RV: Tensor, batch_R: Tensor, node_R: Ten
     return sampler.choose(sampler.at(Nodes(batch_R, node_R, depth_R)), logits_RV)
 
 
-def chosen(batch_params: list[SamplingParams], roots: list[int], depth: int, logits_RV: Tensor) -> Tensor:
-    """Return the choices at every (sequence, depth)."""
-    batch_R, depth_R = grid(len(batch_params), depth)
-    return choose(coupling_of(batch_params, roots, depth), logits_RV, batch_R, depth_R, depth_R)
-
-
-def test_greedy_is_the_argmax_in_any_batch() -> None:
-    logits_RV = logits(6)
-    assert torch.equal(chosen([GREEDY, GREEDY], [4, 9], 2, logits_RV), logits_RV.argmax(-1))
-    assert torch.equal(chosen([FREE, GREEDY], [4, 9], 2, logits_RV)[3:], logits_RV[3:].argmax(-1))
-
-
 @pytest.mark.parametrize("params", [FREE, WARM, CUT])
 def test_noise_depends_on_the_absolute_position(params: SamplingParams) -> None:
     """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of the same position."""
@@ -71,22 +59,6 @@ def test_noise_depends_on_the_absolute_position(params: SamplingParams) -> None:
     previous = choose(coupling_of([params], [6], 0), logits_RV, none, none, none)
     assert torch.equal(deep, here)
     assert not torch.equal(here, previous), "another position has other noise"
-
-
-def test_seeds_differ_and_temperature_matters() -> None:
-    flat = torch.zeros(41, V, dtype=torch.float64)
-    other = SamplingParams(max_tokens=1, seed=99, temperature=1.0, top_k=0, top_p=1)
-    assert not torch.equal(chosen([FREE], [3], 40, flat), chosen([other], [3], 40, flat))
-    cold = SamplingParams(max_tokens=1, seed=2, temperature=1e-3, top_k=0, top_p=1)
-    assert torch.equal(chosen([cold], [3], 40, logits(41)), logits(41).argmax(-1))
-
-
-def test_tokens_outside_top_k_are_never_chosen() -> None:
-    params = SamplingParams(max_tokens=1, seed=8, temperature=5.0, top_k=3, top_p=1)
-    logits_RV = logits(200)
-    tokens = chosen([params], [0], 199, logits_RV)
-    assert (logits_RV.topk(3).indices == tokens[:, None]).any(-1).all()
-    assert len(set(tokens.tolist())) > 3
 
 
 @pytest.mark.parametrize("batch_params", MIXES, ids=len)

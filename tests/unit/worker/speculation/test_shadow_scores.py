@@ -24,11 +24,6 @@ def test_every_depth_of_a_right_path_is_a_hit() -> None:
     assert scores(shadow(*RIGHT), TOKENS) == [Score(d, 0) for d in (1, 2, 3, 4)]
 
 
-def test_verified_depths_are_not_scored() -> None:
-    assert scores(shadow(*RIGHT, verified=2), TOKENS) == [Score(3, 0), Score(4, 0)]
-    assert scores(shadow(*RIGHT, verified=4), TOKENS) == []
-
-
 @pytest.mark.parametrize(("second", "rank"), [((7, 2), 1), ((7, 6), MAX_RANKS)])
 def test_scores_end_at_the_first_wrong_token(second: tuple[int, ...], rank: int) -> None:
     assert scores(shadow((1, 50), second, (3, 50)), TOKENS) == [Score(1, 0), Score(2, rank)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from specdecode_worker.sampling.sampler import BatchTokens, SampledRows, TokenMasks, _unpacked
+from specdecode_worker.sampling.sampler import BatchTokens, SampledRows, TokenMasks
 from specdecode_worker.sampling.trees import PLAIN, Tree, forest_of, given_chain
 
 SIZE, CPU = 70, torch.device("cpu")
@@ -89,12 +89,6 @@ def test_a_path_that_the_grammar_does_not_allow_blocks_nothing() -> None:
 def test_no_rows_have_no_masks() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert masks_of(SumGuide(), [1, 2, 3, 4]).blocked(rows_of(none, none)).shape == (0, SIZE)
-
-
-def test_both_ways_to_unpack_bits_agree() -> None:
-    words = torch.tensor([[1, -1, 0], [-(2**31), 5, 2**31 - 1]], dtype=torch.int32)
-    shifts = torch.arange(32, dtype=torch.int32)
-    assert torch.equal(_unpacked(words), ((words[:, :, None] >> shifts) & 1).bool().flatten(1))
 
 
 def test_given_trees_need_no_draft_pass() -> None:

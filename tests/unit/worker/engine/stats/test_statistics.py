@@ -92,8 +92,3 @@ def test_each_token_of_a_step_is_counted() -> None:
     assert sum(histogram.counts) == 3
     assert histogram.sum == pytest.approx(3 * 0.0042)
     assert histogram.counts[histogram.edges.index(0.005)] == 3
-
-
-def test_ttit_buckets_of_fast_tokens_are_at_most_1_ms_wide() -> None:
-    edges = Histogram.of("ttit").edges
-    assert all(edges[i + 1] - edges[i] <= 0.0011 for i in range(edges.index(0.008)))

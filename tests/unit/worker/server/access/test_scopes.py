@@ -19,7 +19,6 @@ from specdecode_worker.server.admission import (
     is_own_host,
     is_own_origin,
     prefix_salt,
-    scope_of,
 )
 from specdecode_worker.server.routes.admin import admin_app
 
@@ -47,10 +46,6 @@ def test_every_admin_route_is_in_the_table() -> None:
 )
 def test_routes_have_scopes_and_unknown_routes_are_the_operators(method: str, path: str, scopes: set[Scope]) -> None:
     assert allowed_scopes(method, path) == scopes
-
-
-def test_name_of_a_token_begins_with_its_scope() -> None:
-    assert (scope_of("router"), scope_of("operator/environment")) == (Scope.router, Scope.operator)
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,6 @@ def test_logprobs_wait_for_the_text_that_a_stop_string_holds_back(tokenizer: Tok
     assert [(piece.text, len(piece.scored)) for piece in pieces] == [("1", 1), ("", 0), ("", 0), ("abc", 3), ("", 0)]
 
 
-def test_stop_token_is_counted_and_shown_only_if_requested(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode("a")
-    for include, skip, text in ((False, False, "a"), (True, False, "a<|end|>"), (True, True, "a")):
-        reader = ChoiceDetokenizer(tokenizer, [], request(include_stop_str_in_output=include, skip_special_tokens=skip))
-        piece = reader.push(Tokens(request_id="r", tokens=(*ids, END), finish="stop"))
-        assert (piece.text, piece.finish_reason, reader.count) == (text, "stop", 2)
-
-
 def test_output_that_ends_within_a_character_shows_that_something_was_there(tokenizer: Tokenizer) -> None:
     *beginning, _ = tokenizer.encode("a你")
     reader = ChoiceDetokenizer(tokenizer, [], request())

@@ -8,26 +8,11 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from specdecode_worker.models.chat_template import find_template
 from specdecode_worker.models.errors import TemplateRefused, TokenizerProblem
 from specdecode_worker.server.tools import Tokenizer
-
-fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-@given(answer=st.text())
-@fixture_is_constant
-def test_pieces_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer, answer: str) -> None:
-    prompt = tokenizer.encode("a prompt")
-    detokenizer = tokenizer.detokenizer(prompt)
-    pieces = [detokenizer.push(token) for token in tokenizer.encode(answer)]
-    assert "".join(pieces) + detokenizer.flush() == answer
-    if "\ufffd" not in answer:
-        assert not any("\ufffd" in piece for piece in pieces)
 
 
 def test_incomplete_character_is_held_until_flush(tokenizer: Tokenizer) -> None:
@@ -53,12 +38,6 @@ def test_spaces_that_depend_on_the_previous_token_are_preserved() -> None:
     for prompt, expected in (([0], [" b", " a", " b"]), ([], ["b", " a", " b"])):
         detokenizer = Tokenizer(words, None).detokenizer(prompt)
         assert [detokenizer.push(token) for token in (1, 0, 1)] == expected
-
-
-def test_a_chat_is_rendered_by_the_models_template(tokenizer: Tokenizer) -> None:
-    messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.chat_template().render(messages) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
-    assert tokenizer.chat(messages).count(256) == 2, "special tokens of the template are tokens, not letters"
 
 
 def _folder(tmp_path: Path, template: object) -> Path:
