@@ -22,25 +22,11 @@ def test_sampling_params_match_the_request() -> None:
         repetition_penalty=1.1,
         logit_bias=((3, 1.0), (4, 2.0), (3, 0.5)),
     )
-    sampling_params = sampling_params_of(asked, ())
-    assert (sampling_params.temperature, sampling_params.top_k, sampling_params.top_p, sampling_params.min_p) == (
-        0.7,
-        3,
-        0.9,
-        0.1,
-    )
-    assert (
-        sampling_params.presence_penalty,
-        sampling_params.frequency_penalty,
-        sampling_params.repetition_penalty,
-    ) == (0.2, 0.3, 1.1)
-    assert dict(sampling_params.logit_bias) == {3: 1.5, 4: 2.0}
-    assert (
-        sampling_params.prompt_tokens,
-        sampling_params.greedy,
-        sampling_params.truncated,
-        sampling_params.adjusts,
-    ) == (2, False, True, True)
+    params = sampling_params_of(asked, ())
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.7, 3, 0.9, 0.1)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.2, 0.3, 1.1)
+    assert dict(params.logit_bias) == {3: 1.5, 4: 2.0}
+    assert (params.prompt_tokens, params.greedy, params.truncated, params.adjusts) == (2, False, True, True)
     plain = sampling_params_of(submit(), (7,))
     assert (plain.greedy, plain.truncated, plain.adjusts, plain.blocks) == (True, False, False, False)
 

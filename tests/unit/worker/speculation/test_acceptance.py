@@ -112,39 +112,27 @@ def unpadded(row: torch.Tensor, pad: int = -1) -> list[int]:
 
 
 @given(cases())
-def test_the_walk_emits_the_targets_tokens_and_keeps_their_nodes(case: Case) -> None:
+def test_the_walk_emits_the_targets_tokens_and_keeps_their_nodes_and_ranks(case: Case) -> None:
+    """Ranks are counted along the path and nowhere else."""
     outcome = case.run()
     for b in range(len(case.trees)):
-        emitted, path, _ = case.by_hand(b)
+        emitted, path, ranks = case.by_hand(b)
         assert unpadded(outcome.emitted_BD[b]) == emitted
         assert unpadded(outcome.path_BD[b]) == path
         assert int(outcome.count_B[b]) == len(emitted) - 1
-
-
-@given(cases())
-def test_ranks_are_counted_along_the_path_and_nowhere_else(case: Case) -> None:
-    outcome = case.run()
-    for b in range(len(case.trees)):
-        ranks = case.by_hand(b)[2]
         assert outcome.rank_BD[b].tolist() == ranks + [-1] * (outcome.rank_BD.shape[1] - len(ranks))
 
 
 @given(cases(), st.lists(st.integers(0, 6), min_size=3, max_size=3))
 def test_a_cut_shortens_the_text_of_a_step_and_never_changes_it(case: Case, cut_depths: list[int]) -> None:
+    """The token after a cut is a miss, and earlier ranks are unchanged."""
     whole, cut = case.run(), case.run(cut_depths[: len(case.trees)])
     for b in range(len(case.trees)):
-        emitted = unpadded(whole.emitted_BD[b])
+        emitted, ranks = unpadded(whole.emitted_BD[b]), whole.rank_BD[b].tolist()
         count = min(len(emitted) - 1, cut_depths[b])
         assert unpadded(cut.emitted_BD[b]) == emitted[: count + 1]
         assert unpadded(cut.path_BD[b]) == unpadded(whole.path_BD[b])[:count]
         assert int(cut.count_B[b]) == count
-
-
-@given(cases(), st.lists(st.integers(0, 6), min_size=3, max_size=3))
-def test_the_token_after_a_cut_is_a_miss_and_earlier_ranks_are_unchanged(case: Case, cut_depths: list[int]) -> None:
-    whole, cut = case.run(), case.run(cut_depths[: len(case.trees)])
-    for b in range(len(case.trees)):
-        ranks, count = whole.rank_BD[b].tolist(), int(cut.count_B[b])
         last = MAX_RANKS if count == cut_depths[b] and ranks[count] >= 0 else ranks[count]
         assert cut.rank_BD[b].tolist() == [*ranks[:count], last, *[-1] * (len(ranks) - count - 1)]
 

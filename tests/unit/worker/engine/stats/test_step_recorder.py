@@ -83,11 +83,8 @@ def test_first_token_of_a_prompt_is_not_a_decoding_step() -> None:
     one.cached = 3
     into.record_row(Row(one, 3, start=0), RowResult([5], [], [-1], None, 0), one.append_output([5]), now=5.5)
     statistics = into.statistics
-    assert (statistics.traffic("other").drafts, statistics.plain_steps, statistics.traffic("other").output_tokens) == (
-        0,
-        0,
-        1,
-    )
+    traffic = statistics.traffic("other")
+    assert (traffic.drafts, statistics.plain_steps, traffic.output_tokens) == (0, 0, 1)
     assert statistics.ttft.sum == pytest.approx(0.5)
     assert sum(statistics.itl.counts) == 0
 
