@@ -12,23 +12,17 @@ from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.training import acceptance, unroll
 from specdecode_worker.training.acceptance import groups_of, target_token_ranks
 from specdecode_worker.training.conversations import Conversation, batches, pieces
-from specdecode_worker.training.heads import new_dflash, new_peagle
 from specdecode_worker.training.trainer import LossSettings, loss_of
 from specdecode_worker.training.unroll import batch_for
-from support.training_fixtures import shaken
+from support.training_fixtures import MAKERS, shaken
 
 AIM = LossSettings(depth=3, decay=0.8, divergence=0.5, sample_seed=4)
 
 
 @pytest.fixture(params=["eagle3", "peagle", "dflash"])
-def draft(request: pytest.FixtureRequest, target: CausalLM, head: Eagle3Head) -> Draft:
+def draft(request: pytest.FixtureRequest, target: CausalLM) -> Draft:
     """Return a draft with random weights."""
-    drafts: dict[str, Draft] = {
-        "eagle3": head,
-        "peagle": new_peagle(target, torch.arange(0, 64, 2), 2),
-        "dflash": new_dflash(target, 2, 3),
-    }
-    return shaken(drafts[request.param]).requires_grad_(True)
+    return shaken(MAKERS[request.param](target, 3)).requires_grad_(True)
 
 
 def gradients(draft: Draft, conversations: list[Conversation], output_VE: Tensor) -> tuple[float, list[Tensor]]:

@@ -8,7 +8,6 @@ import torch
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.training.conversations import Conversation
-from specdecode_worker.training.heads import new_dflash, new_peagle
 from specdecode_worker.training.trainer import LossSettings, loss_of, root_counts
 from specdecode_worker.training.unroll import (
     RootShare,
@@ -20,7 +19,7 @@ from specdecode_worker.training.unroll import (
     root_share,
     unrolled,
 )
-from support.training_fixtures import shaken
+from support.training_fixtures import MAKERS, shaken
 
 DEPTH = 5
 
@@ -28,10 +27,7 @@ DEPTH = 5
 @pytest.fixture(params=["peagle", "dflash"])
 def draft(request: pytest.FixtureRequest, target: CausalLM) -> Draft:
     """Return a parallel draft with random weights."""
-    head: Draft = (
-        new_dflash(target, 2, DEPTH) if request.param == "dflash" else new_peagle(target, torch.arange(0, 64, 2), 2)
-    )
-    return shaken(head)
+    return shaken(MAKERS[request.param](target, DEPTH))
 
 
 @pytest.mark.parametrize(

@@ -15,14 +15,7 @@ from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.training.conversations import Conversation, DataSet, write_shard
-from specdecode_worker.training.heads import (
-    new_dflash,
-    new_draft_model,
-    new_eagle,
-    new_head,
-    new_medusa,
-    new_peagle,
-)
+from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head, new_medusa
 from specdecode_worker.training.rollout import read_states
 from specdecode_worker.training.trainer import LossSettings, Trainer, TrainSettings, loss_of
 from specdecode_worker.training.unroll import (
@@ -32,31 +25,9 @@ from specdecode_worker.training.unroll import (
     vocabulary_of,
     working_copy,
 )
-from support.training_fixtures import Growing, shaken
+from support.training_fixtures import MAKERS, Growing, shaken
 
 DEPTH = 3
-METHODS = ("eagle3", "two layers", "peagle", "dflash", "eagle", "medusa", "draft-model")
-
-
-def made(method: str, target: CausalLM) -> Draft:
-    known = torch.arange(0, 64, 2)
-    draft: Draft
-    match method:
-        case "eagle3":
-            draft = new_head(target, known)
-        case "two layers":
-            draft = new_head(target, known, layers=2)
-        case "peagle":
-            draft = new_peagle(target, known, layers=2)
-        case "dflash":
-            draft = new_dflash(target, 2, DEPTH)
-        case "eagle":
-            draft = new_eagle(target, layers=2)
-        case "medusa":
-            draft = new_medusa(target, known, heads=DEPTH)
-        case _:
-            draft = new_draft_model(target, layers=3)
-    return draft
 
 
 def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]:
@@ -99,12 +70,12 @@ def block_logits(head: DFlashHead, conversation: Conversation, root: int) -> lis
     return list(head.logits(states[1:]))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", MAKERS)
 @torch.no_grad()
 def test_unrolled_draft_equals_drafting_step_by_step(
     method: str, target: CausalLM, conversations: list[Conversation]
 ) -> None:
-    draft = shaken(made(method, target))
+    draft = shaken(MAKERS[method](target, DEPTH))
     passes = list(unrolled(draft, batch_for(draft, conversations, torch.float32), DEPTH))
     for row, conversation in enumerate(conversations[:3]):
         for root in range(conversation.answer_start, len(conversation.tokens_N)):
@@ -115,7 +86,7 @@ def test_unrolled_draft_equals_drafting_step_by_step(
                 torch.testing.assert_close(logits_of(draft, state_BAE[row, at], k), expected, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", MAKERS)
 def test_loss_falls_for_every_method(
     method: str, target: CausalLM, conversations: list[Conversation], tmp_path: Path
 ) -> None:
@@ -123,7 +94,7 @@ def test_loss_falls_for_every_method(
     settings = TrainSettings(
         steps=40, learning_rate=3e-3, output_rate=1.0, batch_tokens=60, depth=DEPTH, deepen_at=(), mix=((1.0, 1.0),)
     )
-    draft = shaken(made(method, target))
+    draft = shaken(MAKERS[method](target, DEPTH))
     run = Trainer(draft, target.lm_head.weight, DataSet(tmp_path, validation=1), settings)
     aim = LossSettings(depth=DEPTH, decay=0.8, divergence=0.5)
 
