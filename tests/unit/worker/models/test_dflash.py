@@ -1,4 +1,4 @@
-"""Tests of DFlash heads in the layout of speculators: the logits of z-lab's layout, and refusals by name."""
+"""Tests of DFlash heads: the layouts of z-lab and speculators, refusals by name, and logits of a plain computation."""
 
 from __future__ import annotations
 
@@ -20,18 +20,126 @@ from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.weights import load_head, prepare_dflash
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import prepare_draft
-from support.worker.checkpoints import CPU, Tensors, check_draft, dflash_tensors, noise, speculators_dflash, write
+from support.worker.checkpoints import (
+    CPU,
+    DFLASH,
+    Tensors,
+    check_draft,
+    dflash_tensors,
+    noise,
+    norm,
+    speculators_dflash,
+    write,
+)
 
+MASK, BLOCK, COMMITTED = 95, 6, 7
+AUX = noise(COMMITTED, 64, seed=5)
+TOKENS = torch.tensor([3, *[MASK] * (BLOCK - 1)])
+"""Tokens of one block."""
 KNOWN = torch.arange(0, 97, 3)
 """Target ids of the draft's vocabulary, where it has one of its own."""
-COMMITTED = 7
 
 
-def zlab(shape: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json of the same head as z-lab writes it."""
-    nested = {"mask_token_id": 95, "target_layer_ids": [0, 2]}
-    return shape | {"architectures": ["DFlashDraftModel"], "block_size": 6, "dflash_config": nested,
-                    "num_hidden_layers": 2}  # fmt: skip
+def flat(shape: dict[str, Any], **change: Any) -> dict[str, Any]:
+    """Return config.json as z-lab writes it."""
+    own = {"num_hidden_layers": 2, "num_target_layers": shape["num_hidden_layers"]}
+    return shape | DFLASH | own | {"layer_types": ["full_attention"] * 2} | change
+
+
+def load(folder: Path, target: CausalLM) -> DFlashHead:
+    return load_head(prepare_dflash(folder, target), target, dtype=torch.float32, device=CPU)
+
+
+@torch.inference_mode()
+def block_logits(head: DFlashHead) -> Tensor:
+    """Return the logits of the mask slots of one block behind a few committed tokens."""
+    context = head.context(AUX, torch.arange(COMMITTED))
+
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+        k, v = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context[layer], (k_TKD, v_TKD), strict=True))
+        return F.scaled_dot_product_attention(q_THD.transpose(0, 1)[None], k, v, enable_gqa=True)[0].transpose(0, 1)
+
+    states = head(TOKENS, COMMITTED + torch.arange(BLOCK), attend)
+    return head.logits(states[1:])
+
+
+def rotated(x_THD: Tensor, positions_T: Tensor) -> Tensor:
+    """Rotate halves of the head dimension by Llama's frequencies."""
+    half = x_THD.shape[-1] // 2
+    angle = positions_T[:, None].float() * 10000.0 ** (-torch.arange(half) / half)
+    cos, sin = (f(torch.cat((angle, angle), -1))[:, None] for f in (torch.cos, torch.sin))
+    return x_THD * cos + torch.cat((-x_THD[..., half:], x_THD[..., :half]), -1) * sin
+
+
+def plain_logits(tensors: Tensors, target: CausalLM, aux: Tensor, tokens: Tensor) -> Tensor:
+    """Compute the logits of the mask slots of one block from the definition."""
+    heads = 4
+    committed = torch.arange(len(aux))
+    block = len(aux) + torch.arange(len(tokens))
+    context = norm(aux @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    x = target.model.embed_tokens(tokens)
+    for i in range(2):
+
+        def weight(name: str, i: int = i) -> Tensor:
+            return tensors[f"layers.{i}.{name}.weight"]
+
+        def split(y: Tensor, name: str) -> Tensor:
+            return (y @ weight(f"self_attn.{name}_proj").T).unflatten(-1, (-1, 32 // heads))
+
+        y = norm(x, weight("input_layernorm"))
+        q = rotated(norm(split(y, "q"), weight("self_attn.q_norm")), block)
+        k = torch.cat([rotated(norm(split(z, "k"), weight("self_attn.k_norm")), at)
+                       for z, at in ((context, committed), (y, block))])  # fmt: skip
+        v = torch.cat((split(context, "v"), split(y, "v")))
+        k, v = (z.repeat_interleave(heads // z.shape[1], dim=1) for z in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) / (32 // heads) ** 0.5
+        out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        x = x + out @ weight("self_attn.o_proj").T
+        y = norm(x, weight("post_attention_layernorm"))
+        gated = F.silu(y @ weight("mlp.gate_proj").T) * (y @ weight("mlp.up_proj").T)
+        x = x + gated @ weight("mlp.down_proj").T
+    return target.logits(norm(x[1:], tensors["norm.weight"]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_head_equals_a_plain_computation(fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
+    tensors = dflash_tensors()
+    head = load(write(tmp_path, flat(shape), tensors), target)
+    wanted = plain_logits(tensors, target, AUX, TOKENS)
+    if fused:
+        fuse(head)
+    torch.testing.assert_close(block_logits(head), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_layer_ids_name_outputs_of_layers(target: CausalLM, shape: dict[str, Any]) -> None:
+    config = dflash_config(flat(shape), target.config)
+    assert config.aux_layers == (1, 3)
+    assert (config.mask_token_id, config.block_size, config.qk_norm) == (MASK, BLOCK, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id must be"),
+        ({"dflash_config": {"mask_token_id": 97, "target_layer_ids": [0]}}, "mask_token_id must be"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": []}}, "do not name layers of the target"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [99]}}, "do not name layers of the target"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "use_swa": True}}, "use_swa True"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [0], "causal": True}}, "causal True"),
+        ({"layer_types": ["sliding_attention"]}, r"layer_types \['sliding_attention'\] are not supported"),
+        ({"block_size": 1}, r"block_size must be an integer in 2\.\.64, got 1"),
+        ({"is_causal": True}, "is_causal True is not supported"),
+        ({"num_target_layers": 99}, "num_hidden_layers 99, this target has"),
+        ({"hidden_size": 64}, "hidden_size 64, this target has 32"),
+        ({"input_embedding_scale": 2.0}, "input_embedding_scale 2.0 is not supported"),
+        ({"speculators_model_type": "dspark"}, "'dspark' is no dflash head"),
+    ],
+    ids=str,
+)
+def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any]) -> None:
+    with pytest.raises(ConfigMismatch, match=message):
+        dflash_config(flat(shape, **change), target.config)
 
 
 def copies(target: CausalLM, known: Tensor | None = None) -> Tensors:
@@ -45,29 +153,12 @@ def copies(target: CausalLM, known: Tensor | None = None) -> Tensors:
     return tensors | own
 
 
-def load(folder: Path, target: CausalLM) -> DFlashHead:
-    return load_head(prepare_dflash(folder, target), target, dtype=torch.float32, device=CPU)
-
-
-@torch.inference_mode()
-def block_logits(head: DFlashHead) -> Tensor:
-    """Return the logits of the mask slots of one block behind a few committed tokens."""
-    context = head.context(noise(COMMITTED, 64, seed=5), torch.arange(COMMITTED))
-
-    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        k, v = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context[layer], (k_TKD, v_TKD), strict=True))
-        return F.scaled_dot_product_attention(q_THD.transpose(0, 1)[None], k, v, enable_gqa=True)[0].transpose(0, 1)
-
-    states = head(torch.tensor([3, 95, 95, 95, 95, 95]), COMMITTED + torch.arange(6), attend)
-    return head.logits(states[1:])
-
-
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("prefix", ["", "model."], ids=["", "prefixed"])
 def test_logits_equal_those_of_zlabs_layout(
     prefix: str, fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
-    plain = load(write(tmp_path / "zlab", zlab(shape), dflash_tensors()), target)
+    plain = load(write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
     tensors = {prefix + name: tensor for name, tensor in (dflash_tensors() | copies(target)).items()}
     head = load(write(tmp_path / "head", speculators_dflash(shape), tensors), target)
     assert head.config == plain.config
@@ -79,7 +170,7 @@ def test_logits_equal_those_of_zlabs_layout(
 
 
 def test_a_draft_vocabulary_is_a_part_of_the_targets(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    plain = load(write(tmp_path / "zlab", zlab(shape), dflash_tensors()), target)
+    plain = load(write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
     config = speculators_dflash(shape, draft_vocab=len(KNOWN))
     head = load(write(tmp_path / "head", config, dflash_tensors() | copies(target, KNOWN)), target)
     assert head.target_ids.tolist() == KNOWN.tolist()
@@ -94,12 +185,12 @@ def test_copies_are_used_where_they_differ_from_the_target(
     got = block_logits(head)
     target.model.embed_tokens.weight.data.copy_(own["embed_tokens.weight"])
     target.lm_head.weight.data.copy_(own["lm_head.weight"])
-    plain = load(write(tmp_path / "zlab", zlab(shape), dflash_tensors()), target)
+    plain = load(write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
     torch.testing.assert_close(got, block_logits(plain))
 
 
 def test_a_head_without_copies_reads_the_target(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    plain = load(write(tmp_path / "zlab", zlab(shape), dflash_tensors()), target)
+    plain = load(write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
     head = load(write(tmp_path / "head", speculators_dflash(shape), dflash_tensors()), target)
     torch.testing.assert_close(block_logits(head), block_logits(plain))
 
@@ -140,7 +231,9 @@ def test_a_head_with_copies_is_not_trained_further(shape: dict[str, Any], tmp_pa
     ],
     ids=str,
 )
-def test_wrong_config_is_refused(change: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any]) -> None:
+def test_wrong_config_of_speculators_is_refused(
+    change: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any]
+) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         dflash_config(speculators_dflash(shape, **change), target.config)
 
