@@ -1,4 +1,4 @@
-"""Replay reproduces the engine's text for all sampling parameters and no other text; step counts match the engine."""
+"""Replay reproduces the engine's text for all sampling parameters and no other text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from specdecode_worker.capture import Record
-from specdecode_worker.commands.local_engine import TokenizedPrompt
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import load_head, prepare_eagle3
@@ -23,7 +22,7 @@ from specdecode_worker.training.replay import (
     replay,
     static_drop_reason,
 )
-from support.worker.serving_records import SAMPLING_PARAMS, engine_of
+from support.worker.serving_records import SAMPLING_PARAMS
 
 pytestmark = pytest.mark.slow
 
@@ -108,30 +107,6 @@ def test_unusable_record_has_a_drop_reason(
     assert static_drop_reason(msgspec.structs.replace(record, **change), record.target, SIZE, POSITIONS) == why
     for sampling in ({"seed": -1}, {"temperature": -1.0}, {"logit_bias": ((SIZE, 1.0),)}):
         assert static_drop_reason(changed(record, **sampling), record.target, SIZE, POSITIONS) == DropReason.malformed
-
-
-@pytest.mark.parametrize("shape", ["chain:3", "tree:2,2"])
-def test_counted_steps_equal_engine_steps(
-    shape: str, model: Path, draft: Path, target: CausalLM, records: Sequence[Record]
-) -> None:
-    head = load_head(prepare_eagle3(draft, target), target, dtype=torch.float32, device=torch.device("cpu"))
-    chosen = records[:15]
-    engine = engine_of(model, draft)
-    engine.run_shape(TreeShape.parse(shape))
-    prompts = [TokenizedPrompt(record.tokens[: record.prompt_length]) for record in chosen]
-    answers, _ = engine.answer(prompts, [record.sampling for record in chosen])
-    drafted = accepted = 0
-    for record, answer in zip(chosen, answers, strict=True):
-        replayed = replay(target, record)
-        assert isinstance(replayed, Replayed)
-        sample = Sample(record, replayed.conversation)
-        (tally,) = count_steps([CalibratedDraft(head)], sample, TreeShape.parse(shape), target.config)
-        assert tuple(answer.tokens) == record.tokens[record.prompt_length :]
-        assert tally.tokens == len(answer.tokens) - 1
-        # The engine may draft beyond the end of the answer, which can add one step.
-        assert tally.steps == pytest.approx(answer.drafts, abs=1), record.sampling
-        drafted, accepted = drafted + tally.steps, accepted + tally.tokens - tally.steps
-    assert accepted > 0.02 * drafted, "a draft that is never right would prove nothing"
 
 
 def test_counting_two_drafts_together_equals_each_alone(
