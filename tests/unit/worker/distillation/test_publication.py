@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from specdecode_worker.__main__ import main
-from specdecode_worker.capture import Record
 from specdecode_worker.contract import Artifact
-from specdecode_worker.contract.distillation import DistillationVerdict
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
-from support.worker.captured_folders import write
+from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow
 
@@ -97,41 +93,26 @@ def test_place_that_cannot_be_used_is_named(prefix: str, named: str, claim: Path
         check_place(prefix)
 
 
-@pytest.fixture
-def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
-    capture = write(tmp_path / "capture", records)
-    words = ["distill", "--job", "--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture)]
-    words += ["--golden", str(golden), "--dtype", "float32", "--steps", "2", "--round-steps", "2", "--threads", "1"]
-    return [*words, "--max-tokens", "12", "--replay-share", "0", "--out", str(tmp_path / "out")]
-
-
-def read(path: Path) -> DistillationVerdict:
-    text = path.read_text()
-    path.unlink()
-    return DistillationVerdict.model_validate_json(text)
-
-
-def test_job_publishes_after_its_verdict(
-    flags: list[str], claim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = tmp_path / "message"
-    monkeypatch.setenv("SPECDECODE_TERMINATION_LOG", str(message))
-    assert main([*flags, "--publish", "pvc://other/drafts"]) == 0
+def test_job_publishes_after_its_verdict(flags: list[str], claim: Path, tmp_path: Path, message: Path) -> None:
+    out = tmp_path / "out"
+    assert run(flags, out, "--publish", "pvc://other/drafts") == 0
     refused = read(message)
     assert (refused.verdict, refused.failure) == ("failed", "publish")
-    assert not (tmp_path / "out" / "golden").exists(), "it is found out before the work"
-    assert main([*flags, "--publish", "pvc://heads/drafts"]) == 0
+    assert not (out / "golden").exists(), "it is found out before the work"
+    assert run(flags, out, "--publish", "pvc://heads/drafts") == 0
     verdict = read(message)
     assert verdict.verdict == "inconclusive"
     published = claim / "drafts" / verdict.draft.hash
     assert verdict.draft.uri == f"pvc://heads/drafts/{verdict.draft.hash}"
-    assert model_hash(published) == verdict.draft.hash == model_hash(tmp_path / "out" / "head")
+    assert model_hash(published) == verdict.draft.hash == model_hash(out / "head")
     assert {"calibration.json", "lineage.json"} <= {path.name for path in published.iterdir()}
 
 
-def test_publish_without_job_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_publish_without_job_is_wrong_usage(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags.remove("--job")
     with pytest.raises(SystemExit) as ended:
-        main([*flags, "--publish", "pvc://heads/drafts"])
+        run(flags, tmp_path / "out", "--publish", "pvc://heads/drafts")
     assert ended.value.code == 64
     assert "--publish needs --job" in capsys.readouterr().err
