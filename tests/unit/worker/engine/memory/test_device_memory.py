@@ -1,7 +1,8 @@
-"""The memory budget equals what an engine allocates, to the byte, and a worker refuses to load what does not fit."""
+"""The memory budget equals what an engine allocates, to the byte, and nothing is loaded that does not fit."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.contract import MemoryState, NamedDraft
+from specdecode_worker.contract import DraftConfig, EngineConfig, MemoryState, Method, NamedDraft
+from specdecode_worker.core.kv_cache import FreeGaps, FreeList
 from specdecode_worker.engine import factory
-from specdecode_worker.engine import memory as memory_of
+from specdecode_worker.engine import memory as device_memory
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.factory import _scheduler, device_of, load_engine
 from specdecode_worker.engine.memory import (
+    CheckedDraftLoader,
     Device,
+    free_bytes,
     kv_cache_bytes,
     kv_tokens,
     make_verdict,
@@ -223,9 +227,9 @@ def test_memory_limit_is_read_from_the_container(
     (tmp_path / name).write_text(text)
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:  6291456 kB\n")
-    monkeypatch.setattr(memory_of, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory_of, "MEMINFO", meminfo)
-    device = memory_of.device_memory(CPU)
+    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(device_memory, "MEMINFO", meminfo)
+    device = device_memory.device_memory(CPU)
     assert device.limit == (limit or 8 * GIB)
     assert device.free == (limit or 6 * GIB)
     assert ("container" in device.source) == (limit is not None)
@@ -234,7 +238,74 @@ def test_memory_limit_is_read_from_the_container(
 def test_the_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((70 - 30 * index) * GIB, 80 * GIB))
-    device = memory_of.device_memory(torch.device("cuda"), 2)
+    device = device_memory.device_memory(torch.device("cuda"), 2)
     assert (device.limit, device.free, device.count) == (80 * GIB, 40 * GIB, 2)
     with pytest.raises(ModelError, match="torch sees 2 GPUs"):
-        memory_of.device_memory(torch.device("cuda"), 4)
+        device_memory.device_memory(torch.device("cuda"), 4)
+
+
+@pytest.fixture
+def checked_loader(tmp_path: Path) -> CheckedDraftLoader:
+    config = config_of(write_target(tmp_path / "target"), write_head(tmp_path / "head"), kv_cache_tokens=512)
+    engine = load_engine(config, Path)
+    assert isinstance(engine.load_draft, CheckedDraftLoader)
+    return engine.load_draft
+
+
+def test_a_draft_that_fits_is_loaded(checked_loader: CheckedDraftLoader, tmp_path: Path) -> None:
+    draft = DraftConfig(method="eagle3", uri=str(write_head(tmp_path / "other")))
+    assert checked_loader(draft, "code").state.name == "code"
+    assert (
+        dataclasses.replace(checked_loader, free_bytes=lambda: 0)(DraftConfig(method="ngram")).state.method == "ngram"
+    )
+
+
+def test_weights_and_cache_must_fit_into_free_memory(checked_loader: CheckedDraftLoader, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "other")
+    draft = DraftConfig(method="eagle3", uri=str(folder))
+    weights = (folder / "model.safetensors").stat().st_size
+    cache = (512 + 16) * 2 * 2 * 8 * 4  # tokens, keys and values, heads, head size, bytes per fp32 value
+    with pytest.raises(ModelError, match=r"needs 0\.00 GiB beside the draft"):
+        dataclasses.replace(checked_loader, free_bytes=lambda: cache + weights // 2)(draft)
+    dataclasses.replace(checked_loader, free_bytes=lambda: 2 * weights + cache)(draft)
+
+
+@pytest.mark.parametrize("method", ["eagle", "dflash"])
+def test_a_head_without_own_logits_is_refused_on_several_devices(
+    checked_loader: CheckedDraftLoader, method: Method
+) -> None:
+    with pytest.raises(ModelError, match="split over 2"):
+        dataclasses.replace(checked_loader, ranks=2)(DraftConfig(method=method, uri="file:///nowhere"))
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_the_usage_of_the_container_is_subtracted(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
+    folder, limit, usage = tmp_path, "memory.max", "memory.current"
+    if version == "v1":
+        folder, limit, usage = tmp_path / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        folder.mkdir()
+    (folder / limit).write_text(str(500 * 1024))
+    (folder / usage).write_text(str(300 * 1024))
+    (folder / "memory.stat").write_text(f"cache 5\ninactive_file {100 * 1024}\n")
+    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(device_memory, "MEMINFO", meminfo)
+    assert free_bytes(CPU) == 300 * 1024
+    (folder / limit).write_text("max")
+    assert free_bytes(CPU) == 900 * 1024
+
+
+def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of("auto").type == device_of("cpu").type == "cpu"
+    with pytest.raises(ModelError, match="torch sees none here"):
+        device_of("cuda")
+
+
+def test_blocks_are_kept_contiguous_on_cpus_alone() -> None:
+    pools = {name: _scheduler(EngineConfig(), 0, 100, "target", torch.device(name))._pool for name in ("cpu", "cuda")}
+    assert isinstance(pools["cpu"]._free, FreeGaps)
+    assert isinstance(pools["cuda"]._free, FreeList)
