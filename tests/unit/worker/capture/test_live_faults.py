@@ -16,18 +16,13 @@ from specdecode_worker.capture import CaptureError, Dropped, Recorder
 from specdecode_worker.capture.live import MAX_HUNG_WRITERS
 from specdecode_worker.capture.records import QUEUE_RECORDS
 from specdecode_worker.contract.capture import CaptureRules
-from support.worker.live_captures import LIMITS, RULES, live, now_record, numbers, stored, wait
+from support.worker.live_captures import LIMITS, RULES, live, numbers, put, stored, wait
 
 HANGING = RULES.model_copy(update={"redact": "support.worker.redaction_hooks:hanging"})
 
 
 def problem_of(recorder: Recorder) -> str:
     return recorder.report().problem or ""
-
-
-def put(recorder: Recorder, *seeds: int) -> None:
-    for number in seeds:
-        recorder.enqueue(now_record(number), recorder.epoch)
 
 
 @pytest.fixture
@@ -217,7 +212,7 @@ def test_segment_that_cannot_be_rewritten_is_deleted(tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     with live(tmp_path) as recorder:
-        recorder.enqueue(now_record(0, age=100), recorder.epoch)
+        put(recorder, 0, age=100)
         put(recorder, 1)
         stored(recorder, 2)
         monkeypatch.setattr(os, "fchmod", refuse)

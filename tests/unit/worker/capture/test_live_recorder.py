@@ -9,16 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from specdecode_worker.capture import Dropped, Recorder
+from specdecode_worker.capture import Dropped
 from specdecode_worker.capture.segments import KEY_SUFFIX
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.worker.captured import record
-from support.worker.live_captures import RULES, live, now_record, numbers, stored, wait
-
-
-def put(recorder: Recorder, *seeds: int, **more: object) -> None:
-    for number in seeds:
-        recorder.enqueue(now_record(number, **more), recorder.epoch)  # type: ignore[arg-type]
+from support.worker.live_captures import RULES, live, numbers, put, stored, wait
 
 
 def changed(**values: object) -> CaptureRules:
@@ -123,8 +118,7 @@ def test_age_is_enforced_without_traffic(tmp_path: Path) -> None:
 
 def test_smaller_bounds_hold_at_once(tmp_path: Path) -> None:
     with live(tmp_path) as recorder:
-        for number in range(20):
-            recorder.enqueue(now_record(number, tokens=5000), recorder.epoch)
+        put(recorder, *range(20), tokens=5000)
         stored(recorder, 20)
         assert recorder.report().stored_bytes > 2**17
         recorder.apply(changed(max_bytes=2**16))

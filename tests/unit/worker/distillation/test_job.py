@@ -1,4 +1,8 @@
-"""``distill --job``: one document for every result, time over restarts, and the same draft after SIGKILL."""
+"""``distill --job``: one document for every result, time over restarts, and the same draft after SIGKILL.
+
+Nothing is learnt from records that no worker wrote. Captured text in the data of a run and of replayed runs is no
+older than allowed, and goes with the verdict.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdecode_worker.capture import CaptureError
+from specdecode_worker.capture import CaptureError, Record
+from specdecode_worker.capture.segments import Retention, store_retention
 from specdecode_worker.contract import MAX_VERDICT_BYTES, Artifact
 from specdecode_worker.contract.distillation import (
     MAX_DOMAINS,
@@ -26,10 +32,12 @@ from specdecode_worker.contract.distillation import (
     shortened_reason,
 )
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.training.distillation.pipeline import failure_kind
+from specdecode_worker.training.distillation.pipeline import Distillation, failure_kind
 from specdecode_worker.training.distillation.publication import RunClock
+from specdecode_worker.training.distillation.records import read_records_of
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
 from support.tiers import skip_reason
+from support.worker.captured_folders import noise, write
 from support.worker.job_runs import read, run
 
 pytestmark = pytest.mark.slow
@@ -241,3 +249,131 @@ def test_killed_training_goes_on_to_the_same_draft(flags: list[str], tmp_path: P
         DistillationVerdict.model_validate_json(messages[name].read_text()) for name in ("whole", "killed")
     )
     assert whole.draft.hash == resumed.draft.hash
+
+
+def test_poisoned_capture_teaches_nothing(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    mixed = [*records[:60], *noise(records[60:])]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
+    assert run(flags, tmp_path / "out") == 0
+    verdict = read(message)
+    assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
+    assert "of the captured text, more than 20%" in verdict.reasons[0]
+    assert not (tmp_path / "out" / "head").exists()
+    assert not (tmp_path / "out" / "checkpoint.pt").exists()
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "good", records))
+    assert run(flags, tmp_path / "out") == 0, "the same run reads again, for good captures may be there by now"
+    assert read(message).verdict == "inconclusive"
+
+
+FORGED: dict[str, dict[str, float]] = {
+    "share-0": {"share": 0.0},
+    "share-negative": {"share": -1.0},
+    "share-tiny": {"share": 1e-12},
+    "share-nan": {"share": float("nan")},
+    "share-infinite": {"share": float("inf")},
+    "time-nan": {"time_seconds": float("nan")},
+    "time-infinite": {"time_seconds": float("inf")},
+    "time-future": {"time_seconds": 1e12},
+}
+"""Fields of records that no worker writes."""
+
+
+@pytest.mark.parametrize("kind", ["share-nan", "time-future"])
+def test_forged_records_teach_nothing(
+    kind: str, flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    forged = [msgspec.structs.replace(record, **FORGED[kind]) for record in records[60:]]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records[:60], *forged]))
+    assert run(flags, tmp_path / "out") == 0
+    verdict = read(message)
+    assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
+    assert "none that a worker writes" in verdict.reasons[0]
+    assert not (tmp_path / "out" / "head").exists()
+    assert not (tmp_path / "out" / "checkpoint.pt").exists()
+
+
+def test_few_forged_records_do_not_change_the_draft(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    assert run(flags, tmp_path / "honest") == 0
+    honest = read(message)
+    forged = [msgspec.structs.replace(records[i], opening=f"{i}", **fields) for i, fields in enumerate(FORGED.values())]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records, *forged]))
+    assert run(flags, tmp_path / "mixed-out") == 0
+    mixed = read(message)
+    assert (mixed.draft.hash, mixed.conversations) == (honest.draft.hash, honest.conversations)
+
+
+def test_few_changed_records_are_dropped(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    mixed = [*records[:85], *noise(records[85:])]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
+    assert run(flags, tmp_path / "out") == 0
+    assert read(message).verdict == "inconclusive"
+
+
+def _fail_at_stage(flags: list[str], out: Path, message: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Run until ``stage`` of the pipeline, which fails as if the disk were full."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, stage, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert run(flags, out) == 0
+    assert read(message).failure == "disk-full"
+
+
+@pytest.mark.parametrize("stage", ["_train_student", "_compare_with_deployed"])
+def test_resumed_run_goes_on_without_expired_text(
+    stage: str, flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    now = time.time()
+    aged = [msgspec.structs.replace(record, time_seconds=now - 5000 - i) for i, record in enumerate(records[:45])]
+    fresh = [msgspec.structs.replace(record, time_seconds=now - i) for i, record in enumerate(records[45:])]
+    capture = write(tmp_path / "dated", [*aged, *fresh])
+    store_retention(capture, Retention(1e9, 2**24))
+    flags[flags.index("--capture") + 1] = str(capture)
+    out = tmp_path / "out"
+    _fail_at_stage(flags, out, message, monkeypatch, stage)
+    earlier = _stored_times(out)
+    assert min(earlier) < now - 4000
+    store_retention(capture, Retention(1000.0, 2**24))  # as if the run had been suspended until then
+    _fail_at_stage(flags, out, message, monkeypatch, "_compare_with_deployed")
+    left = _stored_times(out)
+    assert min(left) > now - 1000
+    assert left == [time for time in earlier if time > now - 1000]
+    assert run(flags, out, "--keep-data") == 0
+    assert read(message).verdict == "inconclusive"
+    assert _stored_times(out) == left
+
+
+def test_expired_text_of_an_earlier_run_is_deleted_and_not_replayed(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    now = time.time()
+    first = [msgspec.structs.replace(record, time_seconds=now - 5000) for record in records[:45]]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "old", first))
+    assert run(flags, tmp_path / "first", "--keep-data") == 0
+    assert read(message).verdict == "inconclusive"
+    assert _stored_times(tmp_path / "first")
+    fresh = [msgspec.structs.replace(record, time_seconds=now) for record in records[45:]]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "new", fresh))
+    store_retention(tmp_path / "new", Retention(1000.0, 2**24))
+    flags[flags.index("--replay-share") + 1] = "0.5"
+    assert run(flags, tmp_path / "second", "--replay", str(tmp_path / "first")) == 0
+    assert read(message).verdict == "inconclusive", "without replayed text the golden set judges alone"
+    assert _stored_times(tmp_path / "first") == []
+
+
+def _stored_times(out: Path) -> list[float]:
+    """Return the times of all records whose text a run holds."""
+    return sorted(record.time_seconds for path in (out / "data").rglob("*.records") for record in read_records_of(path))
+
+
+def test_verdict_ends_the_captured_text_of_a_job(flags: list[str], tmp_path: Path, message: Path) -> None:
+    assert run(flags, tmp_path / "out") == 0
+    assert read(message).verdict == "inconclusive"
+    assert not (tmp_path / "out" / "data").exists()
+    assert run([*flags, "--keep-data"], tmp_path / "kept") == 0
+    assert _stored_times(tmp_path / "kept")
