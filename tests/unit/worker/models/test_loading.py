@@ -34,7 +34,7 @@ from specdecode_worker.models.weights import (
 )
 from support.worker.checkpoints import Tensors, write
 from support.worker.dense_attention import dense
-from support.worker.small_folders import randomise
+from support.worker.small_folders import change, randomise
 
 CPU = torch.device("cpu")
 DRAFT_VOCABULARY = 40
@@ -83,14 +83,6 @@ def head_tensors(shape: dict[str, Any], target: CausalLM) -> Tensors:
 @pytest.fixture
 def head_folder(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> Path:
     return write(tmp_path / "head", head_config(shape), head_tensors(shape, target))
-
-
-def change(folder: Path, **changed: Tensor | None) -> None:
-    """Replace tensors of a folder; None removes a tensor."""
-    tensors = load_file(folder / "model.safetensors") | {name: t for name, t in changed.items() if t is not None}
-    save_file(
-        {name: t for name, t in tensors.items() if changed.get(name, t) is not None}, folder / "model.safetensors"
-    )
 
 
 def load_eagle3(folder: Path, target: CausalLM) -> Eagle3Head:

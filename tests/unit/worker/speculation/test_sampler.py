@@ -1,26 +1,32 @@
-"""Tests of logits processing along a tree.
+"""Sampler of a step: coupled choices, logits processing along a tree, and masks at its nodes.
 
-Every node uses the tokens on its own path, rows without adjustments are unchanged, and a draft with a smaller
-vocabulary is processed like the target.
+A choice depends on the request's own sampling parameters, position and logits, and not on other requests. Every node
+uses the tokens on its own path, rows without adjustments are unchanged, and a draft with a smaller vocabulary is
+processed like the target.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from numpy.typing import NDArray
 from torch import Tensor
 
+from specdecode_kernels import dispatch
 from specdecode_kernels.sample import reference
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.sampling import sampler as module
 from specdecode_worker.sampling.params import SamplingParams
-from specdecode_worker.sampling.sampler import BatchTokens, StepSampler, sampler_of
-from specdecode_worker.sampling.trees import Nodes, Tree, ancestors_of, forest_of, tree_of
+from specdecode_worker.sampling.sampler import BatchTokens, SampledRows, StepSampler, TokenMasks, sampler_of
+from specdecode_worker.sampling.trees import PLAIN, Nodes, Tree, ancestors_of, forest_of, given_chain, tree_of
 
 V, CPU = 11, torch.device("cpu")
 FREE = SamplingParams(max_tokens=1, seed=1, temperature=1.0, top_k=0, top_p=1.0)
@@ -217,3 +223,191 @@ def test_ancestors_are_the_nodes_on_the_path_to_a_node() -> None:
     assert tree.paths == ((), (1,), (2,), (1, 3), (2, 4), (2, 5))
     ancestors = ancestors_of((tree, tree_of(TreeShape.chain(1))), CPU)
     assert ancestors.tolist() == [[0b1, 0b11, 0b101, 0b1011, 0b10101, 0b100101], [0b1, 0b11, 0, 0, 0, 0]]
+
+
+VOCABULARY = 23
+GREEDY = SamplingParams(max_tokens=1, seed=1, temperature=0, top_k=0, top_p=1)
+SAMPLED = SamplingParams(max_tokens=1, seed=2, temperature=1.0, top_k=0, top_p=1)
+WARM = SamplingParams(max_tokens=1, seed=3, temperature=1.7, top_k=0, top_p=1)
+CUT = SamplingParams(max_tokens=1, seed=4, temperature=0.8, top_k=6, top_p=0.9)
+MIXES = [[GREEDY], [SAMPLED], [CUT], [GREEDY, SAMPLED], [WARM, GREEDY, CUT, SAMPLED], [SAMPLED, WARM]]
+
+
+def logits(rows: int, seed: int = 0) -> Tensor:
+    return 2 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def grid(batch: int, depth: int) -> tuple[Tensor, Tensor]:
+    """Return the sequence and the depth of one row for every (sequence, depth)."""
+    return torch.arange(batch).repeat_interleave(depth + 1), torch.arange(depth + 1).repeat(batch)
+
+
+def coupling_of(batch_params: list[SamplingParams], roots: list[int], depth: int) -> StepSampler:
+    """Build the sampler of a step with trees of ``depth``.
+
+    None of the sampling parameters here depends on the texts or on the branches of the trees.
+    """
+    roots_B1 = torch.tensor([*roots, 0])
+    tokens_SP = torch.zeros(len(roots_B1), max(roots) + depth + 2, dtype=torch.int64)
+    texts = BatchTokens(tokens_SP, torch.arange(len(roots_B1)), roots_B1)
+    forest = dataclasses.replace(forest_of((PLAIN,) * len(batch_params), torch.device("cpu")), depth=depth)
+    return sampler_of(batch_params, texts, forest, VOCABULARY, longest=max(roots) + 1)
+
+
+def choose(sampler: StepSampler, logits_RV: Tensor, batch_R: Tensor, node_R: Tensor, depth_R: Tensor) -> Tensor:
+    return sampler.choose(sampler.at(Nodes(batch_R, node_R, depth_R)), logits_RV)
+
+
+@pytest.mark.parametrize("params", [SAMPLED, WARM, CUT])
+def test_noise_depends_on_the_absolute_position(params: SamplingParams) -> None:
+    """A node of depth 2 below root 5 and one of depth 0 below root 7 choose the token of the same position."""
+    logits_RV = logits(60)
+    none, two = torch.zeros(60).long(), torch.full((60,), 2)
+    deep = choose(coupling_of([params], [5], 2), logits_RV, none, two, two)
+    here = choose(coupling_of([params], [7], 0), logits_RV, none, none, none)
+    previous = choose(coupling_of([params], [6], 0), logits_RV, none, none, none)
+    assert torch.equal(deep, here)
+    assert not torch.equal(here, previous), "another position has other noise"
+
+
+@pytest.mark.parametrize("batch_params", MIXES, ids=len)
+def test_draft_with_a_smaller_vocabulary_proposes_target_ids(batch_params: list[SamplingParams]) -> None:
+    """Column i of the draft is the target's token ids[i]: its noise is read there, and proposals are target ids."""
+    ids = torch.arange(0, VOCABULARY, 2)
+    batch_R, depth_R = grid(len(batch_params), 30)
+    coupling = coupling_of(batch_params, list(range(3, 3 + len(batch_params))), 30)
+    narrow = logits(len(batch_R))[:, ids]
+    wide = torch.full((len(batch_R), VOCABULARY), -1e9, dtype=torch.float64)
+    wide[:, ids] = narrow
+    untruncated = [params for params in batch_params if not params.truncated]
+    proposals = coupling.propose(narrow, ids, Nodes(batch_R, depth_R, depth_R), 1.0, 4)
+    assert set(proposals.flatten().tolist()) <= set(ids.tolist())
+    if len(untruncated) == len(batch_params):
+        assert torch.equal(proposals, coupling.propose(wide, None, Nodes(batch_R, depth_R, depth_R), 1.0, 4))
+
+
+def test_sharpness_moves_sampled_proposals_towards_the_drafts_own_order() -> None:
+    batch_R, depth_R = grid(1, 60)
+    coupling = coupling_of([SAMPLED], [3], 60)
+    logits_RV = logits(61)
+    sharp = coupling.propose(logits_RV, None, Nodes(batch_R, depth_R, depth_R), 1e6, 1)[:, 0]
+    plain = coupling.propose(logits_RV, None, Nodes(batch_R, depth_R, depth_R), 1.0, 1)[:, 0]
+    assert torch.equal(sharp, logits_RV.argmax(-1))
+    assert not torch.equal(plain, sharp)
+
+
+BIASED = [
+    SamplingParams(max_tokens=1, seed=5, temperature=t, top_k=0, top_p=1, logit_bias=((3, 2.5), (7, -4.0), (11, 1.0)))
+    for t in (0.0, 0.9)
+]
+
+
+@pytest.mark.parametrize("batch_params", [*MIXES, [*BIASED, SAMPLED, GREEDY]], ids=len)
+@pytest.mark.parametrize("mapped", [False, True], ids=["", "mapped"])
+@pytest.mark.parametrize("sharpness", [1.0, 2.0])
+def test_kernel_arguments_match_the_reference(
+    batch_params: list[SamplingParams], mapped: bool, sharpness: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of the GPU kernels describe each row as the noise and logits processing of other devices do."""
+    roots, depth = list(range(5, 5 + len(batch_params))), 3
+    batch_R, depth_R = grid(len(batch_params), depth)
+    ids_V = torch.arange(0, VOCABULARY, 2) if mapped else None
+    logits_RV = logits(len(batch_R))
+    drafted_RV = logits_RV if ids_V is None else logits(len(batch_R), 1)[:, : len(ids_V)]
+
+    def propose_and_choose() -> tuple[Tensor, Tensor]:
+        coupling = coupling_of(batch_params, roots, depth)
+        proposed = coupling.propose(drafted_RV, ids_V, Nodes(batch_R, depth_R, depth_R), sharpness, 4)
+        return proposed, choose(coupling, logits_RV, batch_R, depth_R, depth_R)
+
+    wanted = propose_and_choose()
+    monkeypatch.setattr(dispatch, "on_gpu", lambda _: True)  # On float64 input the operations run their references.
+    for one, other in zip(propose_and_choose(), wanted, strict=True):
+        assert torch.equal(one, other)
+
+
+SIZE = 70
+TREE = Tree((-1, 0, 0, 1, 3), 4)
+"""Two children of the root, a grandchild, and a shadow node."""
+VERIFIED = [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3)]
+"""Verified nodes of the batch, one tree after the other: (sequence, node)."""
+
+
+class SumGuide:
+    """Guide that allows exactly the token whose id is the sum of the path, and no path with token 9."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+
+    def mask(self, path: Sequence[int] = ()) -> NDArray[np.uint32] | None:
+        self.asked.append(tuple(path))
+        if 9 in path:
+            return None
+        mask = np.zeros(3, dtype=np.uint32)
+        mask[sum(path) // 32] = np.uint32(1 << sum(path) % 32)
+        return mask
+
+
+def nodes(*places: tuple[int, int]) -> SampledRows:
+    batch, node = (torch.tensor(column) for column in zip(*places, strict=True))
+    return rows_of(batch, node)
+
+
+def rows_of(batch: torch.Tensor, node: torch.Tensor) -> SampledRows:
+    none = torch.zeros_like(batch)
+    return SampledRows(batch, node, none.float(), none, none, None)
+
+
+def allowed(masks: TokenMasks, *places: tuple[int, int], mask_rows: torch.Tensor | None = None) -> list[list[int]]:
+    """Return the tokens that nodes may choose. ``mask_rows`` are those that `TokenMasks.prepare` returned."""
+    rows = nodes(*places)
+    if mask_rows is not None:
+        rows = dataclasses.replace(rows, mask_row_R=mask_rows[[VERIFIED.index(place) for place in places]])
+    blocked = masks.blocked(rows)
+    assert blocked.shape == (len(places), SIZE)
+    return [torch.nonzero(~row)[:, 0].tolist() for row in blocked]
+
+
+def masks_of(guide: SumGuide, tokens: Sequence[int]) -> TokenMasks:
+    """Return the masks of a batch whose second sequence is guided; its tree has these tokens."""
+    tokens_SP = torch.zeros(3, 20, dtype=torch.int64)
+    tokens_SP[2, 6 : 6 + len(tokens)] = torch.tensor(tokens)
+    texts = BatchTokens(tokens_SP, torch.tensor([0, 2]), torch.tensor([3, 5]))
+    return TokenMasks([None, guide], texts, forest_of((PLAIN, TREE), CPU), SIZE)
+
+
+EVERY = list(range(SIZE))
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["while drafting", "for the target"])
+def test_masks_follow_the_path_of_each_node(prepared: bool) -> None:
+    guide = SumGuide()
+    masks = masks_of(guide, [30, 4, 35, 2])
+    mask_rows = None
+    if prepared:
+        masks.load_tokens()
+        mask_rows = masks.prepare()
+    found = allowed(masks, (1, 0), (1, 1), (0, 0), (1, 2), (1, 3), mask_rows=mask_rows)
+    assert found == [[0], [30], EVERY, [4], [65]]
+    assert {*guide.asked} == {(), (30,), (4,), (30, 35)}
+    assert allowed(masks, (1, 3), (1, 0), mask_rows=mask_rows) == [[65], [0]]
+    assert len(guide.asked) == 4, "a mask is computed once"
+
+
+def test_a_path_that_the_grammar_does_not_allow_blocks_nothing() -> None:
+    masks = masks_of(SumGuide(), [9, 4, 35, 2])
+    assert allowed(masks, (1, 1), (1, 3), (1, 2)) == [EVERY, EVERY, [4]]
+
+
+def test_no_rows_have_no_masks() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert masks_of(SumGuide(), [1, 2, 3, 4]).blocked(rows_of(none, none)).shape == (0, SIZE)
+
+
+def test_given_trees_need_no_draft_pass() -> None:
+    chain = given_chain(3)
+    assert (chain.depth, chain.drafted_depth, chain.expanded, chain.is_chain) == (3, 0, (), True)
+    forest = forest_of((chain, PLAIN), CPU)
+    assert (forest.levels, forest.depth) == ((), 3)
+    drafted = forest_of((chain, Tree((-1, 0, 1), 3)), CPU)
+    assert [level.counts for level in drafted.levels] == [(0, 1), (0, 1)]
