@@ -261,22 +261,23 @@ def test_layer_ids_of_both_conventions_are_read_and_logged(
 
 
 @pytest.mark.parametrize(
-    "window", [{"layer_types": ["sliding_attention"], "sliding_window": 4}, {"use_sliding_window": True}], ids=str
+    ("change", "message"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "layer_types"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "heads are read unquantized"),
+    ],
+    ids=["layer types", "window", "quantized"],
 )
 @pytest.mark.parametrize("read", [eagle3_config, eagle_config])
-def test_windows_of_a_head_are_refused(
-    read: Any, window: dict[str, Any], target: CausalLM, shape: dict[str, Any]
+def test_windows_and_quantized_heads_are_refused(
+    read: Any, change: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigMismatch, match=r"layer_types|use_sliding_window"):
-        read(shape | window, target.config)
+    with pytest.raises(ConfigMismatch, match=message):
+        read(shape | change, target.config)
     neutral = {"layer_types": ["full_attention"], "sliding_window": 4, "use_sliding_window": False}
+    neutral |= {"quantization_config": {}}
     assert read(shape | neutral, target.config) == read(shape, target.config)
-
-
-def test_an_empty_quantization_config_means_none(target: CausalLM, shape: dict[str, Any]) -> None:
-    assert eagle3_config(shape | {"quantization_config": {}}, target.config) == eagle3_config(shape, target.config)
-    with pytest.raises(ConfigMismatch, match="heads are read unquantized"):
-        eagle3_config(shape | {"quantization_config": {"quant_method": "fp8"}}, target.config)
 
 
 def test_norms_that_exclude_each_other_are_refused(target: CausalLM, shape: dict[str, Any]) -> None:

@@ -284,17 +284,14 @@ def test_family_is_read_from_model_type_if_architectures_are_missing(shape: dict
     assert not causal_lm_config(shape).qkv_bias
 
 
-READ_TOKENS = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(4))
-
-
 def read(target: CausalLM, dense: Any, reads: TargetStates) -> Tensor:
-    states = target(READ_TOKENS, torch.arange(len(READ_TOKENS)), dense, reads).aux_TA
+    states = target(TOKENS, torch.arange(len(TOKENS)), dense, reads).aux_TA
     assert isinstance(states, Tensor)
     return states
 
 
 def test_no_states_are_returned_unless_requested(target: CausalLM) -> None:
-    assert target(READ_TOKENS, torch.arange(len(READ_TOKENS)), dense).aux_TA is None
+    assert target(TOKENS, torch.arange(len(TOKENS)), dense).aux_TA is None
     assert not TargetStates()
     assert TargetStates().width(32) == 0
 
@@ -307,10 +304,10 @@ def test_states_come_in_the_order_asked_for(target: CausalLM) -> None:
 
 def test_final_state_is_normed_and_last(target: CausalLM) -> None:
     states = read(target, dense, TargetStates((0, 5), final=True))
-    assert states.shape == (9, TargetStates((0, 5), final=True).width(32)) == (9, 96)
-    assert torch.equal(states[:, :32], target.model.embed_tokens(READ_TOKENS))
+    assert states.shape == (len(TOKENS), TargetStates((0, 5), final=True).width(32)) == (len(TOKENS), 96)
+    assert torch.equal(states[:, :32], target.model.embed_tokens(TOKENS))
     assert torch.equal(target.model.norm(states[:, 32:64]), states[:, 64:])
-    assert torch.equal(states[:, 64:], target(READ_TOKENS, torch.arange(9), dense).hidden_TE)
+    assert torch.equal(states[:, 64:], target(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
 
 
 @pytest.mark.parametrize(

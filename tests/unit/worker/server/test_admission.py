@@ -178,21 +178,15 @@ def test_default_length_is_lowered_to_what_the_bound_admits() -> None:
 CONFIG = ServerConfig(request_timeout_seconds=100, queue_timeout_seconds=20)
 
 
-def test_terms_without_header() -> None:
-    assert terms_of("", Headers(), CONFIG, now=1000.0) == RequestTerms(
-        deadline_seconds=1100.0, queue_deadline_seconds=1020.0
-    )
-
-
-def test_terms_with_header_and_key() -> None:
-    headers = Headers({"X-Request-Timeout": "2.5"})
-    assert terms_of("ann", headers, CONFIG, now=1000.0) == RequestTerms(
-        "ann", deadline_seconds=1002.5, queue_deadline_seconds=1020.0
-    )
-
-
-def test_header_does_not_raise_the_default() -> None:
-    assert read_timeout("1e6", 100) == 100
+@pytest.mark.parametrize(
+    ("client", "headers", "deadline"),
+    [("", {}, 1100.0), ("ann", {"X-Request-Timeout": "2.5"}, 1002.5), ("", {"X-Request-Timeout": "1e6"}, 1100.0)],
+)
+def test_a_header_lowers_the_deadline_and_does_not_raise_it(
+    client: str, headers: dict[str, str], deadline: float
+) -> None:
+    terms = terms_of(client, Headers(headers), CONFIG, now=1000.0)
+    assert terms == RequestTerms(client, deadline_seconds=deadline, queue_deadline_seconds=1020.0)
 
 
 @pytest.mark.parametrize("header", ["", "0", "-1", "nan", "inf", "-inf", "1e999", "soon", "1s"])

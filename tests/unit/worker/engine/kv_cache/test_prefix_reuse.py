@@ -187,18 +187,25 @@ class Drafting:
         return one
 
 
-def test_the_draft_continues_where_its_keys_are_valid() -> None:
-    """The draft continues where its keys are valid.
+@pytest.mark.parametrize(
+    ("states", "draft", "start", "features_from"),
+    [(None, "d", 1, 47), (None, "other", 48, 47), (False, "d", 48, 47), (True, "d", 49, 49)],
+    ids=["its own keys", "keys of another draft", "keys of its predecessor", "states of its predecessor"],
+)
+def test_the_draft_continues_where_its_keys_are_valid(
+    states: bool | None, draft: str, start: int, features_from: int
+) -> None:
+    """A draft that follows its target lags by one slot; the slots before are in the same blocks.
 
-    A draft that follows its target lags by one slot; the slots before are in the same blocks.
+    A draft that was swapped in and reads other hidden states starts one slot later than others: slot 48 needs the state
+    of position 47, which was stored for the previous draft.
     """
-    second = Drafting().second()
-    assert (second.prefix, second.draft.start, second.draft.lag, second.draft.features_from) == (48, 1, 1, 47)
-
-
-def test_the_draft_ignores_a_prefix_written_by_another_draft() -> None:
-    second = Drafting().second("other")
-    assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 48, 47)
+    drafting = Drafting()
+    if states is not None:
+        drafting.simulated.scheduler.reuse.forget("d", states=states)
+    second = drafting.second(draft)
+    assert (second.prefix, second.draft.start, second.draft.features_from) == (48, start, features_from)
+    assert second.draft.lag == 1 or start > 1
 
 
 def test_blocks_before_a_gap_are_hidden_from_the_draft() -> None:
@@ -377,24 +384,6 @@ def test_a_change_that_is_not_recorded_is_found(events: Sequence[str], monkeypat
         monkeypatch.setattr(PrefixIndex, event, silent(getattr(PrefixIndex, event)))
     with pytest.raises(AssertionError, match="stale"):
         play_many()
-
-
-def test_a_swapped_draft_ignores_the_keys_of_its_predecessor() -> None:
-    drafting = Drafting()
-    drafting.simulated.scheduler.reuse.forget("d", states=False)
-    second = drafting.second()
-    assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 48, 47)
-
-
-def test_a_draft_that_reads_other_hidden_states_starts_one_slot_later() -> None:
-    """A draft that reads other hidden states starts one slot later.
-
-    Slot 48 needs the state of position 47, which was stored for the previous draft.
-    """
-    drafting = Drafting()
-    drafting.simulated.scheduler.reuse.forget("d", states=True)
-    second = drafting.second()
-    assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 49, 49)
 
 
 def test_the_draft_never_writes_into_a_reused_prefix() -> None:
