@@ -38,7 +38,7 @@ from specdecode_worker.training.distillation.records import read_records_of
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
 from support.tiers import skip_reason
 from support.worker.captured_folders import noise, write
-from support.worker.job_runs import read, run
+from support.worker.job_runs import run, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +51,7 @@ def test_job_exits_with_0_and_writes_the_verdict(
     out = tmp_path / "out"
     out.mkdir()
     (out / "clock.json").write_text(json.dumps({"seconds": EARLIER_SECONDS}))
-    assert run(flags, out) == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, out)
     assert (verdict.verdict, verdict.failure) == ("inconclusive", None)
     assert "64 conversations" in verdict.reasons[0]
     assert verdict.draft == Artifact(uri=f"file://{out / 'head'}", hash=model_hash(out / "head"))
@@ -61,8 +60,7 @@ def test_job_exits_with_0_and_writes_the_verdict(
     assert 60 < verdict.conversations <= 90
     assert EARLIER_SECONDS < verdict.seconds < EARLIER_SECONDS + 300
     assert DistillationVerdict.model_validate_json(capsys.readouterr().out) == verdict
-    assert run(flags, out) == 0
-    repeated = read(message)
+    repeated = run_job(message, flags, out)
     assert (repeated.draft, repeated.gain, repeated.verdict) == (verdict.draft, verdict.gain, verdict.verdict)
 
 
@@ -71,8 +69,7 @@ def test_without_golden_prompts_the_captured_traffic_alone_decides(
 ) -> None:
     at, out = flags.index("--golden"), tmp_path / "out"
     without = [*flags[:at], *flags[at + 2 :]]
-    assert run(without, out) == 0
-    assert {one.kind for one in read(message).domains} == {"captured"}
+    assert {one.kind for one in run_job(message, without, out).domains} == {"captured"}
     assert json.loads((out / "head" / "lineage.json").read_text())["golden"] == {}
     assert run([word for word in without if word != "--job"], tmp_path / "other") == 1
     assert "--golden is needed without --job" in capsys.readouterr().err
@@ -93,8 +90,7 @@ def test_without_golden_prompts_the_captured_traffic_alone_decides(
 def test_failure_is_a_document(
     more: list[str], failure: str, named: str, flags: list[str], tmp_path: Path, message: Path
 ) -> None:
-    assert run(flags, tmp_path / "out", *more) == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, tmp_path / "out", *more)
     assert (verdict.verdict, verdict.failure) == ("failed", failure)
     assert named in verdict.reasons[0]
 
@@ -104,29 +100,23 @@ def test_resumed_run_fetches_no_segments_again(
 ) -> None:
     monkeypatch.setenv("SPECDECODE_CAPTURE_TOKEN", "t")
     out, gone = tmp_path / "out", ("--capture-from", "127.0.0.1:9")
-    assert run(flags, out, *gone) == 0
-    refused = read(message)
+    refused = run_job(message, flags, out, *gone)
     assert (refused.failure, "127.0.0.1" in refused.reasons[0]) == ("capture", True)
-    assert run(flags, out, "--keep-data") == 0
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out, "--keep-data").verdict == "inconclusive"
     (out / "verdict.json").unlink()
-    assert run(flags, out, *gone) == 0, "the workers of the first run may be gone"
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out, *gone).verdict == "inconclusive", "the workers of the first run may be gone"
     assert not (out / "data").exists()
-    assert run(flags, out, *gone) == 0, "nor does a run with a verdict fetch again"
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out, *gone).verdict == "inconclusive", "nor does a run with a verdict fetch again"
 
 
 def test_a_file_that_a_kill_left_half_written_is_no_part_of_the_candidate(
     flags: list[str], tmp_path: Path, message: Path
 ) -> None:
     out = tmp_path / "out"
-    assert run(flags, out, "--keep-data") == 0
-    draft = read(message).draft
+    draft = run_job(message, flags, out, "--keep-data").draft
     (out / "verdict.json").unlink()
     (out / "best" / "model.safetensors.partial").write_text("half of it")
-    assert run(flags, out) == 0
-    assert read(message).draft == draft
+    assert run_job(message, flags, out).draft == draft
     assert not list((out / "head").glob("*.partial"))
 
 
@@ -134,11 +124,10 @@ def test_time_limit_counts_over_restarts(flags: list[str], tmp_path: Path, messa
     out = tmp_path / "out"
     out.mkdir()
     (out / "clock.json").write_text(json.dumps({"seconds": EARLIER_SECONDS}))
-    assert run(flags, out, "--time-limit", str(EARLIER_SECONDS)) == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, out, "--time-limit", str(EARLIER_SECONDS))
     assert (verdict.failure, verdict.seconds >= EARLIER_SECONDS) == ("time-limit", True)
-    assert run(flags, out, "--time-limit", str(EARLIER_SECONDS + 300)) == 0, "the same run goes on with more time"
-    assert read(message).verdict == "inconclusive"
+    continued = run_job(message, flags, out, "--time-limit", str(EARLIER_SECONDS + 300))
+    assert continued.verdict == "inconclusive", "the same run goes on with more time"
 
 
 def test_clock_goes_on_after_a_restart_and_survives_a_broken_file(tmp_path: Path) -> None:
@@ -169,8 +158,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk_is_a_document(flags: list[str], small_disk: Path, message: Path) -> None:
-    assert run(flags, small_disk / "out") == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, small_disk / "out")
     assert (verdict.verdict, verdict.failure) == ("failed", "disk-full")
 
 
@@ -256,15 +244,14 @@ def test_poisoned_capture_teaches_nothing(
 ) -> None:
     mixed = [*records[:60], *noise(records[60:])]
     flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
-    assert run(flags, tmp_path / "out") == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, tmp_path / "out")
     assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
     assert "of the captured text, more than 20%" in verdict.reasons[0]
     assert not (tmp_path / "out" / "head").exists()
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
     flags[flags.index("--capture") + 1] = str(write(tmp_path / "good", records))
-    assert run(flags, tmp_path / "out") == 0, "the same run reads again, for good captures may be there by now"
-    assert read(message).verdict == "inconclusive"
+    again = run_job(message, flags, tmp_path / "out")
+    assert again.verdict == "inconclusive", "the same run reads again, for good captures may be there by now"
 
 
 FORGED: dict[str, dict[str, float]] = {
@@ -286,8 +273,7 @@ def test_forged_records_teach_nothing(
 ) -> None:
     forged = [msgspec.structs.replace(record, **FORGED[kind]) for record in records[60:]]
     flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records[:60], *forged]))
-    assert run(flags, tmp_path / "out") == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, tmp_path / "out")
     assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
     assert "none that a worker writes" in verdict.reasons[0]
     assert not (tmp_path / "out" / "head").exists()
@@ -297,12 +283,10 @@ def test_forged_records_teach_nothing(
 def test_few_forged_records_do_not_change_the_draft(
     flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
 ) -> None:
-    assert run(flags, tmp_path / "honest") == 0
-    honest = read(message)
+    honest = run_job(message, flags, tmp_path / "honest")
     forged = [msgspec.structs.replace(records[i], opening=f"{i}", **fields) for i, fields in enumerate(FORGED.values())]
     flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records, *forged]))
-    assert run(flags, tmp_path / "mixed-out") == 0
-    mixed = read(message)
+    mixed = run_job(message, flags, tmp_path / "mixed-out")
     assert (mixed.draft.hash, mixed.conversations) == (honest.draft.hash, honest.conversations)
 
 
@@ -311,16 +295,14 @@ def test_few_changed_records_are_dropped(
 ) -> None:
     mixed = [*records[:85], *noise(records[85:])]
     flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
-    assert run(flags, tmp_path / "out") == 0
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, tmp_path / "out").verdict == "inconclusive"
 
 
 def _fail_at_stage(flags: list[str], out: Path, message: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """Run until ``stage`` of the pipeline, which fails as if the disk were full."""
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, stage, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        assert run(flags, out) == 0
-    assert read(message).failure == "disk-full"
+        assert run_job(message, flags, out).failure == "disk-full"
 
 
 @pytest.mark.parametrize("stage", ["_train_student", "_compare_with_deployed"])
@@ -343,8 +325,7 @@ def test_resumed_run_goes_on_without_expired_text(
     left = _stored_times(out)
     assert min(left) > now - 1000
     assert left == [time for time in earlier if time > now - 1000]
-    assert run(flags, out, "--keep-data") == 0
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out, "--keep-data").verdict == "inconclusive"
     assert _stored_times(out) == left
 
 
@@ -354,15 +335,14 @@ def test_expired_text_of_an_earlier_run_is_deleted_and_not_replayed(
     now = time.time()
     first = [msgspec.structs.replace(record, time_seconds=now - 5000) for record in records[:45]]
     flags[flags.index("--capture") + 1] = str(write(tmp_path / "old", first))
-    assert run(flags, tmp_path / "first", "--keep-data") == 0
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, tmp_path / "first", "--keep-data").verdict == "inconclusive"
     assert _stored_times(tmp_path / "first")
     fresh = [msgspec.structs.replace(record, time_seconds=now) for record in records[45:]]
     flags[flags.index("--capture") + 1] = str(write(tmp_path / "new", fresh))
     store_retention(tmp_path / "new", Retention(1000.0, 2**24))
     flags[flags.index("--replay-share") + 1] = "0.5"
-    assert run(flags, tmp_path / "second", "--replay", str(tmp_path / "first")) == 0
-    assert read(message).verdict == "inconclusive", "without replayed text the golden set judges alone"
+    second = run_job(message, flags, tmp_path / "second", "--replay", str(tmp_path / "first"))
+    assert second.verdict == "inconclusive", "without replayed text the golden set judges alone"
     assert _stored_times(tmp_path / "first") == []
 
 
@@ -372,8 +352,7 @@ def _stored_times(out: Path) -> list[float]:
 
 
 def test_verdict_ends_the_captured_text_of_a_job(flags: list[str], tmp_path: Path, message: Path) -> None:
-    assert run(flags, tmp_path / "out") == 0
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, tmp_path / "out").verdict == "inconclusive"
     assert not (tmp_path / "out" / "data").exists()
     assert run([*flags, "--keep-data"], tmp_path / "kept") == 0
     assert _stored_times(tmp_path / "kept")

@@ -28,7 +28,7 @@ from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
 from support.storage_servers.s3_server import S3Server, s3_server
-from support.worker.job_runs import read, run
+from support.worker.job_runs import run, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -109,12 +109,10 @@ def test_place_that_cannot_be_used_is_named(prefix: str, named: str, claim: Path
 
 def test_job_publishes_after_its_verdict(flags: list[str], claim: Path, tmp_path: Path, message: Path) -> None:
     out = tmp_path / "out"
-    assert run(flags, out, "--publish", "pvc://other/drafts") == 0
-    refused = read(message)
+    refused = run_job(message, flags, out, "--publish", "pvc://other/drafts")
     assert (refused.verdict, refused.failure) == ("failed", "publish")
     assert not (out / "golden").exists(), "it is found out before the work"
-    assert run(flags, out, "--publish", "pvc://heads/drafts") == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, out, "--publish", "pvc://heads/drafts")
     assert verdict.verdict == "inconclusive"
     published = claim / "drafts" / verdict.draft.hash
     assert verdict.draft.uri == f"pvc://heads/drafts/{verdict.draft.hash}"
@@ -165,8 +163,7 @@ def test_a_published_draft_is_taken_by_the_operator_and_pulled(
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     (publish,) = (word for word in command if word.startswith("--publish="))
     out = tmp_path / "scratch" / "6740f2a1"
-    assert run(flags, out, "--prune", publish) == 0
-    draft = read(message).draft
+    draft = run_job(message, flags, out, "--prune", publish).draft
     assert problem_of_draft(draft, published_prefix(RUN.place, "demo")) == ""
     assert draft.uri == f"s3://heads/team/drafts/demo/{model_hash(out / 'head')}"
     cache = tmp_path / "cache"
@@ -178,8 +175,7 @@ def test_a_wrong_key_is_refused_before_the_run(
     deployment: Deployment, flags: list[str], message: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    assert run(flags, tmp_path / "out", "--publish", "s3://heads/team/drafts/demo") == 0
-    refused = read(message)
+    refused = run_job(message, flags, tmp_path / "out", "--publish", "s3://heads/team/drafts/demo")
     assert (refused.verdict, refused.failure) == ("failed", "publish")
     assert "denies access" in refused.reasons[0]
     assert not (tmp_path / "out" / "golden").exists()
