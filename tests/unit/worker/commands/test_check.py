@@ -82,10 +82,7 @@ def test_json_output_is_the_verdict(folders: list[str], capsys: Any) -> None:
 
 
 def test_check_reads_no_weights(folders: list[str], tmp_path: Path, capsys: Any) -> None:
-    """The data of every weight file is replaced by a hole of the same size.
-
-    A reader of the data would read only zeros.
-    """
+    """The data of every weight file is a hole of the same size, of which a reader would read only zeros."""
     for name in ("t", "h"):
         path = tmp_path / name / "model.safetensors"
         size, header = path.stat().st_size, path.read_bytes()

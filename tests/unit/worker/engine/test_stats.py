@@ -186,10 +186,7 @@ def test_sums_equal_those_of_least_squares(steps: list[tuple[StepSize, int, floa
 
 
 def test_a_reading_is_exact_enough_to_subtract() -> None:
-    """Sums stay precise enough to subtract.
-
-    After 200 steps, the difference of two readings shows one more step to one part in a thousand.
-    """
+    """After 200 steps, the difference of two readings shows one more step to one part in a thousand."""
     costs = StepCosts()
     for _ in range(200):
         costs.add(0, size(kv_tokens=10**5), 1, 0.01)

@@ -98,10 +98,7 @@ def test_eagle_head_shares_the_targets_embeddings_and_context_length(
 def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
     target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A head may contain its own embedding and lm_head.
-
-    SafeAILab's checkpoints contain embeddings; those of speculators contain both, with other names and a nested config.
-    """
+    """SafeAILab's checkpoints contain embeddings; those of speculators both, with other names and a nested config."""
     tensors = eagle_tensors()
     own = {"embed_tokens.weight": noise(97, 32, seed=8), "lm_head.weight": noise(97, 32, seed=9)}
     plain = load_eagle(write(tmp_path / "a", eagle_shape(shape), tensors | own), target)

@@ -153,10 +153,7 @@ def of(count: int) -> list[Any]:
 
 
 def test_all_requests_use_the_plan_rows_of_the_longest_context() -> None:
-    """All rows of a batch use the plan rows of its longest context.
-
-    A step is as long as the batch makes it, so a short request's drafts cost as much as those of the long request.
-    """
+    """A step is as long as the batch makes it, so drafts of a short request cost as much as those of the long one."""
     rows = tuple(PlanRow(concurrency=1, context=bucket, shape=TreeShape.chain(1 + bucket)) for bucket in range(2))
     plan = Plan(draft="d", rows=rows, max_depth=2, explore=0.0, buckets=Buckets(concurrency=(1,), context=(100,)))
     selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
@@ -204,10 +201,7 @@ def run(selector: ShapeSelector, steps: int) -> tuple[float, int]:
 
 
 def test_probes_and_bursts_share_one_exploration_budget() -> None:
-    """Bursts and probes share one exploration budget of half a percent, once the guard has stopped a losing shape.
-
-    Separate budgets of half a percent each would lose 0.7 %.
-    """
+    """It is half a percent, once the guard has stopped a losing shape; two such budgets would lose 0.7 %."""
     plan = Plan(draft="d", initial=CHAIN_OF_TWO, max_depth=2, explore=0.01, guard=True)
     selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
     selector.set_plain_step_time(1, 0.01)
@@ -218,10 +212,7 @@ def test_probes_and_bursts_share_one_exploration_budget() -> None:
 
 
 def test_probes_do_not_count_towards_the_usual_step_time() -> None:
-    """Probes do not count towards the usual step time.
-
-    The loss of a burst is measured against the usual step, and a probe is as unusual as a burst.
-    """
+    """The loss of a burst is measured against the usual step, and a probe is as unusual as a burst."""
     plan = Plan(draft="d", initial=CHAIN_OF_TWO, max_depth=2, explore=0.0, guard=True)
     selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
     selector.set_plain_step_time(1, 0.01)

@@ -92,10 +92,7 @@ def test_requests_do_not_wait_for_blocks_that_no_request_fills() -> None:
 
 
 def test_a_preempted_request_reuses_its_own_blocks() -> None:
-    """A preempted request finds its own blocks in the prefix cache.
-
-    Only the one block that was missing at the preemption has been taken meanwhile.
-    """
+    """Only the one block that was missing at the preemption has been taken meanwhile."""
     simulated = device(blocks=1 + 8)
     old = simulated.arrive("old", [1] * 30, new=30)
     young = simulated.arrive("young", PROMPT, new=30)
@@ -220,10 +217,7 @@ def test_blocks_before_a_gap_are_hidden_from_the_draft() -> None:
 
 
 def test_a_block_that_the_draft_had_not_reached_is_recomputed_and_earlier_blocks_are_reused() -> None:
-    """A block that the draft had not reached is recomputed, and the blocks before it are reused.
-
-    The first request's draft is 14 slots behind when it ends, as after a rejected tree.
-    """
+    """The first request's draft is 14 slots behind when it ends, as after a rejected tree."""
     drafting = Drafting(lag=14)
     assert drafting.first.drafted == 47, "one short of the third block's end"
     second = drafting.second()
@@ -236,10 +230,7 @@ def test_a_block_that_the_draft_had_not_reached_is_recomputed_and_earlier_blocks
 
 
 def test_a_prefix_without_draft_keys_is_recomputed_once_draft_prefill_is_on() -> None:
-    """A prefix that no draft has processed is recomputed once drafting is on.
-
-    Otherwise it would be hidden from drafts for as long as it is cached.
-    """
+    """Otherwise it would be hidden from drafts for as long as it is cached."""
     simulated = device()
     served(simulated, name="plain")
     scheduler = simulated.scheduler
@@ -387,10 +378,7 @@ def test_a_change_that_is_not_recorded_is_found(events: Sequence[str], monkeypat
 
 
 def test_the_draft_never_writes_into_a_reused_prefix() -> None:
-    """The draft never writes into a reused prefix.
-
-    While steps are in flight the host overestimates the lag, which must not reach back into shared blocks.
-    """
+    """While steps are in flight the host overestimates the lag, which must not reach back into shared blocks."""
     one = Request.of(submit(prompt=range(40)), (), arrived_seconds=0)
     one.prefix = one.cached = 32
     one.in_flight.extend([8, 7])

@@ -66,10 +66,7 @@ def memory(engine: Engine) -> MemoryState:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any) -> None:
-    """Counted weights and tables equal the loaded ones.
-
-    bf16 weights are not packed here, because packed matrices are opaque; they have the same size.
-    """
+    """Weights in bf16 are not packed here, because packed matrices are opaque; they have the same size."""
     monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
@@ -87,10 +84,7 @@ def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, d
 def test_quantised_weights_are_counted_at_their_stored_size(
     tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any
 ) -> None:
-    """Quantised weights are counted in the format in which they are stored.
-
-    On a CPU they are stored as plain weights. For a GPU only the calculation is checked.
-    """
+    """On a CPU they are stored as plain weights. For a GPU only the calculation is checked."""
     monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
     folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
