@@ -1,6 +1,7 @@
 """Unrolled passes of drafts of every method, and acceptance replay, equal drafting token by token as an engine does.
 
-Parallel drafts are trained from a part of the roots: COD for P-EAGLE heads, anchors for DFlash heads.
+Parallel drafts are trained from a part of the roots: COD for P-EAGLE heads, anchors for DFlash heads. Long
+conversations are learned from in pieces and in bounded memory; the results are those of one pass.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.medusa import MedusaHeads
-from specdecode_worker.training.acceptance import RANKS, StepCounts, accepted, target_token_ranks
-from specdecode_worker.training.conversations import Conversation, DataSet, write_shard
+from specdecode_worker.training import acceptance
+from specdecode_worker.training import unroll as unrolling
+from specdecode_worker.training.acceptance import RANKS, StepCounts, accepted, groups_of, target_token_ranks
+from specdecode_worker.training.conversations import Conversation, DataSet, batches, pieces, write_shard
 from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head, new_medusa
 from specdecode_worker.training.rollout import read_states
 from specdecode_worker.training.trainer import LossSettings, Trainer, TrainSettings, loss_of, root_counts
@@ -263,3 +266,76 @@ def test_working_copy_shares_the_target_weights(target: CausalLM) -> None:
 def test_medusa_draft_uses_its_own_vocabulary(target: CausalLM) -> None:
     assert vocabulary_of(new_medusa(target, torch.arange(0, 64, 4), 2), 64).tolist() == list(range(0, 64, 4))
     assert vocabulary_of(new_draft_model(target, 2), 64).tolist() == list(range(64))
+
+
+AIM = LossSettings(depth=3, decay=0.8, divergence=0.5, sample_seed=4)
+
+
+@pytest.fixture(params=["eagle3", "peagle", "dflash"])
+def trained(request: pytest.FixtureRequest, target: CausalLM) -> Draft:
+    """Return a draft with random weights."""
+    return shaken(MAKERS[request.param](target, 3)).requires_grad_(True)
+
+
+def gradients(draft: Draft, conversations: list[Conversation], output_VE: Tensor) -> tuple[float, list[Tensor]]:
+    draft.zero_grad()
+    loss = loss_of(draft, batch_for(draft, conversations, torch.float32), output_VE, AIM)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return float(loss.detach()), [one.grad.clone() for one in draft.parameters() if one.grad is not None]
+
+
+def test_attention_in_parts_has_the_same_loss_and_gradients(
+    trained: Draft, target: CausalLM, conversations: list[Conversation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, whole = gradients(trained, conversations, target.lm_head.weight)
+    calls: list[int] = []
+    original = unrolling.checkpoint
+
+    def counted(*args: object, **more: object) -> object:
+        calls.append(1)
+        return original(*args, **more)
+
+    monkeypatch.setattr(unrolling, "checkpoint", counted)
+    monkeypatch.setattr(unrolling, "MOST_SCORES", 6 * 4 * 29 * 5)
+    in_parts, parts = gradients(trained, conversations, target.lm_head.weight)
+    assert len(calls) > 4
+    assert in_parts == pytest.approx(loss, rel=1e-5)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-4)
+
+
+def test_pieces_hold_every_answer_token_once_behind_its_whole_text(conversations: list[Conversation]) -> None:
+    for conversation in conversations:
+        made = list(pieces(conversation, 4))
+        answers = [token for one in made for token in one.tokens_N[one.answer_start :].tolist()]
+        assert answers == conversation.tokens_N[conversation.answer_start :].tolist()
+        for one in made:
+            assert torch.equal(one.tokens_N, conversation.tokens_N[: len(one.tokens_N)])
+            assert len(one.aux_NA) == len(one.hidden_NE) == len(one.tokens_N)
+            assert len(one.tokens_N) - one.answer_start <= 4
+
+
+def test_batches_hold_no_more_answer_tokens_than_asked_for(conversations: list[Conversation]) -> None:
+    for tokens in (5, 16, 100):
+        epoch = batches(conversations, tokens=tokens, seed=0, epoch=0)
+        for batch in epoch:
+            assert len(batch) * max(len(one.tokens_N) - one.answer_start for one in batch) <= tokens
+        total = sum(len(one.tokens_N) - one.answer_start for batch in epoch for one in batch)
+        assert total == sum(len(one.tokens_N) - one.answer_start for one in conversations)
+    known = {id(one) for one in conversations}
+    assert {id(one) for batch in epoch for one in batch} == known, "short conversations are whole"
+
+
+def test_ranks_of_long_texts_are_those_of_one_pass(
+    head: Eagle3Head, target: CausalLM, conversations: list[Conversation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = target_token_ranks(head, conversations, target.lm_head.weight, 3)
+    monkeypatch.setattr(acceptance, "_ROWS", 5)
+    monkeypatch.setattr(acceptance, "_SLOTS", 40)
+    monkeypatch.setattr(unrolling, "MOST_SCORES", 500)
+    groups = list(groups_of(conversations))
+    assert sorted(len(group) for group in groups) == [1, 1, 1, 1, 2]
+    order = {id(one): index for index, one in enumerate(conversations)}
+    for group in groups:
+        for one, ranks in zip(group, target_token_ranks(head, group, target.lm_head.weight, 3), strict=True):
+            assert torch.equal(ranks, whole[order[id(one)]])
