@@ -1,11 +1,14 @@
-"""File of kernel timings, and the choice from it."""
+"""File of kernel timings and the choice from it, and memory of packed weights, which no processor multiplies here."""
 
 from __future__ import annotations
 
+import errno
+import mmap
 from pathlib import Path
 
 import pytest
 
+from specdecode_kernels.cpu import matrix
 from specdecode_kernels.timings import Case, Timings, describe, fastest, read, written
 
 CASES = (
@@ -67,3 +70,12 @@ def test_description_has_the_fastest_way_of_every_case() -> None:
         "product fp8x48x64: 128: tile, 512: scaled",
         "product int8x48x64: 128: tile",
     ]
+
+
+def test_a_system_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class SmallPages(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", SmallPages)
+    assert matrix._huge((3, 2**20)).shape == (3, 2**20)

@@ -161,6 +161,7 @@ async def test_echo_streams(client: openai.AsyncOpenAI) -> None:
         ({"stop": ["nothing", "world"]}, "hello "),
         ({"stop": ["world", "or"]}, "hello w"),
         ({"skip_special_tokens": False, "include_stop_str_in_output": True}, "hello world<|end|>"),
+        ({"include_stop_str_in_output": True}, "hello world"),
         ({"skip_special_tokens": False}, "hello world"),
     ],
 )

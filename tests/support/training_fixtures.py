@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,13 +18,33 @@ from torch import Tensor, nn
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import CausalLMConfig
+from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.training.conversations import Conversation
-from specdecode_worker.training.heads import new_head
+from specdecode_worker.training.heads import (
+    new_dflash,
+    new_draft_model,
+    new_eagle,
+    new_head,
+    new_medusa,
+    new_peagle,
+)
 from specdecode_worker.training.rollout import read_states
 from specdecode_worker.training.split_target import TargetPlacement
 
 VOCABULARY = 64
+KNOWN = torch.arange(0, VOCABULARY, 2)
+"""Tokens of a draft with a vocabulary of its own: every other one."""
+MAKERS: dict[str, Callable[[CausalLM, int], Draft]] = {
+    "eagle3": lambda target, depth: new_head(target, KNOWN),
+    "two layers": lambda target, depth: new_head(target, KNOWN, layers=2),
+    "peagle": lambda target, depth: new_peagle(target, KNOWN, layers=2),
+    "dflash": lambda target, depth: new_dflash(target, 2, depth),
+    "eagle": lambda target, depth: new_eagle(target, layers=2),
+    "medusa": lambda target, depth: new_medusa(target, KNOWN, heads=depth),
+    "draft-model": lambda target, depth: new_draft_model(target, layers=3),
+}
+"""Makers of new drafts of each method for a target, up to a depth."""
 
 
 class Letters:
@@ -93,7 +114,7 @@ def shaken(draft: Module) -> Module:
 @pytest.fixture
 def head(target: CausalLM) -> Eagle3Head:
     """Return a head with every other token in its vocabulary."""
-    return shaken(new_head(target, torch.arange(0, VOCABULARY, 2)))
+    return shaken(new_head(target, KNOWN))
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ def run(flags: list[str], out: Path, *more: str) -> int:
     return main(["distill", *flags, "--out", str(out), *more])
 
 
-def read(message: Path) -> DistillationVerdict:
-    """Return the document of the termination message, which is removed."""
+def run_job(message: Path, flags: list[str], out: Path, *more: str) -> DistillationVerdict:
+    """Run a Job, which exits with 0 whatever comes of it, and return the document of its termination message."""
+    assert run(flags, out, *more) == 0
     text = message.read_text()
     message.unlink()
     assert len(text.encode()) <= MAX_VERDICT_BYTES

@@ -38,6 +38,12 @@ def now_record(number: int, *, user: str = "", permitted: bool = False, age: flo
     return msgspec.structs.replace(made, user=user, permitted=permitted)
 
 
+def put(recorder: Recorder, *seeds: int, **more: Any) -> None:
+    """Offer a record of each of these numbers."""
+    for number in seeds:
+        recorder.enqueue(now_record(number, **more), recorder.epoch)
+
+
 def numbers(folder: Path) -> list[int]:
     """Return the numbers of the stored records, in order."""
     stats = ReadStats()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -38,6 +38,15 @@ def write(folder: Path, config: dict[str, Any], model: nn.Module) -> Path:
         tensors.pop("lm_head.weight", None)
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def change(folder: Path, config: dict[str, Any] | None = None, /, **tensors: torch.Tensor | None) -> None:
+    """Replace tensors of a folder, of which None removes one, and fields of its config.json."""
+    state = {**load_file(folder / "model.safetensors"), **tensors}
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
+    if config is not None:
+        document = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(document | config))
 
 
 def write_random_target(folder: Path, config: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""Tests of segments: a crash loses at most the last record, and the bounds hold across writers."""
+"""Segments: a crash loses at most the last record, bounds hold across writers, and expired records and a user's go."""
 
 from __future__ import annotations
 
@@ -6,15 +6,34 @@ import contextlib
 import errno
 import os
 import random
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.capture.records import FolderUnusable, Record, decode, encode
-from specdecode_worker.capture.segments import SUFFIX, ReadStats, Retention, SegmentWriter, list_segments, read_records
+from specdecode_worker.__main__ import main
+from specdecode_worker.capture import ReadStats, Record, read_records
+from specdecode_worker.capture.records import FolderUnusable, decode, encode
+from specdecode_worker.capture.segments import (
+    KEY_SUFFIX,
+    SUFFIX,
+    Retention,
+    SegmentWriter,
+    SubjectKeys,
+    UserHashes,
+    delete_user_records,
+    derived_key,
+    key_id,
+    keyed_hash,
+    list_segments,
+    stored_keys,
+    stored_retention,
+)
 from support.worker.captured import record
 
 
@@ -228,3 +247,180 @@ def test_unusable_folder_is_named(tmp_path: Path) -> None:
         writer(tmp_path / "file")
     with pytest.raises(FolderUnusable, match="--capture"):
         list(read_records([tmp_path / "missing"], ReadStats()))
+
+
+AGE_SECONDS = 160.0
+
+
+def write(folder: Path, seconds: list[float]) -> None:
+    """Write one segment for each time, as a worker that no longer runs."""
+    for number, began in enumerate(seconds):
+        segments = SegmentWriter(folder, Retention(1e12, 2**20), clock=lambda began=began: began)
+        segments.append(encode(record(number)))
+        segments.close()
+    SegmentWriter(folder, Retention(AGE_SECONDS, 2**20))
+
+
+def numbers(folder: Path, now: float) -> list[int]:
+    return [one.sampling.seed for one in read_records([folder], ReadStats(), clock=lambda: now)]
+
+
+def test_a_reader_deletes_what_has_expired(tmp_path: Path) -> None:
+    write(tmp_path, [1000, 1100, 1200])
+    assert stored_retention(tmp_path) == Retention(AGE_SECONDS, 2**20)
+    assert numbers(tmp_path, now=1140) == [0, 1, 2]
+    assert numbers(tmp_path, now=1161) == [1, 2]
+    assert len(list_segments(tmp_path)) == 2
+
+
+def test_a_reader_leaves_out_what_it_cannot_delete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, [1000, 1200])
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "read-only")))
+    assert numbers(tmp_path, now=1300) == [1]
+
+
+def test_without_stored_bounds_everything_is_read(tmp_path: Path) -> None:
+    write(tmp_path, [1000])
+    (tmp_path / "retention.json").write_text("[")
+    assert numbers(tmp_path, now=1e9) == [0]
+
+
+def test_the_command_deletes_what_has_expired(tmp_path: Path, capsys: Any) -> None:
+    now = time.time()
+    write(tmp_path, [now - 1000, now - 150, now])
+    leftover = tmp_path / "x.rewrite"
+    leftover.touch()
+    os.utime(leftover, (now - 9999, now - 9999))
+    assert main(["capture", "sweep", str(tmp_path)]) == 0
+    assert "2 expired segments deleted" in capsys.readouterr().out
+    assert not leftover.exists()
+    assert main(["capture", "sweep", str(tmp_path), "--max-age", "0.001"]) == 0
+    assert list_segments(tmp_path) == []
+
+
+def test_the_command_names_a_folder_without_bounds(tmp_path: Path, capsys: Any) -> None:
+    assert main(["capture", "sweep", str(tmp_path), str(tmp_path / "missing")]) == 1
+    error = capsys.readouterr().err
+    assert "give the maximum age with --max-age" in error
+    assert "missing is no folder" in error
+
+
+KEY = derived_key("token")
+
+
+def keyed(number: int, user: str, key: bytes) -> Record:
+    return msgspec.structs.replace(record(number), user=keyed_hash(key, user))
+
+
+def of_user(number: int, user: str) -> Record:
+    return keyed(number, user, KEY) if user else record(number)
+
+
+def writer_with_key(folder: Path) -> SegmentWriter:
+    """Return a writer_with_key to a folder that holds the key of `of_user`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    subjects = SubjectKeys(folder, lambda: "token")
+    subjects.store_for(subjects.hash_of("ann"))
+    return SegmentWriter(folder, Retention(1e9, 2**20))
+
+
+def whole_records(folder: Path) -> list[Record]:
+    stats = ReadStats()
+    records = list(read_records([folder], stats))
+    assert (stats.torn, stats.unreadable) == (0, 0)
+    return records
+
+
+def test_records_of_the_user_are_deleted_and_the_writer_goes_on(tmp_path: Path) -> None:
+    segments = writer_with_key(tmp_path)
+    for number, user in enumerate(["ann", "bob", "", "ann"]):
+        segments.append(encode(of_user(number, user)))
+    (before,) = list_segments(tmp_path)
+    counts = delete_user_records(tmp_path, "ann")
+    assert (counts.records, counts.segments, counts.unreadable) == (2, 1, 0)
+    (after,) = list_segments(tmp_path)
+    assert (after.path, after.path.stat().st_mode) == (before.path, before.path.stat().st_mode), "its age stays"
+    segments.append(encode(of_user(4, "bob")))
+    assert whole_records(tmp_path) == [of_user(1, "bob"), of_user(2, ""), of_user(4, "bob")]
+    assert delete_user_records(tmp_path, "nobody").segments == 0
+
+
+def test_a_segment_without_other_records_is_deleted(tmp_path: Path) -> None:
+    writer_with_key(tmp_path).append(encode(of_user(0, "ann")))
+    assert delete_user_records(tmp_path, "ann").records == 1
+    assert list_segments(tmp_path) == []
+
+
+def test_a_truncated_end_is_dropped(tmp_path: Path) -> None:
+    segments = writer_with_key(tmp_path)
+    for number in range(2):
+        segments.append(encode(of_user(number, "bob")))
+    (segment,) = list_segments(tmp_path)
+    segment.path.write_bytes(segment.path.read_bytes()[:-3])
+    counts = delete_user_records(tmp_path, "ann")
+    assert (counts.records, counts.segments) == (0, 1)
+    assert whole_records(tmp_path) == [of_user(0, "bob")]
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_no_other_record_is_lost_while_a_worker_writes(tmp_path: Path, attempt: int) -> None:
+    segments, count = writer_with_key(tmp_path), 400
+    thread = threading.Thread(
+        target=lambda: [segments.append(encode(of_user(n, "ann" if n % 3 else "bob"))) for n in range(count)]
+    )
+    thread.start()
+    while thread.is_alive():
+        delete_user_records(tmp_path, "ann")
+    delete_user_records(tmp_path, "ann")
+    assert sorted(one.sampling.seed for one in whole_records(tmp_path)) == list(range(0, count, 3))
+
+
+def test_the_command_deletes_and_says_what_it_cannot_read(tmp_path: Path, capsys: Any) -> None:
+    segments = writer_with_key(tmp_path)
+    segments.append(encode(of_user(0, "ann")))
+    segments.append(encode(of_user(1, "bob")))
+    assert main(["capture", "delete", "--user", "ann", str(tmp_path)]) == 0
+    assert "1 records deleted, 1 segments rewritten" in capsys.readouterr().out
+    segments.append(msgspec.msgpack.encode({"tokens": "none"}))
+    assert main(["capture", "delete", "--user", "ann", str(tmp_path)]) == 1
+    assert "1 segments or records cannot be whole_records" in capsys.readouterr().err
+    assert main(["capture", "delete", "--user", "ann", str(tmp_path / "missing")]) == 1
+
+
+def test_copies_without_keys_need_the_tokens(tmp_path: Path, capsys: Any) -> None:
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    segments, other_subjects = writer_with_key(copy), SubjectKeys(other, lambda: "other")
+    other.mkdir()
+    other_subjects.store_for(other_subjects.hash_of("ann"))
+    segments.append(encode(keyed(0, "ann", derived_key("old"))))
+    segments.append(encode(keyed(1, "ann", derived_key("other"))))
+    assert main(["capture", "delete", "--user", "ann", str(copy)]) == 1
+    assert "2 records have hashes of an unknown key" in capsys.readouterr().err
+    assert main(["capture", "delete", "--user", "ann", str(copy), str(other)]) == 1, "the keys of all named folders"
+    assert [one.sampling.seed for one in whole_records(copy)] == [0]
+    tokens = tmp_path / "operator"
+    tokens.write_text("new\nold\n")
+    assert main(["capture", "delete", "--user", "ann", "--token-file", str(tokens), str(copy)]) == 0
+    assert whole_records(copy) == []
+    assert main(["capture", "delete", "--user", "ann", "--token-file", str(copy / "none"), str(copy)]) == 1
+
+
+def test_hashes_cannot_be_computed_without_the_key() -> None:
+    hashes = UserHashes("ann", [derived_key("mine")])
+    assert hashes.matches(keyed_hash(derived_key("mine"), "ann"))
+    assert not hashes.matches(keyed_hash(derived_key("theirs"), "ann"))
+    assert hashes.is_undecidable(keyed_hash(derived_key("theirs"), "ann"))
+    assert not hashes.is_undecidable(keyed_hash(derived_key("mine"), "bob"))
+    assert not hashes.is_undecidable("")
+
+
+def test_keys_are_deleted_once_no_record_can_need_them(tmp_path: Path) -> None:
+    for token in ("old", "recent", "current"):
+        subjects = SubjectKeys(tmp_path, lambda token=token: token)  # type: ignore[misc]
+        subjects.store_for(subjects.hash_of("ann"))
+    path = tmp_path / f"{key_id(derived_key('old'))}{KEY_SUFFIX}"
+    os.utime(path, (0, 0))
+    current = tmp_path / f"{key_id(derived_key('current'))}{KEY_SUFFIX}"
+    os.utime(current, (0, 0))
+    subjects.expire(3600)
+    assert set(stored_keys(tmp_path)) == {key_id(derived_key("recent")), key_id(derived_key("current"))}

@@ -1,4 +1,8 @@
-"""``distill --job``: one document for every result, time over restarts, and the same draft after SIGKILL."""
+"""``distill --job``: one document for every result, time over restarts, and the same draft after SIGKILL.
+
+Nothing is learnt from records that no worker wrote. Captured text in the data of a run and of replayed runs is no
+older than allowed, and goes with the verdict.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdecode_worker.capture import CaptureError
+from specdecode_worker.capture import CaptureError, Record
+from specdecode_worker.capture.segments import Retention, store_retention
 from specdecode_worker.contract import MAX_VERDICT_BYTES, Artifact
 from specdecode_worker.contract.distillation import (
     MAX_DOMAINS,
@@ -29,9 +35,11 @@ from specdecode_worker.contract.distillation import (
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.pipeline import Distillation, failure_kind
 from specdecode_worker.training.distillation.publication import RunClock
+from specdecode_worker.training.distillation.records import read_records_of
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
 from support.tiers import skip_reason
-from support.worker.job_runs import read, run
+from support.worker.captured_folders import noise, write
+from support.worker.job_runs import run, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -44,8 +52,7 @@ def test_job_exits_with_0_and_writes_the_verdict(
     out = tmp_path / "out"
     out.mkdir()
     (out / "clock.json").write_text(json.dumps({"seconds": EARLIER_SECONDS}))
-    assert run(flags, out) == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, out)
     assert (verdict.verdict, verdict.failure) == ("inconclusive", None)
     assert "64 conversations" in verdict.reasons[0]
     assert verdict.draft == Artifact(uri=f"file://{out / 'head'}", hash=model_hash(out / "head"))
@@ -54,8 +61,7 @@ def test_job_exits_with_0_and_writes_the_verdict(
     assert 60 < verdict.conversations <= 90
     assert EARLIER_SECONDS < verdict.seconds < EARLIER_SECONDS + 300
     assert DistillationVerdict.model_validate_json(capsys.readouterr().out) == verdict
-    assert run(flags, out) == 0
-    repeated = read(message)
+    repeated = run_job(message, flags, out)
     assert (repeated.draft, repeated.gain, repeated.verdict) == (verdict.draft, verdict.gain, verdict.verdict)
 
 
@@ -64,8 +70,7 @@ def test_without_golden_prompts_the_captured_traffic_alone_decides(
 ) -> None:
     at, out = flags.index("--golden"), tmp_path / "out"
     without = [*flags[:at], *flags[at + 2 :]]
-    assert run(without, out) == 0
-    assert {one.kind for one in read(message).domains} == {"captured"}
+    assert {one.kind for one in run_job(message, without, out).domains} == {"captured"}
     assert json.loads((out / "head" / "lineage.json").read_text())["golden"] == {}
     assert run([word for word in without if word != "--job"], tmp_path / "other") == 1
     assert "--golden is needed without --job" in capsys.readouterr().err
@@ -86,8 +91,7 @@ def test_without_golden_prompts_the_captured_traffic_alone_decides(
 def test_failure_is_a_document(
     more: list[str], failure: str, named: str, flags: list[str], tmp_path: Path, message: Path
 ) -> None:
-    assert run(flags, tmp_path / "out", *more) == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, tmp_path / "out", *more)
     assert (verdict.verdict, verdict.failure) == ("failed", failure)
     assert named in verdict.reasons[0]
 
@@ -97,17 +101,13 @@ def test_resumed_run_fetches_no_segments_again(
 ) -> None:
     monkeypatch.setenv("SPECDECODE_CAPTURE_TOKEN", "t")
     out, gone = tmp_path / "out", ("--capture-from", "127.0.0.1:9")
-    assert run(flags, out, *gone) == 0
-    refused = read(message)
+    refused = run_job(message, flags, out, *gone)
     assert (refused.failure, "127.0.0.1" in refused.reasons[0]) == ("capture", True)
-    assert run(flags, out, "--keep-data") == 0
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out, "--keep-data").verdict == "inconclusive"
     (out / "verdict.json").unlink()
-    assert run(flags, out, *gone) == 0, "the workers of the first run may be gone"
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out, *gone).verdict == "inconclusive", "the workers of the first run may be gone"
     assert not (out / "data").exists()
-    assert run(flags, out, *gone) == 0, "nor does a run with a verdict fetch again"
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out, *gone).verdict == "inconclusive", "nor does a run with a verdict fetch again"
 
 
 def test_prompts_that_change_while_a_run_is_stopped_are_not_those_of_its_lineage(
@@ -128,12 +128,10 @@ def test_a_file_that_a_kill_left_half_written_is_no_part_of_the_candidate(
     flags: list[str], tmp_path: Path, message: Path
 ) -> None:
     out = tmp_path / "out"
-    assert run(flags, out, "--keep-data") == 0
-    draft = read(message).draft
+    draft = run_job(message, flags, out, "--keep-data").draft
     (out / "verdict.json").unlink()
     (out / "best" / "model.safetensors.partial").write_text("half of it")
-    assert run(flags, out) == 0
-    assert read(message).draft == draft
+    assert run_job(message, flags, out).draft == draft
     assert not list((out / "head").glob("*.partial"))
 
 
@@ -141,11 +139,10 @@ def test_time_limit_counts_over_restarts(flags: list[str], tmp_path: Path, messa
     out = tmp_path / "out"
     out.mkdir()
     (out / "clock.json").write_text(json.dumps({"seconds": EARLIER_SECONDS}))
-    assert run(flags, out, "--time-limit", str(EARLIER_SECONDS)) == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, out, "--time-limit", str(EARLIER_SECONDS))
     assert (verdict.failure, verdict.seconds >= EARLIER_SECONDS) == ("time-limit", True)
-    assert run(flags, out, "--time-limit", str(EARLIER_SECONDS + 300)) == 0, "the same run goes on with more time"
-    assert read(message).verdict == "inconclusive"
+    continued = run_job(message, flags, out, "--time-limit", str(EARLIER_SECONDS + 300))
+    assert continued.verdict == "inconclusive", "the same run goes on with more time"
 
 
 def test_clock_goes_on_after_a_restart_and_survives_a_broken_file(tmp_path: Path) -> None:
@@ -176,8 +173,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk_is_a_document(flags: list[str], small_disk: Path, message: Path) -> None:
-    assert run(flags, small_disk / "out") == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, small_disk / "out")
     assert (verdict.verdict, verdict.failure) == ("failed", "disk-full")
 
 
@@ -256,3 +252,122 @@ def test_killed_training_goes_on_to_the_same_draft(flags: list[str], tmp_path: P
         DistillationVerdict.model_validate_json(messages[name].read_text()) for name in ("whole", "killed")
     )
     assert whole.draft.hash == resumed.draft.hash
+
+
+def test_poisoned_capture_teaches_nothing(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    mixed = [*records[:60], *noise(records[60:])]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
+    verdict = run_job(message, flags, tmp_path / "out")
+    assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
+    assert "of the captured text, more than 20%" in verdict.reasons[0]
+    assert not (tmp_path / "out" / "head").exists()
+    assert not (tmp_path / "out" / "checkpoint.pt").exists()
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "good", records))
+    again = run_job(message, flags, tmp_path / "out")
+    assert again.verdict == "inconclusive", "the same run reads again, for good captures may be there by now"
+
+
+FORGED: dict[str, dict[str, float]] = {
+    "share-0": {"share": 0.0},
+    "share-negative": {"share": -1.0},
+    "share-tiny": {"share": 1e-12},
+    "share-nan": {"share": float("nan")},
+    "share-infinite": {"share": float("inf")},
+    "time-nan": {"time_seconds": float("nan")},
+    "time-infinite": {"time_seconds": float("inf")},
+    "time-future": {"time_seconds": 1e12},
+}
+"""Fields of records that no worker writes."""
+
+
+@pytest.mark.parametrize("kind", ["share-nan", "time-future"])
+def test_forged_records_teach_nothing(
+    kind: str, flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    forged = [msgspec.structs.replace(record, **FORGED[kind]) for record in records[60:]]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records[:60], *forged]))
+    verdict = run_job(message, flags, tmp_path / "out")
+    assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
+    assert "none that a worker writes" in verdict.reasons[0]
+    assert not (tmp_path / "out" / "head").exists()
+    assert not (tmp_path / "out" / "checkpoint.pt").exists()
+
+
+def test_few_forged_records_do_not_change_the_draft(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    honest = run_job(message, flags, tmp_path / "honest")
+    forged = [msgspec.structs.replace(records[i], opening=f"{i}", **fields) for i, fields in enumerate(FORGED.values())]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records, *forged]))
+    mixed = run_job(message, flags, tmp_path / "mixed-out")
+    assert (mixed.draft.hash, mixed.conversations) == (honest.draft.hash, honest.conversations)
+
+
+def test_few_changed_records_are_dropped(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    mixed = [*records[:85], *noise(records[85:])]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
+    assert run_job(message, flags, tmp_path / "out").verdict == "inconclusive"
+
+
+def _fail_at_stage(flags: list[str], out: Path, message: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """Run until ``stage`` of the pipeline, which fails as if the disk were full."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, stage, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert run_job(message, flags, out).failure == "disk-full"
+
+
+@pytest.mark.parametrize("stage", ["_train_student", "_compare_with_deployed"])
+def test_resumed_run_goes_on_without_expired_text(
+    stage: str, flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    now = time.time()
+    aged = [msgspec.structs.replace(record, time_seconds=now - 5000 - i) for i, record in enumerate(records[:45])]
+    fresh = [msgspec.structs.replace(record, time_seconds=now - i) for i, record in enumerate(records[45:])]
+    capture = write(tmp_path / "dated", [*aged, *fresh])
+    store_retention(capture, Retention(1e9, 2**24))
+    flags[flags.index("--capture") + 1] = str(capture)
+    out = tmp_path / "out"
+    _fail_at_stage(flags, out, message, monkeypatch, stage)
+    earlier = _stored_times(out)
+    assert min(earlier) < now - 4000
+    store_retention(capture, Retention(1000.0, 2**24))  # as if the run had been suspended until then
+    _fail_at_stage(flags, out, message, monkeypatch, "_compare_with_deployed")
+    left = _stored_times(out)
+    assert min(left) > now - 1000
+    assert left == [time for time in earlier if time > now - 1000]
+    assert run_job(message, flags, out, "--keep-data").verdict == "inconclusive"
+    assert _stored_times(out) == left
+
+
+def test_expired_text_of_an_earlier_run_is_deleted_and_not_replayed(
+    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
+) -> None:
+    now = time.time()
+    first = [msgspec.structs.replace(record, time_seconds=now - 5000) for record in records[:45]]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "old", first))
+    assert run_job(message, flags, tmp_path / "first", "--keep-data").verdict == "inconclusive"
+    assert _stored_times(tmp_path / "first")
+    fresh = [msgspec.structs.replace(record, time_seconds=now) for record in records[45:]]
+    flags[flags.index("--capture") + 1] = str(write(tmp_path / "new", fresh))
+    store_retention(tmp_path / "new", Retention(1000.0, 2**24))
+    flags[flags.index("--replay-share") + 1] = "0.5"
+    second = run_job(message, flags, tmp_path / "second", "--replay", str(tmp_path / "first"))
+    assert second.verdict == "inconclusive", "without replayed text the golden set judges alone"
+    assert _stored_times(tmp_path / "first") == []
+
+
+def _stored_times(out: Path) -> list[float]:
+    """Return the times of all records whose text a run holds."""
+    return sorted(record.time_seconds for path in (out / "data").rglob("*.records") for record in read_records_of(path))
+
+
+def test_verdict_ends_the_captured_text_of_a_job(flags: list[str], tmp_path: Path, message: Path) -> None:
+    assert run_job(message, flags, tmp_path / "out").verdict == "inconclusive"
+    assert not (tmp_path / "out" / "data").exists()
+    assert run([*flags, "--keep-data"], tmp_path / "kept") == 0
+    assert _stored_times(tmp_path / "kept")

@@ -1,24 +1,34 @@
-"""Publication of candidates: a complete folder named by its hash, or none, and the verdict names it."""
+"""Publication of candidates: a complete folder named by its hash, or none, and the verdict names it.
+
+A Job with the operator's own flags and variables publishes to a real S3 server, where a worker's `pull` finds it.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
+import obstore
 import pytest
 
+from specdecode_operator import manifests
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.drafts.job_status import problem_of_draft, published_prefix
+from specdecode_operator.manifests.pods import bucket_environment
+from specdecode_operator.state.learned import RunRecord
+from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.__main__ import main
-from specdecode_worker.capture import Record
 from specdecode_worker.contract import Artifact
-from specdecode_worker.contract.distillation import DistillationVerdict
 from specdecode_worker.models import fetch as model_store
+from specdecode_worker.models.download import Bucket
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.publication import Ancestor, check_place, check_same_target, publish
 from specdecode_worker.training.errors import PublishFailed, ResumeMismatch
-from support.worker.captured_folders import write
+from support.storage_servers.s3_server import S3Server, s3_server
+from support.worker.job_runs import run, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -97,42 +107,25 @@ def test_place_that_cannot_be_used_is_named(prefix: str, named: str, claim: Path
         check_place(prefix)
 
 
-@pytest.fixture
-def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
-    capture = write(tmp_path / "capture", records)
-    words = ["distill", "--job", "--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture)]
-    words += ["--golden", str(golden), "--dtype", "float32", "--steps", "2", "--round-steps", "2", "--threads", "1"]
-    return [*words, "--max-tokens", "12", "--replay-share", "0", "--out", str(tmp_path / "out")]
-
-
-def read(path: Path) -> DistillationVerdict:
-    text = path.read_text()
-    path.unlink()
-    return DistillationVerdict.model_validate_json(text)
-
-
-def test_job_publishes_after_its_verdict(
-    flags: list[str], claim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = tmp_path / "message"
-    monkeypatch.setenv("SPECDECODE_TERMINATION_LOG", str(message))
-    assert main([*flags, "--publish", "pvc://other/drafts"]) == 0
-    refused = read(message)
+def test_job_publishes_after_its_verdict(flags: list[str], claim: Path, tmp_path: Path, message: Path) -> None:
+    out = tmp_path / "out"
+    refused = run_job(message, flags, out, "--publish", "pvc://other/drafts")
     assert (refused.verdict, refused.failure) == ("failed", "publish")
-    assert not (tmp_path / "out" / "golden").exists(), "it is found out before the work"
-    assert main([*flags, "--publish", "pvc://heads/drafts"]) == 0
-    verdict = read(message)
+    assert not (out / "golden").exists(), "it is found out before the work"
+    verdict = run_job(message, flags, out, "--publish", "pvc://heads/drafts")
     assert verdict.verdict == "inconclusive"
     published = claim / "drafts" / verdict.draft.hash
     assert verdict.draft.uri == f"pvc://heads/drafts/{verdict.draft.hash}"
-    assert model_hash(published) == verdict.draft.hash == model_hash(tmp_path / "out" / "head")
+    assert model_hash(published) == verdict.draft.hash == model_hash(out / "head")
     assert {"calibration.json", "lineage.json"} <= {path.name for path in published.iterdir()}
 
 
-def test_publish_without_job_is_wrong_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_publish_without_job_is_wrong_usage(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags.remove("--job")
     with pytest.raises(SystemExit) as ended:
-        main([*flags, "--publish", "pvc://heads/drafts"])
+        run(flags, tmp_path / "out", "--publish", "pvc://heads/drafts")
     assert ended.value.code == 64
     assert "--publish needs --job" in capsys.readouterr().err
 
@@ -142,3 +135,54 @@ def test_a_run_does_not_go_on_with_another_target(tmp_path: Path) -> None:
         check_same_target(tmp_path, Ancestor("s3://models/m", tmp_path, "a" * 16))
     with pytest.raises(ResumeMismatch, match="another --out"):
         check_same_target(tmp_path, Ancestor("s3://models/m", tmp_path, "b" * 16))
+
+
+RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="embedded://draft", bucket="s3://heads/team")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+@pytest.fixture
+def deployment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Deployment:
+    """Return a deployment with drafts on the server, whose variables are set in this process."""
+    storage = {"uri": "s3://heads/team", "endpoint": server.url, "secretRef": {"name": "key"}}
+    document = {"model": {"uri": "embedded://m"}, "distillation": {"storage": storage}}
+    made = Deployment(
+        namespace="ns", name="demo", uid="u1", generation=1, spec=Spec.model_validate(document), status=Status()
+    )
+    for one in bucket_environment(made.spec):
+        key = one.get("valueFrom", {}).get("secretKeyRef", {})
+        value = one.get("value") or server.environment.get(key["key"])
+        assert value or key.get("optional"), one["name"]
+        monkeypatch.setenv(one["name"], value) if value else monkeypatch.delenv(one["name"], raising=False)
+    obstore.put(Bucket("s3://heads/any").store, "object", b"the bucket exists")
+    return made
+
+
+def test_a_published_draft_is_taken_by_the_operator_and_pulled(
+    deployment: Deployment, flags: list[str], message: Path, tmp_path: Path
+) -> None:
+    job = manifests.distillation_job(deployment, RUN, Defaults(worker_image="w", worker_image_pull_policy="Never"))
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    (publish,) = (word for word in command if word.startswith("--publish="))
+    out = tmp_path / "scratch" / "6740f2a1"
+    draft = run_job(message, flags, out, "--prune", publish).draft
+    assert problem_of_draft(draft, published_prefix(RUN.place, "demo")) == ""
+    assert draft.uri == f"s3://heads/team/drafts/demo/{model_hash(out / 'head')}"
+    cache = tmp_path / "cache"
+    assert main(["pull", "--cache-dir", str(cache), draft.uri]) == 0
+    assert model_hash(model_store.resolve(draft.uri, cache)) == draft.hash
+
+
+def test_a_wrong_key_is_refused_before_the_run(
+    deployment: Deployment, flags: list[str], message: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    refused = run_job(message, flags, tmp_path / "out", "--publish", "s3://heads/team/drafts/demo")
+    assert (refused.verdict, refused.failure) == ("failed", "publish")
+    assert "denies access" in refused.reasons[0]
+    assert not (tmp_path / "out" / "golden").exists()

@@ -23,7 +23,7 @@ from specdecode_worker.training.distillation.deletion import (
 from specdecode_worker.training.distillation.pipeline import Distillation
 from specdecode_worker.training.distillation.records import Interrupted, write_samples
 from specdecode_worker.training.evaluation import Sample
-from support.worker.job_runs import read, run
+from support.worker.job_runs import run, run_job
 
 pytestmark = pytest.mark.slow
 
@@ -272,8 +272,7 @@ def test_a_job_deletes_earlier_runs_and_goes_on_with_its_own(
     more = ["--prune", f"--keep-drafts={NEEDED}", "--publish", "pvc://heads/drafts/demo"]
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, "_compare_with_deployed", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
-        assert run(flags, out, *more) == 0
-    assert read(message).failure == "error"
+        assert run_job(message, flags, out, *more).failure == "error"
     assert not (out.parent / EARLIER).exists()
     assert [path.name for path in (claim / "drafts" / "demo").iterdir()] == [NEEDED]
     assert (claim / "distillation" / "other" / EARLIER / "data").is_dir()
@@ -289,22 +288,19 @@ def test_a_job_deletes_earlier_runs_and_goes_on_with_its_own(
         return False
 
     monkeypatch.setattr(Distillation, "_check_not_poisoned", seen)
-    assert run(flags, out, *more) == 0
-    verdict = read(message)
+    verdict = run_job(message, flags, out, *more)
     assert verdict.verdict == "inconclusive"
     assert [path.name for path in out.parent.iterdir()] == [OWN], "runs that appeared meanwhile are deleted at the end"
     assert not (set(os.listdir(out)) & TEXT_FOLDERS)
     assert {path.name for path in (claim / "drafts" / "demo").iterdir()} == {NEEDED, verdict.draft.hash}
-    assert run(flags, out, *more) == 0, "a Job that is repeated names the same draft"
-    assert read(message).draft == verdict.draft
+    assert run_job(message, flags, out, *more).draft == verdict.draft, "a Job that is repeated names the same draft"
     assert main(["capture", "prune", str(out)]) == 0
     assert list(out.parent.iterdir()) == [], "a real run has nothing of an unknown form"
 
 
 def test_a_job_with_keep_data_keeps_its_text(flags: list[str], claim: Path, message: Path) -> None:
     out = claim / "distillation" / "demo" / OWN
-    assert run(flags, out, "--prune", "--keep-data") == 0
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out, "--prune", "--keep-data").verdict == "inconclusive"
     assert (out / "data").is_dir()
     assert sorted(path.name for path in (claim / "drafts" / "demo").iterdir()) == [NEEDED, OLD], "no hashes are named"
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
 from specdecode_worker.embedded.errors import WheelMismatch, WheelMissing
 from specdecode_worker.models.fetch import default_cache_dir
-from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.rollout import read_states
 
@@ -87,28 +87,3 @@ def test_unpacked_target_matches_transformers() -> None:
         torch.testing.assert_close(ours.logits(hidden), expected, atol=2e-4, rtol=1e-4)
         answer = theirs.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
     assert "def " in tokenizer.decode(answer)
-
-
-@pytest.mark.slow
-@pytest.mark.embedded
-def test_the_shipped_head_loads_strictly_and_helps() -> None:
-    from specdecode_worker.contract import TreeShape
-    from specdecode_worker.training.acceptance import StepCounts, target_token_ranks
-    from specdecode_worker.training.prompts import Question
-    from specdecode_worker.training.rollout import Rollout, RolloutSettings, conversation_of
-    from specdecode_worker.training.split_target import TargetPlacement, target_engine
-
-    path = folder(TARGET, default_cache_dir())
-    target = load_causal_lm(path, dtype=torch.float32, device=CPU)
-    head = load_head(prepare_eagle3(folder(DRAFT, Path("unused")), target), target, dtype=torch.float32, device=CPU)
-    chat = Chat(path)
-    asked = ["Write a Python function that counts words.", "Why is the sea salty?", "Write a story about a mill."]
-    questions = [Question(tuple(chat.ask([{"role": "user", "content": text}])), 0.0, "mixed") for text in asked]
-    settings = RolloutSettings(rows=3, answer_tokens=48, for_training=False)
-    with target_engine(TargetPlacement(folder=path, dtype="float32", device=CPU), rows=3, longest=128) as engine:
-        texts = list(Rollout(engine, settings, iter(questions)).texts())
-    conversations = [conversation_of(target, text) for text in texts]
-    tally = StepCounts()
-    for ranks in target_token_ranks(head, conversations, target.lm_head.weight, 3):
-        tally.walk(ranks, TreeShape.chain(3))
-    assert tally.tokens_per_step > 1.3

@@ -139,10 +139,7 @@ TestTraffic.settings = settings(deadline=None, max_examples=60, stateful_step_co
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("chunked", [True, False])
 def test_one_block_more_than_the_largest_request_needs_is_enough(ahead: int, chunked: bool) -> None:
-    """A pool with one block more than the largest request needs is enough.
-
-    Eight of the largest requests preempt each other all the time, and all of them finish.
-    """
+    """Eight of the largest requests preempt each other all the time, and all of them finish."""
     device = SimulatedDevice(Limits(8, 64, chunked), FEWEST_BLOCKS + 1, TREES, ahead, Random(1))
     requests = [device.arrive(str(i), [i] * 20, MOST - 20) for i in range(8)]
     device.drain(2000)
@@ -152,10 +149,7 @@ def test_one_block_more_than_the_largest_request_needs_is_enough(ahead: int, chu
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_request_as_long_as_the_cache_finishes(ahead: int) -> None:
-    """A request as long as the cache finishes.
-
-    Its trees no longer fit towards the end; if it gave up its blocks for them, it would restart forever.
-    """
+    """Its trees no longer fit towards the end; if it gave up its blocks for them, it would restart forever."""
     device = SimulatedDevice(Limits(2, 200), blocks=1 + 6, trees=[tree_of(TreeShape.chain(6))], ahead=ahead)
     long = device.arrive("long", [1] * 50, 6 * BLOCK_SIZE - 50)
     device.drain(200)
@@ -192,10 +186,7 @@ def test_a_tree_over_the_token_budget_becomes_a_plain_step() -> None:
 
 
 def test_a_prompt_gets_its_token_share_for_any_number_of_decoding_requests() -> None:
-    """A prompt gets its share of the token budget, however many sequences decode.
-
-    With 15 decoding sequences and 16 tokens per step, the sequences run without trees and take turns.
-    """
+    """With 15 decoding sequences and 16 tokens per step, the sequences run without trees and take turns."""
     device = SimulatedDevice(Limits(16, 16), 200, [CHAIN])
     requests = running(device, 15, prompt=1, new=60)
     device.arrive("long", [9] * 40)
@@ -213,10 +204,7 @@ def test_a_prompt_that_cannot_run_reserves_no_tokens() -> None:
 
 
 def test_more_requests_than_tokens_per_step_decode_in_turn() -> None:
-    """More sequences than tokens per step decode in turn.
-
-    With six sequences and four tokens per step, no sequence waits for more than one step.
-    """
+    """With six sequences and four tokens per step, no sequence waits for more than one step."""
     device = SimulatedDevice(Limits(6, 4), 50)
     for i in range(6):
         device.arrive(str(i), [i])
@@ -240,10 +228,7 @@ def test_without_chunks_a_prompt_longer_than_the_budget_runs_alone() -> None:
 
 
 def test_without_chunks_neither_prompts_nor_decoding_starve() -> None:
-    """Without chunked prefill neither prompts nor decoding starve.
-
-    While prompts that fill a step keep coming, decoding gets every other step.
-    """
+    """While prompts that fill a step keep coming, decoding gets every other step."""
     device = SimulatedDevice(Limits(64, 20, chunked_prefill=False), 400, [CHAIN])
     one = device.arrive("0", [0] * 10, new=12)
     for i in range(1, 40):
@@ -360,10 +345,7 @@ def test_release_frees_a_waiting_a_prefilling_and_a_decoding_request() -> None:
 
 
 def test_a_batch_of_64_with_256_waiting_is_scheduled_within_a_millisecond() -> None:
-    """A batch of 64 is made within a millisecond while 256 requests wait.
-
-    The test uses the fastest of many runs, because the machine may be busy.
-    """
+    """The test uses the fastest of many runs, because the machine may be busy."""
     scheduler = Scheduler(Limits(64, 512), BlockPool(4000))
     for i in range(320):
         scheduler.add(request(str(i), [i] * 8, max_tokens=400))

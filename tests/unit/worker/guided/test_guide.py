@@ -228,7 +228,7 @@ CHAIN = "\n".join(["root ::= r0", *(f"r{i} ::= r{i + 1}" for i in range(2000)), 
 
 @pytest.mark.parametrize("text", ["\n" * 20_000, CHAIN], ids=["white space", "chain"])
 def test_text_that_takes_long_to_convert_is_refused(text: str) -> None:
-    """llguidance looks for Lark's notation from each line on, and goes through all rules once for each of a chain."""
+    """Llguidance looks for Lark's notation from each line on, and goes through all rules once for each of a chain."""
     with pytest.raises(GrammarRefused, match="too many lines"):
         context_free_grammar(text)
 

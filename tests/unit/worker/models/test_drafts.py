@@ -1,14 +1,18 @@
-"""Tests of loading a draft by its method, including folders of another method."""
+"""Tests of loading a draft by its method, including folders of another method, and of its vocabulary.
+
+Two tokenizers are compared, and draft models are resized to their target's vocabulary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from specdecode_worker.contract import DraftConfig
 from specdecode_worker.drafts.draft_files import draft_hash
@@ -23,7 +27,7 @@ from specdecode_worker.models.config import (
     PEagleConfig,
 )
 from specdecode_worker.models.dflash import DFlashHead
-from specdecode_worker.models.drafts import Draft, WeightMethod, load_draft
+from specdecode_worker.models.drafts import Draft, WeightMethod, expect_vocabulary, fit_vocabulary, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, VocabularyMismatch, WeightMismatch
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
@@ -146,15 +150,6 @@ def test_draft_is_checked_without_reading_weights(
         check_draft("eagle3", folders["eagle3"], target_folder)
 
 
-def test_draft_model_shares_the_target_vocabulary(folders: Folders, load: Load) -> None:
-    draft = load("draft-model", folders["draft-model"])
-    assert isinstance(draft, CausalLM)
-    assert draft.config.vocab_size == 97
-    assert draft.config.max_position_embeddings == 64
-    out = draft(torch.tensor([96]), torch.tensor([63]), dense)
-    assert draft.logits(out.hidden_TE).shape == (1, 97)
-
-
 def test_heads_load_for_a_fused_target(folders: Folders, load: Load, target: CausalLM) -> None:
     """A head can be loaded for a fused target, as in a draft swap of a running engine."""
     states, tokens, slots = torch.ones(2, 32), torch.tensor([5, 6]), torch.tensor([1, 2])
@@ -172,7 +167,7 @@ def test_draft_model_with_other_added_tokens_is_resized(folders: Folders, load: 
     saved(folders["draft-model"], tokenizer(special=("<end>",)))
     draft = load("draft-model", folders["draft-model"])
     assert isinstance(draft, CausalLM)
-    assert draft.config.vocab_size == 97
+    assert (draft.config.vocab_size, draft.config.max_position_embeddings) == (97, 64)
     check_draft("draft-model", folders["draft-model"], target_folder)
 
 
@@ -203,3 +198,72 @@ def test_a_windowed_model_may_serve_short_texts(
     with pytest.raises(ConfigMismatch, match="sliding_window 64"):
         check_draft("draft-model", folder, target_folder)
     check_draft("draft-model", folder, target_folder, max_model_len=64)
+
+
+TOKENS = torch.randint(0, 90, (11,), generator=torch.Generator().manual_seed(4))
+
+
+def sentencepiece(words: Sequence[str], special: Sequence[str] = ("<unk>", "</s>")) -> Tokenizer:
+    """Return a tokenizer that writes spaces as ``▁`` and has all bytes, then ``words``, as ids after ``special``."""
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    model = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[], byte_fallback=True))
+    model.normalizer = normalizers.Replace(" ", "▁")
+    model.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    model.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return model
+
+
+@pytest.mark.parametrize("method", ["eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model"])
+def test_a_draft_with_the_tokenizer_of_another_target_is_refused(method: Any, tmp_path: Path) -> None:
+    target, head = saved(tmp_path / "a", tokenizer()), saved(tmp_path / "b", tokenizer(special=("<eos>", "<more>")))
+    expect_vocabulary(method, head, target)
+    saved(head, sentencepiece(["A"]))
+    with pytest.raises(
+        VocabularyMismatch,
+        match="token 2 is '<0x00>' to the draft and '#' to the target; take a draft with the target's tokenizer",
+    ):
+        expect_vocabulary(method, head, target)
+
+
+def test_only_a_head_may_come_without_a_tokenizer(tmp_path: Path) -> None:
+    target = saved(tmp_path / "a", tokenizer())
+    expect_vocabulary("eagle3", tmp_path, target)
+    with pytest.raises(VocabularyMismatch, match=r"tokenizer\.json does not exist"):
+        expect_vocabulary("draft-model", tmp_path, target)
+
+
+def test_rules_padding_and_truncation_of_a_tokenizer_may_differ(tmp_path: Path) -> None:
+    """The draft reads the target's tokens, however its own tokenizer would have split the text."""
+    cut = tokenizer(lowercase=True)
+    cut.enable_truncation(3)
+    expect_vocabulary("draft-model", saved(tmp_path / "b", cut), saved(tmp_path / "a", tokenizer()))
+
+
+def test_an_unreadable_tokenizer_is_refused(tmp_path: Path) -> None:
+    target = saved(tmp_path / "a", tokenizer())
+    for junk in ("", "{}", "[1, 2", "\x00", '{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'):
+        (tmp_path / "tokenizer.json").write_text(junk)
+        with pytest.raises(VocabularyMismatch, match=r"tokenizer\.json cannot be read"):
+            expect_vocabulary("draft-model", tmp_path, target)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("size", [90, 97, 120])
+def test_fitting_preserves_the_logits_of_common_tokens(size: int, tied: bool, shape: dict[str, Any]) -> None:
+    draft = CausalLM(causal_lm_config(shape | {"tie_word_embeddings": tied})).requires_grad_(False)
+    randomise(draft, 5)
+
+    def logits() -> torch.Tensor:
+        return draft.logits(draft(TOKENS, torch.arange(11), dense).hidden_TE)
+
+    before = logits()
+    fit_vocabulary(draft, size)
+    after = logits()
+    both = min(size, 97)
+    assert after.shape == (11, size)
+    torch.testing.assert_close(after[:, :both], before[:, :both])
+    assert after[:, 97:].eq(0).all()
+    assert draft.config.vocab_size == size
+    assert (draft.lm_head.weight is draft.model.embed_tokens.weight) == tied
+    assert draft(torch.tensor([size - 1]), torch.tensor([0]), dense).hidden_TE.isfinite().all()

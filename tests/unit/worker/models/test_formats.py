@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from specdecode_kernels.rope_cache.reference import Scales
@@ -40,6 +40,7 @@ from support.worker.quantized_folders import (
     write_quantized,
     write_sparse,
 )
+from support.worker.small_folders import change
 from support.worker.thread_ranks import ThreadRanks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -284,11 +285,6 @@ def test_predicted_bytes_are_exact(name: str, size: int, tmp_path: Path) -> None
     part = split_network(prepare_causal_lm(tmp_path).network, shard)
     assert added_bytes(part, None, torch.bfloat16, CUDA, draft=False) == held(True) - held(False)
     assert added_bytes(part, None, torch.bfloat16, CPU, draft=False) == 0
-
-
-def change(folder: Path, **changed: Tensor | None) -> None:
-    tensors = {**load_file(folder / "model.safetensors"), **changed}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
 
 
 O_PROJ = "model.layers.1.self_attn.o_proj"

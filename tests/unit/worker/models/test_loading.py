@@ -1,4 +1,7 @@
-"""Tests of strict loading: a missing, extra or misshapen tensor of a target or a head is refused by name."""
+"""Tests of strict loading: a missing, extra or misshapen tensor of a target or a head is refused by name.
+
+Tensor headers are read strictly and without the data.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from specdecode_worker.models.download_folder import MANIFEST
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.models.headers import INDEX, TensorHeader, read_tensor_headers, weight_files
 from specdecode_worker.models.weights import (
     fill_causal_lm,
     load_causal_lm,
@@ -30,7 +34,7 @@ from specdecode_worker.models.weights import (
 )
 from support.worker.checkpoints import Tensors, write
 from support.worker.dense_attention import dense
-from support.worker.small_folders import randomise
+from support.worker.small_folders import change, randomise
 
 CPU = torch.device("cpu")
 DRAFT_VOCABULARY = 40
@@ -79,14 +83,6 @@ def head_tensors(shape: dict[str, Any], target: CausalLM) -> Tensors:
 @pytest.fixture
 def head_folder(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> Path:
     return write(tmp_path / "head", head_config(shape), head_tensors(shape, target))
-
-
-def change(folder: Path, **changed: Tensor | None) -> None:
-    """Replace tensors of a folder; None removes a tensor."""
-    tensors = load_file(folder / "model.safetensors") | {name: t for name, t in changed.items() if t is not None}
-    save_file(
-        {name: t for name, t in tensors.items() if changed.get(name, t) is not None}, folder / "model.safetensors"
-    )
 
 
 def load_eagle3(folder: Path, target: CausalLM) -> Eagle3Head:
@@ -143,16 +139,26 @@ def test_wrong_tensors_are_refused_by_name(
         load_eagle3(folder, target) if part == "head" else load_target(folder)
 
 
-def test_a_tensor_of_another_kind_is_refused(head_folder: Path, target: CausalLM) -> None:
-    change(head_folder, d2t=torch.zeros(DRAFT_VOCABULARY))
-    with pytest.raises(WeightMismatch, match="d2t has dtype"):
-        load_eagle3(head_folder, target)
+NORM = torch.ones(32)
 
 
-@pytest.mark.parametrize("offset", [-1, 97])
-def test_a_map_out_of_the_vocabulary_is_refused(offset: int, head_folder: Path, target: CausalLM) -> None:
-    change(head_folder, d2t=torch.full((DRAFT_VOCABULARY,), offset))
-    with pytest.raises(WeightMismatch, match="d2t maps outside"):
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("d2t", torch.zeros(DRAFT_VOCABULARY), "d2t has dtype"),
+        ("d2t", torch.full((DRAFT_VOCABULARY,), -1), "d2t maps outside"),
+        ("d2t", torch.full((DRAFT_VOCABULARY,), 97), "d2t maps outside"),
+        ("norm.weight", NORM.index_fill(0, torch.tensor([3]), torch.nan), r"norm\.weight holds NaN or infinity"),
+        ("norm.weight", NORM.index_fill(0, torch.tensor([3]), torch.inf), r"norm\.weight holds NaN or infinity"),
+        ("norm.weight", NORM.to(torch.float8_e4m3fn), r"norm\.weight has dtype F8_E4M3; only matrices of targets"),
+        ("model.fc.weight", torch.zeros(32, 96), r"fc\.weight and model\.fc\.weight are the same tensor"),
+    ],
+)
+def test_a_head_with_a_wrong_tensor_is_refused(
+    name: str, tensor: Tensor, message: str, head_folder: Path, target: CausalLM
+) -> None:
+    change(head_folder, **{name: tensor})
+    with pytest.raises(WeightMismatch, match=message):
         load_eagle3(head_folder, target)
 
 
@@ -197,13 +203,6 @@ def t2d_mask(d2t: Tensor) -> Tensor:
     return mask
 
 
-def test_two_names_for_one_tensor_are_refused(head_folder: Path, target: CausalLM) -> None:
-    fc = load_file(head_folder / "model.safetensors")["fc.weight"]
-    change(head_folder, **{"model.fc.weight": fc})
-    with pytest.raises(WeightMismatch, match=r"fc\.weight and model\.fc\.weight are the same tensor"):
-        load_eagle3(head_folder, target)
-
-
 def test_maps_that_disagree_are_refused(head_folder: Path, target: CausalLM) -> None:
     t2d = t2d_mask(load_file(head_folder / "model.safetensors")["d2t"])
     for wrong in (3, 90):
@@ -225,15 +224,6 @@ def test_maps_may_be_stored_in_other_integers(head_folder: Path, target: CausalL
     assert torch.equal(loaded, d2t)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_and_infinite_weights_are_refused(bad: float, head_folder: Path, target: CausalLM) -> None:
-    norm = load_file(head_folder / "model.safetensors")["norm.weight"]
-    norm[3] = bad
-    change(head_folder, **{"norm.weight": norm})
-    with pytest.raises(WeightMismatch, match=r"norm\.weight holds NaN or infinity"):
-        load_eagle3(head_folder, target)
-
-
 def test_a_draft_model_with_infinite_weights_is_refused(target_folder: Path) -> None:
     name, weights = next(iter(load_file(target_folder / "model.safetensors").items()))
     weights.view(-1)[-1] = float("-inf")
@@ -241,13 +231,6 @@ def test_a_draft_model_with_infinite_weights_is_refused(target_folder: Path) -> 
     with pytest.raises(WeightMismatch, match=f"{re.escape(name)} holds NaN or infinity"):
         fill_causal_lm(prepare_causal_lm(target_folder), dtype=torch.float32, device=CPU, finite=True)
     load_causal_lm(target_folder, dtype=torch.float32, device=CPU)
-
-
-def test_quantised_weights_are_refused(head_folder: Path, target: CausalLM) -> None:
-    norm = load_file(head_folder / "model.safetensors")["norm.weight"]
-    change(head_folder, **{"norm.weight": norm.to(torch.float8_e4m3fn)})
-    with pytest.raises(WeightMismatch, match=r"norm\.weight has dtype F8_E4M3; only matrices of targets"):
-        load_eagle3(head_folder, target)
 
 
 def test_a_head_may_bring_its_own_embeddings(head_folder: Path, target: CausalLM) -> None:
@@ -367,3 +350,71 @@ def test_hash_is_taken_from_the_manifest_unless_a_file_is_newer(tmp_path: Path) 
     weights.write_bytes(b"longer weights")
     os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert model_hash(tmp_path) != hashed
+
+
+TENSORS = {
+    "a.weight": torch.zeros(2, 3),
+    "b": torch.zeros(5, dtype=torch.bfloat16),
+    "d2t": torch.zeros(4, dtype=torch.int64),
+    "t2d": torch.zeros(7, dtype=torch.bool),
+    "layers.0.rotary_emb.inv_freq": torch.zeros(8),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_headers_have_names_shapes_and_types(folder: Path) -> None:
+    headers = read_tensor_headers(folder)
+    assert headers == {
+        "a.weight": TensorHeader((2, 3), "F32", "model.safetensors"),
+        "b": TensorHeader((5,), "BF16", "model.safetensors"),
+        "d2t": TensorHeader((4,), "I64", "model.safetensors"),
+        "t2d": TensorHeader((7,), "BOOL", "model.safetensors"),
+    }
+    floating = {name for name, tensor in headers.items() if tensor.is_floating_point}
+    assert floating == {name for name in headers if TENSORS[name].is_floating_point()} == {"a.weight", "b"}
+
+
+def test_a_file_that_is_cut_off_is_refused(folder: Path) -> None:
+    whole = (folder / "model.safetensors").read_bytes()
+    for length in (0, 7, 40, len(whole) - 1):
+        (folder / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(WeightMismatch, match=r"model\.safetensors cannot be read"):
+            read_tensor_headers(folder)
+
+
+def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
+    save_file({"b": TENSORS["b"]}, folder / "more.safetensors")
+    with pytest.raises(WeightMismatch, match=r"b stands in both model\.safetensors and more\.safetensors"):
+        read_tensor_headers(folder)
+
+
+def test_consolidated_copy_of_mistral_is_ignored(folder: Path) -> None:
+    save_file({"b": TENSORS["b"]}, folder / "consolidated.safetensors")
+    assert [path.name for path in weight_files(folder)] == ["model.safetensors"]
+
+
+def test_only_files_of_the_index_are_read(folder: Path) -> None:
+    save_file({"b": TENSORS["b"]}, folder / "stale.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, "model.safetensors")}))
+    assert "a.weight" in read_tensor_headers(folder)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"b": "model-2.safetensors"}}))
+    with pytest.raises(WeightMismatch, match=r"model-2\.safetensors is missing.*or delete the index"):
+        read_tensor_headers(folder)
+
+
+@pytest.mark.parametrize(
+    "index",
+    ["", "[]", "{}", '{"weight_map": 1}', '{"weight_map": {}}', '{"weight_map": {"b": 1}}', "[" * 10**5]
+    + [json.dumps({"weight_map": {"b": name}}) for name in ("../model.safetensors", "/etc/passwd", "")]
+    + ['{"weight_map": {"b": ["x"]}}'],
+    ids=lambda text: str(text)[:40],
+)
+def test_a_broken_index_is_refused(index: Any, folder: Path) -> None:
+    (folder / INDEX).write_text(index)
+    with pytest.raises(WeightMismatch, match=INDEX):
+        read_tensor_headers(folder)

@@ -1,6 +1,6 @@
 """Tests that the parts of a split target together compute the whole, for each family.
 
-The ranks are threads.
+The ranks are threads. In a rehearsal a rank leaves collectives out.
 """
 
 from __future__ import annotations
@@ -126,3 +126,23 @@ def test_a_shard_refuses_unsplittable_heads_and_missing_weights(tmp_path: Path, 
     (folder / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 6}))
     with pytest.raises(WeightMismatch, match=r"model\.layers\.5.* is missing"):
         load_shard(folder, Shard(0, 2), dtype=torch.float64, device=CPU)
+
+
+def test_a_rehearsal_calls_no_other_rank() -> None:
+    """There is no process group here, so a collective that is not left out raises."""
+    tensor = torch.arange(6.0).view(2, 3)
+    with collectives.rehearsal():
+        for collective in (collectives.all_reduce, collectives.broadcast, collectives.send_to_first):
+            collective(tensor)
+        gathered = collectives.gather(tensor, 4)
+    assert torch.equal(gathered, torch.stack([tensor] * 4)), "the shape is right, and all values are finite"
+    assert torch.equal(tensor, torch.arange(6.0).view(2, 3))
+    with pytest.raises(ValueError, match="process group"):
+        collectives.all_reduce(tensor)
+
+
+def test_a_rehearsal_that_fails_is_over() -> None:
+    with pytest.raises(RuntimeError, match="no memory"), collectives.rehearsal():
+        raise RuntimeError("no memory")
+    with pytest.raises(ValueError, match="process group"):
+        collectives.broadcast(torch.zeros(1))

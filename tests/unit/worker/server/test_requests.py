@@ -103,13 +103,11 @@ PATHS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "", "schema": {}}}},
      "response_format.json_schema.name"),
     ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema"),
-    ({"response_format": {"type": "xml"}}, "response_format"),
     ({"tool_choice": 5}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
     ({"tool_choice": {"type": "x", "function": {"name": "f"}}}, "tool_choice.type"),
     ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
     ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice[1]"),
-    ({"logit_bias": {"five": 1}}, "logit_bias.five"),
     ({"stop": ["a", 5]}, "stop[1]"),
     ({"stop": ["a", "b" * (MAX_STOP_CHARACTERS + 1)]}, "stop[1]"),
     ({"stop": "b" * (MAX_STOP_CHARACTERS + 1)}, "stop"),
@@ -158,7 +156,6 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"bad_words": ["a"], "ignore_eos": True}, "bad_words"),
         ({"bad_words": ["a"], **REGEX}, "bad_words"),
         ({"bad_words": [""]}, "bad_words[0]"),
         ({"bad_words": ["a"], "tools": [TOOL], "tool_choice": "required"}, "bad_words"),

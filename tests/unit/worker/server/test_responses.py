@@ -1,28 +1,40 @@
-"""Tests of response objects, parsed by OpenAI's own client library."""
+"""Response objects, parsed by OpenAI's own client library, the text of a choice, and its thinking.
+
+Thinking is separated from the answer in the same way for every split of the text.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from specdecode_worker.core.messages import Logprobs
+from specdecode_worker.contract import ReasoningFormat
+from specdecode_worker.core.messages import Logprobs, Tokens
+from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.responses import (
     ChatWriter,
+    ChoiceDetokenizer,
     ChoicePiece,
     ChoiceStatistics,
     CompletionWriter,
     FinishedChoice,
     ResponseContext,
     ScoredToken,
+    ToolCallOptions,
     event,
     metrics,
     usage,
 )
-from specdecode_worker.server.tools import Tokenizer
+from specdecode_worker.server.tools import ReasoningParser, Tokenizer, parser_for, reasoning_parser
+from support.published.tokens import tokenizer_of
 
 STATISTICS = ChoiceStatistics(
     prompt_tokens=3, completion_tokens=10, cached_tokens=2, draft_tokens=12, acceptance=(1, 1, 1, 1)
@@ -126,3 +138,144 @@ def test_event_is_one_frame_for_any_text(text: str) -> None:
     assert frame.endswith(b"\n\n")
     assert frame.count(b"\n") == 2
     assert json.loads(frame.removeprefix(b"data: "))["text"] == text
+
+
+END = 257
+fixture_is_constant = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def request(**fields: Any) -> CompletionRequest:
+    return CompletionRequest(model="m", prompt="p", **fields)
+
+
+def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: CompletionRequest) -> list[ChoicePiece]:
+    """Return the pieces of ``ids`` and an end token, received in steps that are split at ``cuts``."""
+    ids = [*ids, END]
+    reader = ChoiceDetokenizer(tokenizer, [], reading)
+    edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(ids)), len(ids)]
+    pieces = []
+    for start, end in itertools.pairwise(edges):
+        step = tuple(ids[start:end])
+        logprobs = tuple(Logprobs(token, -float(token), 1) for token in step)
+        finish = "stop" if end == len(ids) else None
+        pieces.append(reader.push(Tokens(request_id="r", tokens=step, finish=finish, logprobs=logprobs)))
+        if pieces[-1].finish_reason:
+            break
+    return pieces
+
+
+@given(text=st.text(alphabet="abé你"), cuts=st.sets(st.integers(1, 30)), stop=st.sampled_from(["", "b", "ab", "éa"]))
+@fixture_is_constant
+def test_output_does_not_depend_on_step_sizes(tokenizer: Tokenizer, text: str, cuts: set[int], stop: str) -> None:
+    reading = request(stop=[stop] if stop else [], logprobs=0)
+    pieces = read(tokenizer, tokenizer.encode(text), cuts, reading)
+    shown = "".join(piece.text for piece in pieces)
+    assert shown == (text.partition(stop)[0] if stop else text)
+    scored = [one for piece in pieces for one in piece.scored]
+    assert tokenizer.decode([one.token for one in scored]) == shown
+    assert [one.offset for one in scored] == [i for i, letter in enumerate(shown) for _ in letter.encode()]
+    assert all(one.logprobs is not None and one.logprobs.token == one.token for one in scored)
+
+
+def test_logprobs_wait_for_the_text_that_a_stop_string_holds_back(tokenizer: Tokenizer) -> None:
+    reading = request(stop=["abX"], logprobs=0)
+    pieces = read(tokenizer, tokenizer.encode("1abc"), {1, 2, 3, 4}, reading)
+    assert [(piece.text, len(piece.scored)) for piece in pieces] == [("1", 1), ("", 0), ("", 0), ("abc", 3), ("", 0)]
+
+
+def test_output_that_ends_within_a_character_shows_that_something_was_there(tokenizer: Tokenizer) -> None:
+    *beginning, _ = tokenizer.encode("a你")
+    reader = ChoiceDetokenizer(tokenizer, [], request())
+    pieces = [reader.push(Tokens(request_id="r", tokens=(token,), finish=None)) for token in beginning[:-1]]
+    last = reader.push(Tokens(request_id="r", tokens=(beginning[-1],), finish="length"))
+    assert "".join(piece.text for piece in pieces) == "a"
+    assert (last.text, last.finish_reason) == ("\ufffd", "length")
+
+
+CASES = {
+    "inside": (True, "so\n</think>\n\nHello", "so\n", "\n\nHello"),
+    "inside, with its tag": (True, "\n<think>so</think>Hello", "so", "Hello"),
+    "outside": (False, " <think>\nso</think>Hello", "\nso", "Hello"),
+    "an answer alone": (False, "Hello <think>no</think>", "", "Hello <think>no</think>"),
+    "cut short": (True, "so much </thi", "so much </thi", ""),
+    "cut short, outside": (False, "<think>so", "so", ""),
+    "begins like the tag": (False, " <thin ice", "", " <thin ice"),
+    "the tag alone": (False, "<thin", "", "<thin"),
+    "nothing": (True, "", "", ""),
+    "nothing thought": (True, "</think>Hello", "", "Hello"),
+    "twice": (True, "a</think>b</think>c", "a", "b</think>c"),
+}
+
+
+def separated(inside: bool, pieces: list[str]) -> tuple[str, str]:
+    parser = ReasoningParser(inside=inside)
+    separated = [parser.push(piece) for piece in pieces] + [parser.push("", last=True)]
+    return "".join(thought for thought, _ in separated), "".join(answer for _, answer in separated)
+
+
+@given(case=st.sampled_from(sorted(CASES)), cuts=st.sets(st.integers(0, 30)))
+def test_thinking_is_separated_at_any_split(case: str, cuts: set[int]) -> None:
+    inside, text, thought, answer = CASES[case]
+    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    assert separated(inside, [text[start:end] for start, end in itertools.pairwise(edges)]) == (thought, answer)
+
+
+@given(inside=st.booleans(), text=st.text(alphabet="</think>a \n"))
+def test_no_output_is_lost(inside: bool, text: str) -> None:
+    thought, answer = separated(inside, list(text))
+    begin = text.lstrip()
+    begun = inside or begin.startswith("<think>")
+    whole = begin.removeprefix("<think>") if begin.startswith("<think>") else text
+    assert thought + answer == (whole.replace("</think>", "", 1) if begun else text)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "thought"),
+    [
+        ("deepseek_r1", "<|start|>assistant\n", "a"),
+        ("deepseek_r1", "<|start|>assistant\n<think>\n", "a"),
+        ("deepseek_r1", "<think>\n\n</think>\n\n", ""),
+        ("qwen3", "<|start|>assistant\n", ""),
+        ("qwen3", "<|start|>assistant\n<think>\n", "a"),
+        ("qwen3", "<think>\n\n</think>\n\n", ""),
+    ],
+)
+def test_the_end_of_the_prompt_says_whether_the_answer_begins_with_thinking(
+    name: ReasoningFormat, prompt: str, thought: str
+) -> None:
+    tokenizer = Tokenizer(tokenizer_of("text"), None)
+    made = reasoning_parser(name, tokenizer, tokenizer.encode(prompt))
+    assert made().push("a</think>b", last=True)[0] == thought
+    assert made().push("<think>a</think>b", last=True) == ("a", "b")
+
+
+def writer(tools: ToolCallOptions | None = None) -> ChatWriter:
+    tokenizer = Tokenizer(tokenizer_of("text"), None)
+    context = ResponseContext("r", "m", "f", tokenizer.vocabulary, logprobs=False)
+    made = ChatWriter(context, tools, lambda prompt: reasoning_parser("deepseek_r1", tokenizer, prompt))
+    made.begin([])
+    return made
+
+
+TEXT = '<think>\nso</think>\n\nI call.<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+
+
+def test_messages_have_thinking_apart_from_calls() -> None:
+    tools = ToolCallOptions(lambda: parser_for("hermes", ["now"]))
+    statistics = ChoiceStatistics(1, 1, 0, 0, ())
+    (choice,) = writer(tools).whole([FinishedChoice(TEXT, "stop", statistics)])["choices"]
+    message: dict[str, Any] = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
+    streamed = writer(tools)
+    assert streamed.holds_back_text
+    chunks = [streamed.chunks(0, ChoicePiece(letter, None)) for letter in TEXT]
+    for chunk in itertools.chain(*chunks, streamed.chunks(0, ChoicePiece("", "stop"))):
+        delta = chunk["choices"][0]["delta"]
+        assert not {"reasoning_content", "content"} <= delta.keys()
+        for name in ("content", "reasoning_content"):
+            message[name] += delta.get(name, "")
+        message["tool_calls"] += [part for part in delta.get("tool_calls", ()) if "id" in part]
+    for one in (choice["message"], message):
+        assert (one["reasoning_content"], one["content"]) == ("\nso", "\n\nI call.")
+        assert [call["function"]["name"] for call in one["tool_calls"]] == ["now"]
+    (thinking,) = writer().whole([FinishedChoice("<think>so", "length", statistics)])["choices"]
+    assert (thinking["message"]["content"], thinking["message"]["reasoning_content"]) == (None, "so")

@@ -24,14 +24,7 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.contract import Env, WorkerConfig
 from specdecode_worker.models import download, download_folder
 from specdecode_worker.models import fetch as model_store
-from specdecode_worker.models.errors import (
-    AccessDenied,
-    DiskFull,
-    HashMismatch,
-    HubUnreachable,
-    NotOnHub,
-    NotPresent,
-)
+from specdecode_worker.models.errors import AccessDenied, DiskFull, HashMismatch, HubUnreachable, NotOnHub, NotPresent
 from support.published.hub import COMMIT, Repository, StandInHub
 
 WEIGHTS = random.Random(5).randbytes(1_024_000)

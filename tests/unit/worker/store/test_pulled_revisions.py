@@ -1,14 +1,25 @@
-"""Commits of unpinned models: what `pull` reports, and which commit it fetches and resolves where one is known."""
+"""Resolution of model URIs to folders, and commits of unpinned models: what `pull` reports, fetches and resolves.
+
+The init container `pull` also runs where only a forward proxy reaches the hub.
+"""
 
 from __future__ import annotations
 
+import http.client
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
+from specdecode_operator import manifests
+from specdecode_operator.api.v1alpha1 import Spec, Status
+from specdecode_operator.types import Defaults, Deployment
 from specdecode_worker.__main__ import main
 from specdecode_worker.contract import (
     Artifact,
@@ -21,7 +32,8 @@ from specdecode_worker.contract import (
     Revisions,
     WorkerConfig,
 )
-from specdecode_worker.models.errors import NotPresent
+from specdecode_worker.models import fetch as model_store
+from specdecode_worker.models.errors import BadUri, NotPresent
 from specdecode_worker.models.fetch import commit_in, hub_model, resolve
 from specdecode_worker.termination import ENV_PATH
 from support.published.hub import COMMIT, NEWER_COMMIT, Repository, StandInHub
@@ -155,3 +167,114 @@ def test_a_pod_pulls_the_drafts_that_its_plan_assigns_to_it(
     assert (pod.cache / "hf").exists() == (spec_draft == "file:///spec")
     if spec_draft == "file:///spec":
         assert pod.has(COMMIT)
+
+
+MIRROR = "hub.invalid"
+"""Host of the hub. No name server knows it."""
+REPO_URI = "hf://org/model"
+
+
+@contextmanager
+def forward_proxy(hub: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the address of a proxy that knows where the hub is, and the hosts that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            asked.append(url.hostname or "")
+            target = urlsplit(hub) if url.hostname == MIRROR else url
+            upstream = http.client.HTTPConnection(target.hostname or "", target.port or 80, timeout=10)
+            upstream.request(self.command, url.path, headers=dict(self.headers))
+            answer = upstream.getresponse()
+            body = answer.read()
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+            upstream.close()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_pull_reaches_a_mirror_through_the_proxy_that_the_workers_are_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy", "HF_ENDPOINT", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    # A container without the setting asks nobody but this machine.
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    repository = Repository({"config.json": b"{}", "model.safetensors": b"w" * 100})
+    with StandInHub(repository) as hub, forward_proxy(hub.url) as (proxy, asked):
+        settings = {"HTTP_PROXY": proxy, "HF_ENDPOINT": f"http://{MIRROR}"}
+        env = [{"name": name, "value": value} for name, value in settings.items()]
+        template = {"spec": {"containers": [{"name": "worker", "env": env}]}}
+        workers = {"template": template}
+        spec = Spec.model_validate({"model": {"uri": REPO_URI}, "speculation": {"method": "none"}, "workers": workers})
+        deployment = Deployment(namespace="ns", name="llama", uid="u", generation=1, spec=spec, status=Status())
+        template = manifests.pod_template(deployment, Defaults(worker_image="w", worker_image_pull_policy="Never"))
+        (pull,) = template["spec"]["initContainers"]
+        for variable in pull["env"]:
+            monkeypatch.setenv(variable["name"], variable["value"])
+        program, *words = pull["command"]
+        assert program == "specdecode-worker"
+        words[words.index("--cache-dir") + 1] = str(tmp_path)
+        assert main(words) == 0
+    assert (resolve(REPO_URI, tmp_path) / "model.safetensors").read_bytes() == b"w" * 100
+    assert set(asked) == {MIRROR, "localhost"}, "large files come from another host, through the proxy too"
+
+
+def test_file_uri_resolves_to_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert model_store.resolve(f"file://{tmp_path}") == tmp_path
+    with pytest.raises(NotPresent, match=r"holds no config\.json"):
+        model_store.resolve("file:///nowhere")
+
+
+def test_claim_uri_resolves_to_its_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_store, "CLAIMS", tmp_path)
+    folder = tmp_path / "claim" / "llama" / "8b"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert model_store.resolve("pvc://claim/llama/8b") == folder
+    with pytest.raises(BadUri):
+        model_store.resolve("pvc://claim/../../etc")
+
+
+def test_a_repository_has_a_folder_for_every_revision(tmp_path: Path) -> None:
+    model = model_store.hub_model("hf://meta-llama/Llama-3.1-8B@refs/pr/1")
+    assert (model.id, model.revision) == ("meta-llama/Llama-3.1-8B", "refs/pr/1")
+    assert model.folder(tmp_path) == tmp_path / "hf" / "meta-llama" / "Llama-3.1-8B" / "refs--pr--1"
+    assert model_store.hub_model("hf://a/b").revision == "main"
+
+
+def test_folder_without_a_manifest_is_not_present(tmp_path: Path) -> None:
+    folder = model_store.hub_model("hf://a/b").folder(tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"half")
+    with pytest.raises(NotPresent, match="pull hf://a/b@main"):
+        model_store.resolve("hf://a/b", tmp_path)
+
+
+def test_default_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert model_store.default_cache_dir() == Path("/somewhere/specdecode/models")
+
+
+def test_an_unknown_embedded_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NotPresent, match="there is no embedded model 'x'"):
+        model_store.resolve("embedded://x", tmp_path)

@@ -27,13 +27,7 @@ from specdecode_worker.core.messages import SetDraft
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import paged_cache
-from specdecode_worker.drafts.swap import (
-    FIRST_RETRY_SECONDS,
-    DraftFollower,
-    DraftSwapQueue,
-    StartDraft,
-    start_draft,
-)
+from specdecode_worker.drafts.swap import FIRST_RETRY_SECONDS, DraftFollower, DraftSwapQueue, StartDraft, start_draft
 from specdecode_worker.models.errors import ModelError
 from support.worker.small_engine import CPU, drain, networks, plan_of, small_engine, submit, texts
 

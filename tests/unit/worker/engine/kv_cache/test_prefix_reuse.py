@@ -92,10 +92,7 @@ def test_requests_do_not_wait_for_blocks_that_no_request_fills() -> None:
 
 
 def test_a_preempted_request_reuses_its_own_blocks() -> None:
-    """A preempted request finds its own blocks in the prefix cache.
-
-    Only the one block that was missing at the preemption has been taken meanwhile.
-    """
+    """Only the one block that was missing at the preemption has been taken meanwhile."""
     simulated = device(blocks=1 + 8)
     old = simulated.arrive("old", [1] * 30, new=30)
     young = simulated.arrive("young", PROMPT, new=30)
@@ -187,18 +184,25 @@ class Drafting:
         return one
 
 
-def test_the_draft_continues_where_its_keys_are_valid() -> None:
-    """The draft continues where its keys are valid.
+@pytest.mark.parametrize(
+    ("states", "draft", "start", "features_from"),
+    [(None, "d", 1, 47), (None, "other", 48, 47), (False, "d", 48, 47), (True, "d", 49, 49)],
+    ids=["its own keys", "keys of another draft", "keys of its predecessor", "states of its predecessor"],
+)
+def test_the_draft_continues_where_its_keys_are_valid(
+    states: bool | None, draft: str, start: int, features_from: int
+) -> None:
+    """A draft that follows its target lags by one slot; the slots before are in the same blocks.
 
-    A draft that follows its target lags by one slot; the slots before are in the same blocks.
+    A draft that was swapped in and reads other hidden states starts one slot later than others: slot 48 needs the state
+    of position 47, which was stored for the previous draft.
     """
-    second = Drafting().second()
-    assert (second.prefix, second.draft.start, second.draft.lag, second.draft.features_from) == (48, 1, 1, 47)
-
-
-def test_the_draft_ignores_a_prefix_written_by_another_draft() -> None:
-    second = Drafting().second("other")
-    assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 48, 47)
+    drafting = Drafting()
+    if states is not None:
+        drafting.simulated.scheduler.reuse.forget("d", states=states)
+    second = drafting.second(draft)
+    assert (second.prefix, second.draft.start, second.draft.features_from) == (48, start, features_from)
+    assert second.draft.lag == 1 or start > 1
 
 
 def test_blocks_before_a_gap_are_hidden_from_the_draft() -> None:
@@ -213,10 +217,7 @@ def test_blocks_before_a_gap_are_hidden_from_the_draft() -> None:
 
 
 def test_a_block_that_the_draft_had_not_reached_is_recomputed_and_earlier_blocks_are_reused() -> None:
-    """A block that the draft had not reached is recomputed, and the blocks before it are reused.
-
-    The first request's draft is 14 slots behind when it ends, as after a rejected tree.
-    """
+    """The first request's draft is 14 slots behind when it ends, as after a rejected tree."""
     drafting = Drafting(lag=14)
     assert drafting.first.drafted == 47, "one short of the third block's end"
     second = drafting.second()
@@ -229,10 +230,7 @@ def test_a_block_that_the_draft_had_not_reached_is_recomputed_and_earlier_blocks
 
 
 def test_a_prefix_without_draft_keys_is_recomputed_once_draft_prefill_is_on() -> None:
-    """A prefix that no draft has processed is recomputed once drafting is on.
-
-    Otherwise it would be hidden from drafts for as long as it is cached.
-    """
+    """Otherwise it would be hidden from drafts for as long as it is cached."""
     simulated = device()
     served(simulated, name="plain")
     scheduler = simulated.scheduler
@@ -379,29 +377,8 @@ def test_a_change_that_is_not_recorded_is_found(events: Sequence[str], monkeypat
         play_many()
 
 
-def test_a_swapped_draft_ignores_the_keys_of_its_predecessor() -> None:
-    drafting = Drafting()
-    drafting.simulated.scheduler.reuse.forget("d", states=False)
-    second = drafting.second()
-    assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 48, 47)
-
-
-def test_a_draft_that_reads_other_hidden_states_starts_one_slot_later() -> None:
-    """A draft that reads other hidden states starts one slot later.
-
-    Slot 48 needs the state of position 47, which was stored for the previous draft.
-    """
-    drafting = Drafting()
-    drafting.simulated.scheduler.reuse.forget("d", states=True)
-    second = drafting.second()
-    assert (second.prefix, second.draft.start, second.draft.features_from) == (48, 49, 49)
-
-
 def test_the_draft_never_writes_into_a_reused_prefix() -> None:
-    """The draft never writes into a reused prefix.
-
-    While steps are in flight the host overestimates the lag, which must not reach back into shared blocks.
-    """
+    """While steps are in flight the host overestimates the lag, which must not reach back into shared blocks."""
     one = Request.of(submit(prompt=range(40)), (), arrived_seconds=0)
     one.prefix = one.cached = 32
     one.in_flight.extend([8, 7])

@@ -1,26 +1,33 @@
-"""The memory budget equals what an engine allocates, to the byte, and a worker refuses to load what does not fit."""
+"""The memory budget equals what an engine allocates, to the byte, and nothing is loaded that does not fit."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from specdecode_worker.contract import DraftConfig, MemoryState, NamedDraft
+from specdecode_worker.contract import DraftConfig, EngineConfig, MemoryState, Method, NamedDraft
+from specdecode_worker.core.kv_cache import FreeGaps, FreeList
+from specdecode_worker.drafts.own_device_process import FolderDraft
 from specdecode_worker.engine import factory
-from specdecode_worker.engine import memory as memory_of
+from specdecode_worker.engine import memory as device_memory
 from specdecode_worker.engine.engine import Engine
-from specdecode_worker.engine.factory import load_engine
+from specdecode_worker.engine.factory import _scheduler, device_of, load_engine
 from specdecode_worker.engine.memory import (
+    CheckedDraftLoader,
     Device,
+    free_bytes,
     kv_cache_bytes,
     kv_tokens,
     make_verdict,
     take_inventory,
 )
+from specdecode_worker.engine.tensor_parallel import Assignment, load_rank_shard
 from specdecode_worker.models.errors import CannotServe, ModelError
 from support.worker.quantized_folders import awq, int4, write_quantized
 from support.worker.small_engine import drain, plan_of, submit
@@ -63,10 +70,7 @@ def memory(engine: Engine) -> MemoryState:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any) -> None:
-    """Counted weights and tables equal the loaded ones.
-
-    bf16 weights are not packed here, because packed matrices are opaque; they have the same size.
-    """
+    """Weights in bf16 are not packed here, because packed matrices are opaque; they have the same size."""
     monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
@@ -84,10 +88,7 @@ def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, d
 def test_quantised_weights_are_counted_at_their_stored_size(
     tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any
 ) -> None:
-    """Quantised weights are counted in the format in which they are stored.
-
-    On a CPU they are stored as plain weights. For a GPU only the calculation is checked.
-    """
+    """On a CPU they are stored as plain weights. For a GPU only the calculation is checked."""
     monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
     folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
@@ -246,9 +247,9 @@ def test_memory_limit_is_read_from_the_container(
     (tmp_path / name).write_text(text)
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  8388608 kB\nMemFree: 1 kB\nMemAvailable:  6291456 kB\n")
-    monkeypatch.setattr(memory_of, "CGROUP", tmp_path)
-    monkeypatch.setattr(memory_of, "MEMINFO", meminfo)
-    device = memory_of.device_memory(CPU)
+    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(device_memory, "MEMINFO", meminfo)
+    device = device_memory.device_memory(CPU)
     assert device.limit == (limit or 8 * GIB)
     assert device.free == (limit or 6 * GIB)
     assert ("container" in device.source) == (limit is not None)
@@ -257,7 +258,119 @@ def test_memory_limit_is_read_from_the_container(
 def test_the_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((70 - 30 * index) * GIB, 80 * GIB))
-    device = memory_of.device_memory(torch.device("cuda"), 2)
+    device = device_memory.device_memory(torch.device("cuda"), 2)
     assert (device.limit, device.free, device.count) == (80 * GIB, 40 * GIB, 2)
     with pytest.raises(ModelError, match="torch sees 2 GPUs"):
-        memory_of.device_memory(torch.device("cuda"), 4)
+        device_memory.device_memory(torch.device("cuda"), 4)
+
+
+@pytest.fixture
+def checked_loader(tmp_path: Path) -> CheckedDraftLoader:
+    config = config_of(write_target(tmp_path / "target"), write_head(tmp_path / "head"), kv_cache_tokens=512)
+    engine = load_engine(config, Path)
+    assert isinstance(engine.load_draft, CheckedDraftLoader)
+    return engine.load_draft
+
+
+def test_a_draft_that_fits_is_loaded(checked_loader: CheckedDraftLoader, tmp_path: Path) -> None:
+    draft = DraftConfig(method="eagle3", uri=str(write_head(tmp_path / "other")))
+    assert checked_loader(draft, "code").state.name == "code"
+    assert (
+        dataclasses.replace(checked_loader, free_bytes=lambda: 0)(DraftConfig(method="ngram")).state.method == "ngram"
+    )
+
+
+def test_weights_and_cache_must_fit_into_free_memory(checked_loader: CheckedDraftLoader, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "other")
+    draft = DraftConfig(method="eagle3", uri=str(folder))
+    weights = (folder / "model.safetensors").stat().st_size
+    cache = (512 + 16) * 2 * 2 * 8 * 4  # tokens, keys and values, heads, head size, bytes per fp32 value
+    with pytest.raises(ModelError, match=r"needs 0\.00 GiB beside the draft"):
+        dataclasses.replace(checked_loader, free_bytes=lambda: cache + weights // 2)(draft)
+    dataclasses.replace(checked_loader, free_bytes=lambda: 2 * weights + cache)(draft)
+
+
+@pytest.mark.parametrize("method", ["eagle", "dflash"])
+def test_a_head_without_own_logits_is_refused_on_several_devices(
+    checked_loader: CheckedDraftLoader, method: Method
+) -> None:
+    with pytest.raises(ModelError, match="split over 2"):
+        dataclasses.replace(checked_loader, ranks=2)(DraftConfig(method=method, uri="file:///nowhere"))
+
+
+def test_a_gpu_keeps_the_pool_of_its_graphs_and_the_memory_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft that took them would end the engine at the next long prompt."""
+    sizes = [(1, (0, 0), 100, 40), (1, (0, 7), 1000, 0), (0, (0, 0), 500, 0)]  # memory of torch, of a graph, elsewhere
+    names = ("device", "segment_pool_id", "total_size", "allocated_size")
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [dict(zip(names, one, strict=True)) for one in sizes])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10_000, 80_000))
+    assert free_bytes(torch.device("cuda", 1), 3_000) == 10_000 + 60 - 3_000
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_the_usage_of_the_container_is_subtracted(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1000 kB\nMemAvailable: 900 kB\n")
+    folder, limit, usage = tmp_path, "memory.max", "memory.current"
+    if version == "v1":
+        folder, limit, usage = tmp_path / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        folder.mkdir()
+    (folder / limit).write_text(str(500 * 1024))
+    (folder / usage).write_text(str(300 * 1024))
+    (folder / "memory.stat").write_text(f"cache 5\ninactive_file {100 * 1024}\n")
+    monkeypatch.setattr(device_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(device_memory, "MEMINFO", meminfo)
+    assert free_bytes(CPU, 2**40) == 300 * 1024
+    (folder / limit).write_text("max")
+    assert free_bytes(CPU, 2**40) == 900 * 1024
+
+
+def test_a_missing_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device_of("auto").type == device_of("cpu").type == "cpu"
+    with pytest.raises(ModelError, match="torch sees none here"):
+        device_of("cuda")
+
+
+def test_blocks_are_kept_contiguous_on_cpus_alone() -> None:
+    pools = {name: _scheduler(EngineConfig(), 0, 100, "target", torch.device(name))._pool for name in ("cpu", "cuda")}
+    assert isinstance(pools["cpu"]._free, FreeGaps)
+    assert isinstance(pools["cuda"]._free, FreeList)
+
+
+def test_processes_with_gpus_have_the_threads_of_their_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one for each core of a large node, what torch computes on the host takes the time of the container at once.
+
+    The container has eight cores, for two ranks.
+    """
+
+    def end(*_: Any, **__: Any) -> None:
+        raise ModelError("no GPU is needed before")
+
+    counts: list[int] = []
+    nowhere, cuda = Path("/nowhere"), torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "set_num_threads", counts.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(factory, "device_of", lambda name: cuda)
+    monkeypatch.setattr(factory, "cpu_limit", lambda: 8)
+    monkeypatch.setattr(factory, "use_kernel_timings", end)
+    monkeypatch.setattr(dist, "init_process_group", end)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    rank = Assignment(
+        rank=1, size=2, meeting="", folder="", dtype="bfloat16", quantization=None, device="cuda", max_model_len=None,
+        blocks=1, threads=4,
+    )  # fmt: skip
+    draft = FolderDraft(
+        config=DraftConfig(uri=str(nowhere)), uri="", name="", target_folder=nowhere, max_model_len=8,
+        dtype=torch.bfloat16, device=cuda, slots=1, blocks=1, threads=4,
+    )  # fmt: skip
+    for start in (
+        lambda: load_engine(config_of(nowhere, threads=None, tensor_parallel_size=2), Path),
+        lambda: load_rank_shard(rank),
+        draft,
+    ):
+        with pytest.raises(ModelError):
+            start()
+    assert counts == [4, 4, 4]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
 from support import small_model
 from support.worker.checkpoints import check_draft
+from support.worker.small_folders import change
 
 OPTIONS: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
 OLDER = small_model.VOCAB_SIZE - 6
@@ -39,20 +40,13 @@ def head(tmp_path: Path) -> Path:
     return folder
 
 
-def change(folder: Path, config: dict[str, Any], **tensors: torch.Tensor | None) -> None:
-    state = {**load_file(folder / "model.safetensors"), **tensors}
-    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors")
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(document | config))
-
-
 @pytest.mark.parametrize("map_is_stored", [True, False])
 def test_a_head_without_output_matrix_uses_the_targets(
     head: Path, target: CausalLM, target_folder: Path, map_is_stored: bool
 ) -> None:
-    change(head, {}, **{"lm_head.weight": target.lm_head.weight.detach().clone()})
+    change(head, **{"lm_head.weight": target.lm_head.weight.detach().clone()})
     wanted = load_head(prepare_eagle3(head, target), target, **OPTIONS)
-    change(head, {}, **{"lm_head.weight": None, **({} if map_is_stored else {"d2t": None})})
+    change(head, **{"lm_head.weight": None, **({} if map_is_stored else {"d2t": None})})
     check_draft("eagle3", head, target_folder)
     loaded = load_head(prepare_eagle3(head, target), target, **OPTIONS)
     hidden_TE = torch.randn(3, small_model.CONFIG["hidden_size"])
@@ -83,7 +77,7 @@ def test_a_head_from_before_the_vocabulary_grew_loads(
     loaded = load_head(prepare_eagle3(head, target), target, **OPTIONS)
     assert torch.equal(loaded.target_ids, chosen)
     assert loaded.logits(torch.randn(2, small_model.CONFIG["hidden_size"])).shape == (2, known)
-    change(head, {}, d2t=chosen - torch.arange(known) + OLDER)
+    change(head, d2t=chosen - torch.arange(known) + OLDER)
     with pytest.raises(WeightMismatch, match=r"maps outside|must be 0"):
         load_head(prepare_eagle3(head, target), target, **OPTIONS)
 
@@ -101,7 +95,7 @@ def test_a_head_of_another_vocabulary_is_refused(head: Path, target: CausalLM) -
 
 def test_a_head_of_20_gigabytes_by_its_header_is_refused_unread(head: Path, target: CausalLM) -> None:
     """The file is sparse: it has the size that its header says, and no content."""
-    change(head, {}, **{"lm_head.weight": None})
+    change(head, **{"lm_head.weight": None})
     path, claimed = head / "model.safetensors", 20 * 10**9
     length = int.from_bytes(path.read_bytes()[:8], "little")
     header, data = json.loads(path.read_bytes()[8 : 8 + length]), path.read_bytes()[8 + length :]

@@ -1,4 +1,7 @@
-"""Folders after the layouts of published models: texts and token ids are those of transformers."""
+"""Folders after the layouts of published models: texts, token ids and chat templates are those of transformers.
+
+Folders name their end tokens in several files.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from specdecode_worker.models.errors import TemplateRefused
+from specdecode_worker.models.chat_template import find_template
+from specdecode_worker.models.errors import ConfigMismatch, TemplateRefused, TokenizerProblem
+from specdecode_worker.models.fields import Fields, end_tokens, read_config, sampling_defaults
+from specdecode_worker.models.vocabulary import read_tokenizer
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.server.tools import Tokenizer
 from specdecode_worker.training.conversations import Chat
+from support import small_model
 from support.published.folders import layouts, write_layout
+from support.published.tokens import TOKENS, tokenizer_of
 
 LAYOUTS = layouts()
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {
@@ -93,3 +103,204 @@ def test_other_templates_get_one_text(tmp_path: Path) -> None:
     template = Tokenizer.from_folder(write_layout(tmp_path, *LAYOUTS["qwen 3"])).chat_template()
     parts, joined = [{"role": "user", "content": PARTS}], [{"role": "user", "content": "the one\ntwo"}]
     assert template.render(parts) == template.render(joined)
+
+
+MESSAGES: Any = [
+    {"role": "system", "content": " Be brief. "},
+    {"role": "user", "content": 'h"i é <b>'},
+    {"role": "assistant", "content": "ok"},
+    {"role": "user", "content": "go"},
+]
+CALLED: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+TURNS = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+GENERATION = (
+    "{{ bos_token }}{% set ns = namespace(n=0) %}{% for m in messages %}\n"
+    "    {%- if m.role == 'assistant' %}{% generation %}{{ m.content }}{% set ns.n = 1 %}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content | trim }}{{ sep_token }}{% endif %}{% endfor %}{{ ns.n }}"
+    "{% if add_generation_prompt %}<|start|>{% endif %}"
+)
+VARIABLES = (
+    "{{ bos_token is defined }} {{ unk_token is defined }} {{ documents is none }} {{ image_token is defined }}"
+    "{{ image_token }} {{ messages | tojson(separators=(',', ':')) }} {{ messages | tojson(indent=1) }}"
+)
+OLDER = {"bos_token": {"content": "<s>", "lstrip": False}, "sep_token": "<|end|>"}
+FOLDERS: dict[str, dict[str, Any]] = {
+    "key": {"tokenizer_config.json": {"chat_template": TURNS}},
+    "generation": {"tokenizer_config.json": {"chat_template": GENERATION, "sep_token": "|", "bos_token": "<s>"}},
+    "older special tokens": {"tokenizer_config.json": {"chat_template": GENERATION}, "special_tokens_map.json": OLDER},
+    "listed tokens": {
+        "tokenizer_config.json": {"chat_template": GENERATION, "bos_token": "<|start|>", "added_tokens_decoder": {
+            "256": {"content": "<|start|>", "special": True}}},
+        "special_tokens_map.json": OLDER,
+    },
+    "variables": {"tokenizer_config.json": {"chat_template": VARIABLES, "bos_token": "<s>", "extra_special_tokens": {
+        "image_token": "<|start|>"}}},
+    "no tokens": {"tokenizer_config.json": {"chat_template": VARIABLES, "eos_token": None}},
+    "file": {"tokenizer_config.json": {"chat_template": "old"}, "chat_template.jinja": TURNS},
+    "several files": {
+        "tokenizer_config.json": {}, "chat_template.jinja": TURNS,
+        "additional_chat_templates/tool_use.jinja": "tools: {{ tools | tojson }}" + TURNS,
+        "additional_chat_templates/rag.jinja": "rag",
+    },
+    "list": {"tokenizer_config.json": {"chat_template": [
+        {"name": "default", "template": TURNS}, {"name": "tool_use", "template": "{{ tools | length }}" + TURNS}]}},
+    "names": {"tokenizer_config.json": {"chat_template": {"default": TURNS, "tool_use": "{{ tools | length }}"}}},
+    "list and file": {
+        "tokenizer_config.json": {"chat_template": [{"name": "tool_use", "template": "listed"}]},
+        "chat_template.jinja": "{{ tools | length if tools else 0 }}" + TURNS,
+    },
+    "file of a processor": {"tokenizer_config.json": {"chat_template": TURNS},
+                            "chat_template.json": {"chat_template": "no"}},
+}  # fmt: skip
+
+
+def write(folder: Path, files: dict[str, Any]) -> Path:
+    small_model.byte_tokenizer(("<s>",)).save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_text_is_that_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path, FOLDERS[name])
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), find_template(folder)
+    for tools in ((), CALLED):
+        for start in (True, False):
+            text = theirs.apply_chat_template(
+                MESSAGES, tools=list(tools) or None, add_generation_prompt=start, tokenize=False
+            )
+            assert ours.render(MESSAGES, tools, add_generation_prompt=start) == text
+    assert Chat(folder).render(MESSAGES) == ours.render(MESSAGES)
+
+
+def test_further_templates_alone_leave_the_default(tmp_path: Path) -> None:
+    files = {"tokenizer_config.json": {"chat_template": TURNS}, "additional_chat_templates/tool_use.jinja": "tools"}
+    template = find_template(write(tmp_path, files))
+    assert template.render(MESSAGES[3:]) == "<|start|>user\ngo<|end|>\n"
+    assert template.render(MESSAGES, CALLED) == "tools"
+
+
+def test_another_template_is_used_instead(tmp_path: Path) -> None:
+    folder = write(tmp_path, FOLDERS["several files"])
+    (tmp_path / "other.jinja").write_text("other {{ bos_token }}")
+    for given, text in ((str(tmp_path / "other.jinja"), "other "), ("text {{ messages | length }}", "text 4")):
+        template = find_template(folder, given)
+        assert template.render(MESSAGES) == template.render(MESSAGES, CALLED) == text
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"chat_template": [{"name": "default"}]}},
+        {"tokenizer_config.json": {"chat_template": ["text"]}},
+        {"tokenizer_config.json": {"chat_template": [{"name": "default", "template": None}]}},
+        {"tokenizer_config.json": {"chat_template": 5}},
+        {"tokenizer_config.json": "{"},
+        {"tokenizer_config.json": {}, "chat_template.jinja": "{% generation %}"},
+        {"tokenizer_config.json": {}, "chat_template.jinja": "{% unknown %}"},
+    ],
+)
+def test_a_broken_template_is_named(tmp_path: Path, files: dict[str, Any]) -> None:
+    with pytest.raises(TokenizerProblem, match="chat template"):
+        find_template(write(tmp_path, files))
+    write(tmp_path, {"tokenizer_config.json": {}})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(TokenizerProblem, match="chat template"):
+        find_template(tmp_path)
+    with pytest.raises(TokenizerProblem, match="absent"):
+        find_template(tmp_path, "absent.jinja")
+
+
+END, S_END = small_model.END_ID, small_model.VOCAB_SIZE + TOKENS.index("</s>")
+
+
+def all_end_tokens(folder: Path) -> tuple[int, ...]:
+    return end_tokens(folder, Fields(read_config(folder)).integers("eos_token_id"))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "tokens"),
+    [
+        (0, [2, 0], None, (0, 2)),
+        (None, 7, None, (7,)),
+        (3, None, "<|end|>", (3, END)),
+        (None, None, {"content": "</s>", "lstrip": False}, (S_END,)),
+        ([5, 3], [5], "absent", (3, 5)),
+        (None, None, "a", (64,)),
+        (None, None, None, ()),
+    ],
+)
+def test_end_tokens_of_all_files(
+    tmp_path: Path, config: Any, generation: Any, tokenizer: Any, tokens: tuple[int, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "temperature": 0.6}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer}))
+    tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
+    assert all_end_tokens(tmp_path) == tokens
+
+
+def test_a_folder_without_the_other_files_has_those_of_its_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": 4}')
+    assert all_end_tokens(tmp_path) == (4,)
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|end|>"}')
+    tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
+    assert all_end_tokens(tmp_path) == (4, END)
+
+
+@pytest.mark.parametrize("document", ['{"eos_token_id": "two"}', '{"eos_token_id": [true]}', "{"])
+def test_a_wrong_file_is_named(tmp_path: Path, document: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(document)
+    with pytest.raises(ConfigMismatch, match=r"generation_config\.json"):
+        all_end_tokens(tmp_path)
+
+
+@pytest.mark.parametrize("document", [{"added_tokens": [1, {"content": ["a"]}]}, {"added_tokens": 1}, {"model": [1]}])
+def test_a_tokenizer_of_another_form_has_no_end_token(tmp_path: Path, document: dict[str, Any]) -> None:
+    """The tokenizer itself is refused by name when it is read."""
+    (tmp_path / "config.json").write_text('{"eos_token_id": 4}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    assert all_end_tokens(tmp_path) == (4,)
+
+
+def test_a_loaded_target_has_them(tmp_path: Path) -> None:
+    """Serving, training and evaluation read them from the target."""
+    small_model.write_target(tmp_path, config={"eos_token_id": 1})
+    beyond_embedding = small_model.VOCAB_SIZE
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [2, {beyond_embedding}]}}')
+    target = load_causal_lm(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
+    assert target.config.eos_token_ids == (1, 2, END)
+
+
+def test_sampling_defaults_are_the_fields_that_vllm_reads(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    given = {"temperature": 0.6, "top_p": None, "top_k": 50, "do_sample": True, "bos_token_id": 1, "max_length": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 50}
+
+
+LISTED = {"267": {"content": "<|late|>", "special": True}, "266": {"content": "<tag>", "normalized": False}}
+
+
+def test_tokens_that_only_the_files_beside_it_name_are_whole(tmp_path: Path) -> None:
+    """Serving, training, grammars and the match of vocabularies read the same tokens as transformers."""
+    tokenizer_of("text").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    given = {"added_tokens_decoder": LISTED, "eos_token": "<|late|>", "pad_token": "<|pad|>", "chat_template": "x"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = "a<|late|> <tag>b<|pad|></s>"
+    ids = theirs.encode(text, add_special_tokens=False)
+    assert ids[1] == 267
+    given["added_tokens_decoder"] = {"x": {"content": "no"}, "268": "no", "269": {}, **LISTED}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode(text) == Chat(tmp_path).encode(text) == read_tokenizer(tmp_path).encode(text).ids == ids
+    assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "a <tag>b</s>"
+    assert all_end_tokens(tmp_path) == (267,)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert Tokenizer.from_folder(tmp_path).digest != tokenizer.digest
