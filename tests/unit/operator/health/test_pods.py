@@ -170,16 +170,6 @@ def test_it_is_replaced_once_where_the_spec_allows(recycle: str, times: int) -> 
     assert (fleet.memory.learned.recycled_at is not None) == bool(times)
 
 
-def test_a_least_depth_keeps_it_speculating() -> None:
-    depth = {"depth": {"min": 1, "initial": 3}}
-    fleet = fleet_of([Truth(chances=GOOD), Truth(chances=GOOD)], speculation=depth)
-    fleet.polls(12)
-    fleet.workers["p1"].truth.chances = BAD
-    decisions = fleet.polls(8)
-    assert collapses(decisions[-1]) == ["p1"]
-    assert not any(decision.health.own_plans for decision in decisions)
-
-
 def test_a_worker_takes_the_quiet_plan_of_its_version_and_the_common_one_after() -> None:
     common = Plan(uid="u", draft="d", version=7, initial=TreeShape.chain(3), max_depth=5)
     plans = PlanStore("u", common)

@@ -198,11 +198,6 @@ def test_pull_gets_the_hub_token_and_the_worker_does_not() -> None:
     assert "HF_TOKEN" not in environment(rendered)
 
 
-def test_the_admin_port_is_not_in_the_service() -> None:
-    ports = manifests.service(deployment_with())["spec"]["ports"]
-    assert [port["targetPort"] for port in ports] == [8000]
-
-
 def test_every_child_is_owned_and_blocks_nothing() -> None:
     children = loop_over().poll().children
     kinds = ["ConfigMap", "Service", "Service", "PodDisruptionBudget", "Deployment"]
@@ -269,61 +264,41 @@ def test_null_removes_a_field_and_lists_without_names_are_replaced() -> None:
     assert merged(base, {"a": None, "command": ["z"]}) == {"command": ["z"], "env": [{"name": "K", "value": "1"}]}
 
 
+FIELD, SECRET = {"fieldRef": {"fieldPath": "x"}}, {"secretKeyRef": {"name": "s", "key": "k"}}
+HTTP, EXEC, CLAIMED = {"httpGet": {"path": "/"}}, {"exec": {"command": []}}, {"resourceClaimName": "b"}
+
+
+@pytest.mark.parametrize(
+    ("field", "base", "overlay"),
+    [
+        ("preStop", EXEC, {"sleep": {"seconds": 3}}),
+        ("volumes", [{"name": "tmp", "emptyDir": {}}], [{"name": "tmp", "persistentVolumeClaim": {"claimName": "c"}}]),
+        ("env", [{"name": "A", "value": "1"}], [{"name": "A", "valueFrom": FIELD}]),
+        ("env", [{"name": "A", "valueFrom": FIELD}], [{"name": "A", "valueFrom": SECRET}]),
+        ("resourceClaims", [{"name": "a", **CLAIMED}], [{"name": "a", "resourceClaimTemplateName": "c"}]),
+    ],
+)
+def test_of_fields_that_exclude_each_other_the_users_alone_stays(field: str, base: Any, overlay: Any) -> None:
+    assert merged({field: base}, {field: overlay}) == {field: overlay}
+
+
 @pytest.mark.parametrize(
     ("base", "overlay", "made"),
     [
-        (
-            {"livenessProbe": {"httpGet": {"path": "/"}, "periodSeconds": 9}},
-            {"livenessProbe": {"exec": {"command": []}}},
-            {"livenessProbe": {"exec": {"command": []}, "periodSeconds": 9}},
-        ),
-        (
-            {"livenessProbe": {"httpGet": {"path": "/", "port": 1}}},
-            {"livenessProbe": {"httpGet": {"path": "/x"}}},
-            {"livenessProbe": {"httpGet": {"path": "/x", "port": 1}}},
-        ),
-        (
-            {"livenessProbe": {"httpGet": {"path": "/"}}},
-            {"livenessProbe": {"exec": None, "timeoutSeconds": 2}},
-            {"livenessProbe": {"httpGet": {"path": "/"}, "timeoutSeconds": 2}},
-        ),
-        (
-            {"preStop": {"exec": {"command": []}}},
-            {"preStop": {"sleep": {"seconds": 3}}},
-            {"preStop": {"sleep": {"seconds": 3}}},
-        ),
-        (
-            {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}]},
-            {"volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "c"}}]},
-            {"volumes": [{"name": "tmp", "persistentVolumeClaim": {"claimName": "c"}}]},
-        ),
-        (
-            {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}]},
-            {"volumes": [{"name": "tmp", "emptyDir": {"medium": "Memory"}}]},
-            {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi", "medium": "Memory"}}]},
-        ),
-        (
-            {"env": [{"name": "A", "value": "1"}]},
-            {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]},
-            {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]},
-        ),
-        (
-            {"env": [{"name": "A", "valueFrom": {"fieldRef": {"fieldPath": "x"}}}]},
-            {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
-            {"env": [{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]},
-        ),
-        (
-            {"resourceClaims": [{"name": "gpu", "resourceClaimName": "a"}]},
-            {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "b"}]},
-            {"resourceClaims": [{"name": "gpu", "resourceClaimTemplateName": "b"}]},
-        ),
+        ({**HTTP, "periodSeconds": 9}, EXEC, {**EXEC, "periodSeconds": 9}),
+        ({"httpGet": {"path": "/", "port": 1}}, {"httpGet": {"path": "/x"}}, {"httpGet": {"path": "/x", "port": 1}}),
+        (HTTP, {"exec": None, "timeoutSeconds": 2}, {**HTTP, "timeoutSeconds": 2}),
     ],
-    ids=lambda part: "-".join(part),
 )
-def test_of_fields_that_exclude_each_other_the_users_alone_stays(
+def test_what_a_probe_says_beside_its_handler_stays(
     base: dict[str, Any], overlay: dict[str, Any], made: dict[str, Any]
 ) -> None:
-    assert merged(base, overlay) == made
+    assert merged({"livenessProbe": base}, {"livenessProbe": overlay}) == {"livenessProbe": made}
+
+
+def test_the_same_kind_of_volume_is_merged() -> None:
+    base, overlay = ({"volumes": [{"name": "tmp", "emptyDir": one}]} for one in ({"sizeLimit": "1Gi"}, {"medium": "M"}))
+    assert merged(base, overlay) == {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi", "medium": "M"}}]}
 
 
 def test_every_item_that_kubernetes_tells_apart_stays() -> None:

@@ -152,16 +152,6 @@ def test_scheduling_of_the_template_reaches_the_pod() -> None:
     assert not SCHEDULING.keys() & pod_of().keys(), "absent fields are left to Kubernetes"
 
 
-def test_env_of_users_replaces_that_of_the_operator() -> None:
-    secret = {"secretKeyRef": {"name": "s", "key": "k"}}
-    env = [{"name": "HOME", "valueFrom": secret}, {"name": "NCCL_DEBUG", "value": "WARN"}]
-    container = {"name": "worker", "env": env, "envFrom": [{"secretRef": {"name": "proxy"}}]}
-    worker = worker_of(pod_of(workers={"template": {"spec": {"containers": [container]}}}))
-    made = [variable for variable in worker["env"] if variable["name"] in ("HOME", "NCCL_DEBUG")]
-    assert made == [{"name": "HOME", "valueFrom": secret}, env[1]]
-    assert worker["envFrom"] == [{"secretRef": {"name": "proxy"}}]
-
-
 @pytest.mark.parametrize("name", ["SPECDECODE_CONFIG", "SPECDECODE_PLAN_PATH", "POD_NAME"])
 def test_variables_that_the_operator_needs_are_refused(name: str) -> None:
     template = {"spec": {"containers": [{"name": "worker", "env": [{"name": name, "value": "x"}]}]}}

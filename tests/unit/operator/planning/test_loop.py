@@ -162,11 +162,9 @@ def test_speedup_and_acceptance_match_the_truth() -> None:
     assert figures.speed.acceptance_rate == pytest.approx((0.8 + 0.64 + 0.512) / 3, abs=0.05)
 
 
-def test_figures_come_every_half_minute_and_as_soon_as_knobs_are_turned() -> None:
+def test_figures_come_as_soon_as_knobs_are_turned() -> None:
     """What was measured with knobs on must not be read as what was measured."""
     loop = loop_over()
-    published = [loop.poll().shown.figures for _ in range(24)]
-    assert sum(figures is not None for figures in published) <= 5
     while (figures := loop.poll().shown.figures) is None:
         pass
     for knobs in (SyntheticKnobs(acceptance=(0.1,)), None):

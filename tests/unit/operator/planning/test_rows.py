@@ -21,11 +21,6 @@ def test_nothing_known_keeps_the_initial_depth() -> None:
     assert set(depths_of(spec(), LearnedState())) == {3}
 
 
-def test_good_drafts_go_deep_and_bad_ones_do_not_run() -> None:
-    assert depths_of(spec(), LearnedState(acceptance=chances(0.95), costs=FULL))[0] == 5
-    assert depths_of(spec(), LearnedState(acceptance=chances(0.02), costs=FULL))[0] == 0
-
-
 def test_a_machine_that_wanders_makes_nobody_sure() -> None:
     quiet = LearnedState(acceptance=chances(0.95), costs=FULL, wander=0)
     assert depths_of(spec(), quiet)[0] == 5
