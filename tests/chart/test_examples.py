@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, PLURAL, VERSION, Spec
-from specdecode_operator.manifests import selector, service, worker_config
+from specdecode_operator.manifests import pod_template, selector, service, worker_config
 from specdecode_worker.contract import Port
-from support.operators.fleet import deployment_of
+from support.operators.fleet import DEFAULTS, deployment_of, deployment_with
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.yaml"))
@@ -100,3 +100,32 @@ def _example(path: Path) -> dict[str, Any]:
 def test_the_charts_crd_renders_to_the_crd(chart: Any, root: Path) -> None:
     crds = [yaml.safe_load(crd_file.read_text()) for crd_file in sorted((root / "crds").glob("*.yaml"))]
     assert chart.template().of("CustomResourceDefinition") == crds
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_pods_need_no_object_that_the_example_does_not_name(path: Path) -> None:
+    """Pods need nothing that a cluster with NVIDIA's device plugin alone lacks, or the example says so."""
+    text = path.read_text()
+    header = text[: text.index("apiVersion")]
+    (document,) = yaml.safe_load_all(text)
+    pod: dict[str, Any] = pod_template(deployment_with(**document["spec"]), DEFAULTS)["spec"]
+    assert not pod.get("nodeSelector"), "labels come from another component than the device plugin"
+    assert not pod.get("affinity")
+    assert not pod.get("runtimeClassName")
+    for volume in pod["volumes"]:
+        assert "persistentVolumeClaim" not in volume, volume
+        assert "hostPath" not in volume, volume
+    secrets = {
+        variable["valueFrom"]["secretKeyRef"]["name"]
+        for container in (*pod["initContainers"], *pod["containers"])
+        for variable in container["env"]
+        if "secretKeyRef" in variable.get("valueFrom", {})
+    }
+    says = " ".join(header.replace("#", " ").split())
+    for name in secrets:
+        assert f"create secret generic {name} " in says or "the hub's token too" in says, name
+    limits = pod["containers"][0]["resources"].get("limits", {})
+    assert limits.keys() <= {"cpu", "memory", "nvidia.com/gpu"}
+    if "nvidia.com/gpu" in limits:
+        assert "GB" in header
+        assert "ephemeral storage" in header

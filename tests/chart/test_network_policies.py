@@ -152,7 +152,9 @@ def test_policies_open_the_ports_of_the_operators_pods_and_no_others(chart: Any,
     sources = (OPERATOR, STRANGER, ("team-a", ROUTER), ("team-a", {**WORKER, NAME_LABEL: "qwen"}))
     opened = {port for port in range(1, 65536) if any(allows(policy, source, port) for source in sources)}
     assert opened == {Port.http, Port.admin}
-    assert allows(policy, ("team-a", WORKER), Port.blocks)
+    prefill = {**WORKER, ROLE_LABEL: "prefill"}
+    assert all(allows(policy, ("team-a", labels), Port.blocks) for labels in (WORKER, prefill))
+    assert selects(policy, {"metadata": {"labels": prefill}})
     assert ports <= {*opened, Port.blocks}
 
 

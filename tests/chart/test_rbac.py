@@ -12,6 +12,7 @@ from specdecode_operator import manifests
 from specdecode_operator.api.draft import DRAFT_PLURAL
 from specdecode_operator.api.v1alpha1 import GROUP, PLURAL
 from specdecode_operator.kube import kinds
+from specdecode_operator.settings import read_settings
 from support.operators.fleet import deployment_of
 
 Rights = dict[tuple[str, str], set[str]]
@@ -81,9 +82,12 @@ def test_rights_in_the_own_namespace(chart: Any) -> None:
 
 def test_rights_in_the_own_namespace_are_limited_to_names(chart: Any) -> None:
     """Every right but create names its object: the Lease of this release, the master key of the tokens."""
-    rules = named(chart.template({"leaderElection": {"leaseName": "chosen"}}), "Role", "sys:sd-specdecode:own")["rules"]
-    names = {rule["resources"][0]: rule["resourceNames"] for rule in rules if rule["verbs"] != ["create"]}
-    assert names == {"leases": ["chosen"], "secrets": ["specdecode-operator-token-key"]}
+    for values, lease in (({}, "sd-specdecode"), ({"leaderElection": {"leaseName": "chosen"}}, "chosen")):
+        rendered = chart.template(values)
+        assert read_settings(rendered.environment).lease_name == lease, "the operator uses it"
+        rules = named(rendered, "Role", "sys:sd-specdecode:own")["rules"]
+        names = {rule["resources"][0]: rule["resourceNames"] for rule in rules if rule["verbs"] != ["create"]}
+        assert names == {"leases": [lease], "secrets": ["specdecode-operator-token-key"]}
 
 
 def test_rights_equal_those_that_the_code_declares() -> None:

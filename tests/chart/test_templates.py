@@ -275,14 +275,6 @@ def test_every_operator_takes_part_in_the_election(chart: Any) -> None:
         assert settings.identity == "sd-specdecode-7d9f-x2x4z", "the pod's name"
 
 
-def test_the_lease_that_is_used_is_the_lease_that_rbac_allows(chart: Any) -> None:
-    for values in ({}, {"leaderElection": {"leaseName": "other"}}):
-        rendered = chart.template(values)
-        (own,) = [role for role in rendered.of("Role") if role["metadata"]["name"].endswith(":own")]
-        (names,) = [r["resourceNames"] for r in own["rules"] if r["resources"] == ["leases"] and "get" in r["verbs"]]
-        assert names == [read_settings(rendered.environment).lease_name]
-
-
 def test_two_releases_of_one_namespace_use_two_leases(chart: Any) -> None:
     one, two = (chart.template({"fullnameOverride": name}).environment for name in ("specdecode-a", "specdecode-b"))
     assert read_settings(one).lease_name != read_settings(two).lease_name

@@ -16,7 +16,6 @@ from specdecode_operator.api.v1alpha1 import PLURAL, VERSION
 from support.kind_copy import KindCopy
 from support.kube import ROOT, KubectlError
 from support.operators.api_examples import BAD, GOOD, NAMES, RESERVED, TYPOS, spec_with
-from support.operators.crd_fields import SCHEMA, fields
 
 EXAMPLES = sorted([*(ROOT / "examples").glob("*.yaml"), *(ROOT / "examples" / "reference").glob("*.yaml")])
 
@@ -88,18 +87,3 @@ def test_two_managers_apply_tasks_of_their_own(api: KindCopy, namespace: str) ->
     assert tasks() == {"code": "chain:3", "chat": None, "other": "none"}
     apply("git", spec_with({"speculation": {"tasks": [{"name": "code"}]}}))
     assert tasks() == {"code": "chain:3", "other": "none"}
-
-
-# `kubectl explain` prints every description of the generated schema.
-
-
-@pytest.mark.parametrize("part", ["spec", "status"])
-def test_kubectl_explain_prints_every_description(api: KindCopy, part: str) -> None:
-    """``explain --recursive`` prints names only, so each object is asked for, as a user would."""
-    version = ("--api-version", f"{api.group}/v1alpha1")
-    below = fields(part, SCHEMA["properties"][part])
-    objects = [part, *(path for path, field, _ in below if field.get("items", field).get("properties"))]
-    for path in objects:
-        text = api.cluster.kubectl("explain", f"{PLURAL}.{path}", *version)
-        assert "<empty>" not in text, f"{path}: {text}"
-        assert "<no description>" not in text, f"{path}: {text}"

@@ -53,20 +53,6 @@ def lists(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return recorded
 
 
-async def test_changes_and_deletions_arrive_within_two_seconds(
-    api: KubeClient, namespace: str, cluster: Kubectl
-) -> None:
-    await api.apply(config_map(namespace, "first", "timely", a="1"), force=True)
-    async with running(api, namespace, "timely") as (informer, changes):
-        assert informer.of((namespace, "timely"))[0][1] == {"a": "1"}
-        await api.apply(config_map(namespace, "first", "timely", a="2"), force=True)
-        await seconds_until("the change", lambda: informer.get(namespace, "first")[1] == {"a": "2"}, limit=2)
-        changes.clear()
-        await api.delete(CONFIG_MAPS, namespace, "first")
-        await seconds_until("the deletion", lambda: informer.get(namespace, "first") is None, limit=2)
-        assert changes == [(namespace, "timely")]
-
-
 async def test_an_object_that_loses_its_label_leaves(api: KubeClient, namespace: str, cluster: Kubectl) -> None:
     await api.apply(config_map(namespace, "stripped", "label", a="1"), force=True)
     async with running(api, namespace, "label") as (informer, changes):

@@ -8,16 +8,19 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from specdecode_operator import manifests
 from specdecode_operator.api.v1alpha1 import GROUP, KIND
 from specdecode_operator.kube.kinds import OWN_NAMESPACE_PERMISSIONS, PERMISSIONS
 from specdecode_operator.plugin.cli import main
 from support.kube import Cluster, KubectlError, wait_for
-from support.operators.kube_objects import resource
+from support.operators.fleet import DEFAULTS, RUN, deployment_with
+from support.operators.kube_objects import resource, without_owner
 from support.operators.operator_account import grant, kubeconfig_of
 from support.operators.operator_process import OperatorProcess
 from support.operators.tcp_proxy import TcpProxy
@@ -249,3 +252,24 @@ def test_a_stopped_leader_writes_nothing_after_it_was_replaced(
             time.sleep(6)
             assert grace(cluster, own_namespace, "kept") == 92
             assert replaced()
+
+
+# --- children that tests/e2e/test_0_core.py has not: Jobs, and routers with keys and certificates ---------------------
+
+
+def test_an_operator_with_the_charts_rights_creates_jobs_and_routers(cluster: Cluster, own_namespace: str) -> None:
+    account = grant(cluster, own_namespace, "operator", PERMISSIONS)
+    spec: dict[str, Any] = {
+        "distillation": {"storage": {"uri": "pvc://drafts"}},
+        "router": {"replicas": 2, "template": {"spec": {"nodeSelector": {"pool": "cpu"}}}},
+        "apiKeysSecretRef": {"name": "keys"},
+        "tlsSecretRef": {"name": "cert"},
+    }
+    deployment = replace(deployment_with(**spec), namespace=own_namespace)
+    for child in (
+        manifests.distillation_job(deployment, RUN, DEFAULTS, ("0123456789abcdef",)),
+        manifests.deletion_job(deployment, RUN, DEFAULTS),
+        manifests.router_workload(deployment, DEFAULTS),
+    ):
+        body = json.dumps(without_owner(child))
+        assert "created" in cluster.kubectl("create", account, "--dry-run=server", "-f", "-", stdin=body)

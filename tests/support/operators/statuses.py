@@ -39,11 +39,13 @@ def next_status(
     *,
     outcome: Outcome | None = None,
     now: float = 1000,
+    shown: Mapping[str, Any] | None = None,
     **seen: Any,
 ) -> Status:
-    """Return the status after one decision. ``seen`` replaces fields of `observation_with`."""
+    """Return the status after one decision, which shows ``shown``. ``seen`` replaces fields of `observation_with`."""
     observed = observation_with(session, **seen)
     decision, _ = decide(deployment, observed, DEFAULTS, now=now)
+    decision = replace(decision, shown=replace(decision.shown, **(shown or {})))
     return status_of(deployment, observed, decision, outcome or Outcome(), now=now)
 
 

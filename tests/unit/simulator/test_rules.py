@@ -12,7 +12,6 @@ import pytest
 from specdecode_simulator.policies.engine_rules import (
     AdaptiveVerification,
     BatchTable,
-    Fixed,
     Goodput,
     OneWayGate,
     StepTiers,
@@ -25,10 +24,6 @@ from specdecode_simulator.traces.trace import Kind
 from support.small_simulation import ONE, depths_over, load_of, table_of
 
 GOOD, BAD = [0.9, 0.8, 0.7, 0.6, 0.55, 0.5, 0.45], [0.1, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0]
-
-
-def test_fixed_depth_stays() -> None:
-    assert depths_over(Fixed(4), load_of(3), BAD, 3) == [4, 4, 4]
 
 
 def test_the_batch_table_reads_inclusive_edges() -> None:

@@ -13,9 +13,8 @@ from specdecode_operator.api.distillation import DistillationSpec, DistillationS
 from specdecode_operator.api.draft import DraftResourceSpec
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.times import seconds_of
-from support.operators.api_examples import BAD, GOOD, merging, spec_with
+from support.operators.api_examples import BAD, GOOD, spec_with
 from support.operators.crd_fields import SCHEMA
-from support.operators.fleet import SPEC, deep
 
 
 @pytest.mark.parametrize("change", GOOD, ids=str)
@@ -45,14 +44,6 @@ def test_every_rule_has_an_example_that_it_alone_refuses() -> None:
 )
 def test_durations_have_seconds(duration: str, seconds: float) -> None:
     assert seconds_of(duration) == pytest.approx(seconds)
-
-
-def test_the_plan_names_the_drafts_that_a_task_merges() -> None:
-    spec = Spec.model_validate(deep(SPEC, {"speculation": merging({"draft": "lookup", "depth": 8}, {"draft": "sql"})}))
-    (task,) = spec.speculation.tasks
-    match = task.for_worker()
-    assert [(one.draft, one.depth) for one in match.merge] == [("lookup", 8), ("sql", 0)]
-    assert (match.name, match.match, match.draft) == ("edits", None, None)
 
 
 # --- storage of drafts ----------------------------------------------------------------------------------------------

@@ -89,7 +89,6 @@ UNSCHEDULABLE = {
     "reason": "Unschedulable",
     "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
 }
-ABSENT, FOREIGN = 'secret "hub" not found', 'Service "demo" exists'
 FAILURES = (
     Failure("ImageNotPulled", "manifest unknown", of_pod(waiting("ImagePullBackOff", "manifest unknown"))),
     Failure(

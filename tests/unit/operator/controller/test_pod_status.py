@@ -1,4 +1,4 @@
-"""Records of pods and workloads, resources of another version, and reports whose counters fell."""
+"""Records of pods and workloads, events of pods that do not start, and resources of another version."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from typing import Any
 
 import pytest
 
-from specdecode_operator.controller.children import deployment_of, status_of_resource, worker_of, workload_of
-from specdecode_operator.errors import SpecError
+from specdecode_operator.controller.children import (
+    deployment_of,
+    mount_problem,
+    status_of_resource,
+    worker_of,
+    workload_of,
+)
 from specdecode_operator.manifests import rolling_hash
 from support.operators.fleet import SPEC
 
@@ -76,17 +81,6 @@ def test_the_duration_of_a_pull_is_that_of_its_container() -> None:
     assert worker_of(pod({"initContainerStatuses": [{"name": "pull", "state": {"running": {}}}]})).pull_seconds is None
 
 
-def test_an_image_that_cannot_be_pulled_is_trouble() -> None:
-    waiting = {"reason": "ImagePullBackOff", "message": "not found"}
-    status = {"containerStatuses": [{"name": "worker", "state": {"waiting": waiting}}]}
-    assert worker_of(pod(status)).trouble == "worker: ImagePullBackOff: not found"
-
-
-def test_an_unschedulable_pod_has_the_message_of_the_scheduler() -> None:
-    condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
-    assert worker_of(pod({"conditions": [condition]})).trouble == "Unschedulable: no GPU"
-
-
 def test_a_pod_without_a_node_is_not_placed_and_has_an_age() -> None:
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "no GPU"}
     worker = worker_of(pod({"conditions": [condition]}, creationTimestamp="1970-01-01T00:01:40Z"))
@@ -136,10 +130,39 @@ def test_fields_of_a_newer_crd_are_ignored_at_every_level() -> None:
     assert rolling_hash(deployment_of(newer).spec) == rolling_hash(deployment_of(known).spec)
 
 
-def test_a_spec_with_a_value_of_another_version_is_refused_by_field() -> None:
-    with pytest.raises(SpecError, match=r"spec\.replicas"):
-        deployment_of(resource(spec={**SPEC, "replicas": "many"}))
-
-
 def test_a_status_of_another_version_counts_as_empty() -> None:
     assert status_of_resource(resource(status={"observedGeneration": 3, "ready": 1})).observed_generation is None
+
+
+class Events:
+    """Fake client with a list of events."""
+
+    def __init__(self, *events: dict[str, Any]) -> None:
+        self.events = events
+
+    async def list(self, *_: Any, fields: str) -> dict[str, Any]:
+        assert fields == "involvedObject.uid=u,type=Warning"
+        return {"items": list(self.events)}
+
+
+def event(reason: str, message: str, **times: Any) -> dict[str, Any]:
+    return {"metadata": {"creationTimestamp": "2026-01-01T00:00:00Z"}, "reason": reason, "message": message, **times}
+
+
+async def problem_of(*events: dict[str, Any]) -> str | None:
+    client: Any = Events(*events)
+    return await mount_problem(client, "ns", "u")
+
+
+async def test_the_latest_problem_is_returned() -> None:
+    first = event("FailedMount", "first", lastTimestamp="2026-01-01T00:01:00Z")
+    later = event("FailedCreatePodSandBox", "later", lastTimestamp=None, eventTime="2026-01-01T00:02:00.000000Z")
+    series = event("FailedAttachVolume", "latest", series={"lastObservedTime": "2026-01-01T00:03:00.000000Z"})
+    assert await problem_of(first, event("FailedMount", "old")) == "FailedMount: first"
+    assert await problem_of(later, first) == "FailedCreatePodSandBox: later"
+    assert await problem_of(later, series, first) == "FailedAttachVolume: latest"
+
+
+async def test_other_warnings_are_no_problem_of_mounts() -> None:
+    assert await problem_of(event("BackOff", "restarting")) is None
+    assert await problem_of() is None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from specdecode_operator.__main__ import main
@@ -14,11 +11,6 @@ from specdecode_operator.settings import read_settings
 
 def test_settings_have_defaults() -> None:
     assert read_settings({"PATH": "/bin", "SPECDECODE_OPERATOR_LOG_LEVEL": ""}).poll_seconds == 5
-
-
-def test_lists_are_split() -> None:
-    settings = read_settings({"SPECDECODE_OPERATOR_WATCH_NAMESPACES": "a, b,"})
-    assert settings.watch_namespaces == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -36,15 +28,3 @@ def test_the_process_exits_with_2_on_an_invalid_setting(
     monkeypatch.setenv("SPECDECODE_OPERATOR_POLL_SECONDS", "-1")
     assert main(["run"]) == 2
     assert "SPECDECODE_OPERATOR_POLL_SECONDS" in capsys.readouterr().err
-
-
-# --- command --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_operator_starts_without_simulator_and_plots() -> None:
-    code = """
-import sys, specdecode_operator.__main__
-sys.exit(bool({"matplotlib", "specdecode_simulator"} & set(sys.modules)))
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Status
-from specdecode_operator.controller.status import rounded, status_of
-from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import Session
-from specdecode_operator.types import Decision, Deployment, Figures, Observation, Outcome, Speed, TaskFigures, Worker
+from specdecode_operator.types import Decision, Figures, Speed, TaskFigures, Worker
 from specdecode_worker.contract import DraftState, GuardCell, Report, StartSeconds
-from support.operators.fleet import DEFAULTS, Truth, deployment_with, loop_over, with_pin, workload_with
+from support.operators.fleet import Truth, deployment_with, loop_over, with_pin, workload_with
 from support.operators.statuses import (
     conditions,
     explained,
@@ -30,13 +27,6 @@ from support.operators.statuses import (
 
 def with_shown(decision: Decision, **values: Any) -> Decision:
     return replace(decision, shown=replace(decision.shown, **values))
-
-
-def decided(deployment: Deployment, now: float, **shown: Any) -> Status:
-    """Return the status after a decision that shows these values."""
-    observed = Observation(workload=workload_with(), workers=(), session=Session())
-    decision, _ = decide(deployment, observed, DEFAULTS, now=now)
-    return status_of(deployment, observed, with_shown(decision, **shown), Outcome(), now=now)
 
 
 def reporting(**draft: Any) -> Worker:
@@ -88,12 +78,6 @@ def test_a_draft_that_does_not_fit_is_named_and_the_endpoint_stays_ready() -> No
     assert "q_proj" in status.reason
 
 
-def test_a_draft_that_fits_is_compatible() -> None:
-    status = status_with(workload_with(), reporting(hash="abc"))
-    assert states(status)["DraftCompatible"][0] == "True"
-    assert status.draft.hash == "abc"
-
-
 def test_a_bad_report_is_shown() -> None:
     status = status_with(workload_with(), pod(ready=True, report_problem="drafts: -1 is no count"))
     assert "drafts: -1" in conditions(status)["DraftCompatible"].message
@@ -133,7 +117,7 @@ def test_the_scale_subresource_finds_its_pods() -> None:
 
 def test_the_model_section_has_the_revision_that_new_pods_load() -> None:
     def model(before: Status | None, uri: str, revision: str | None = None) -> Status:
-        return decided(deployment_with(before, model={"uri": uri}), 1, model_revision=revision)
+        return next_status(deployment_with(before, model={"uri": uri}), shown={"model_revision": revision})
 
     resolved = model(None, "hf://org/name", "abc123")
     assert (resolved.model.uri, resolved.model.revision) == ("hf://org/name", "abc123")
@@ -165,7 +149,7 @@ def with_figures(
         tasks=tasks or {},
         saved_device_seconds=saved,
     )
-    return decided(deployment, now, figures=figures)
+    return next_status(deployment, now=now, shown={"figures": figures})
 
 
 def test_figures_are_rounded_and_written_only_when_changed() -> None:
@@ -188,13 +172,6 @@ def test_speedup_is_updated_while_too_few_drafts_show_acceptance() -> None:
     first = with_figures(Status(), 1000, acceptance_rate=0.6, accepted_length=2.8, speedup=1.35)
     held = with_figures(first, 2000, speedup=1.0).speculation
     assert (held.acceptance_rate, held.speedup) == (0.6, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(0.024, 0.0), (0.026, 0.05), (1.374, 1.35), (1.376, 1.4), (None, None)]
-)
-def test_figures_are_rounded_to_multiples_of_0_05(value: float | None, expected: float | None) -> None:
-    assert rounded(value) == expected
 
 
 def test_tasks_show_latency_and_speedup_and_keep_them_while_idle() -> None:
@@ -273,10 +250,7 @@ def test_the_condition_names_the_shape_that_the_guards_suspend() -> None:
             for row in loop.worker.plan.rows
         )
         workers = (pod(ready=True, report=report.model_copy(update={"guard": verdicts})),)
-        observed = Observation(workload=workload_with(), workers=workers, session=loop.memory)
-        decision, _ = decide(loop.deployment, observed, DEFAULTS, now=loop.now)
-        assert decision.plan == loop.worker.plan
-        return status_of(loop.deployment, observed, decision, Outcome(), now=loop.now)
+        return next_status(loop.deployment, loop.memory, workers=workers, now=loop.now)
 
     held, free = after(suppressed=True), after(suppressed=False)
     assert (held.speculation.depth, free.speculation.depth) == (0, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdecode_operator.api.v1alpha1 import Decision, SpeculationStatus, Status
-from specdecode_operator.decision.plan import FOLLOWED, HISTORY, ROWS, realised, recorded, records, steered
+from specdecode_operator.decision.plan import FOLLOWED, HISTORY, ROWS, realised, recorded, records
 from specdecode_operator.planning.estimates import buckets_for
 from specdecode_operator.planning.search import Change
 from specdecode_operator.state.learned import GainMeasurement, LearnedState, LoadState, RowState, Session, StepTimeCell
@@ -131,12 +131,6 @@ def test_history_is_bounded_and_newest_first() -> None:
     for index in range(HISTORY + 3):
         learned = recorded(learned, (decision(time=f"{index}"),), None)
     assert [entry.time for entry in learned.history] == [f"{index}" for index in range(HISTORY + 2, 2, -1)]
-
-
-def test_a_new_deployment_has_no_steering_record() -> None:
-    assert steered("", "mode Auto", "mode", "r", 0) is None
-    assert steered("mode Auto", "mode Auto", "mode", "r", 0) is None
-    assert steered("mode Auto", "mode Off", "mode", "r", 0) is not None
 
 
 def test_a_change_of_mode_is_recorded_in_the_history() -> None:

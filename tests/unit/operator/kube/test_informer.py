@@ -129,13 +129,6 @@ async def test_watches_that_end_at_once_back_off_and_then_list_again(pauses: lis
     assert client.versions == ["5", "5", "2", "2"]
 
 
-async def test_a_watch_goes_on_behind_its_last_event_after_an_error(pauses: list[float]) -> None:
-    cut = [("ADDED", item("p", 7)), Unavailable("cut")]
-    informer, changes, client = await play([[page(1)]], [cut, [Unavailable("503")], [("MODIFIED", item("p", 9))]])
-    assert client.versions == ["1", "7", "7", "9"]
-    assert (informer.get("ns", "p"), changes) == ("9", [A, A])
-
-
 async def test_versions_that_expire_again_and_again_back_off(pauses: list[float]) -> None:
     await play([[page(n)] for n in range(4)], [[Gone("old")] for _ in range(3)])
     assert len(pauses) == 2

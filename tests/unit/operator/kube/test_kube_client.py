@@ -54,14 +54,6 @@ def test_status_codes_become_error_classes(status: int, error: type[ClusterError
     assert translated.sentence == "the reason"
 
 
-@pytest.mark.parametrize("status", [500, 503])
-def test_a_webhook_that_cannot_be_called_is_unavailable(status: int) -> None:
-    message = 'Internal error occurred: failed calling webhook "a.b": connection refused'
-    translated = translate(answer(status, message), "patch /x")
-    assert type(translated) is Unavailable
-    assert translated.sentence == message
-
-
 def test_only_a_disruption_budget_blocks_an_eviction() -> None:
     cause = {"reason": "DisruptionBudget", "message": "The disruption budget b needs 1 healthy pods and has 1"}
     blocked = translate(answer(429, "Cannot evict pod.", causes=[cause]), "post /x")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from specdecode_operator.api.v1alpha1 import Decision, Status, TrafficStatus
+from specdecode_operator.api.v1alpha1 import Status, TrafficStatus
 from specdecode_operator.planning.acceptance import bounds_of
 from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_worker.contract import Method, SyntheticKnobs, draft_passes
@@ -16,26 +16,6 @@ from support.operators.fleet import Truth, decided, deployment_with, linear_time
 
 def dear_when_deep(sequences: float, depth: int, context: float) -> float:
     return linear_time(sequences, depth, context) + (0.08 if depth >= 2 else 0)
-
-
-def test_depth_falls_when_acceptance_is_low() -> None:
-    truth = Truth(chances=[0.3, 0.2, 0.1, 0.1, 0.1])
-    loop = loop_over(truth)
-    loop.polls(24)
-    assert min(range(6), key=lambda depth: per_token(truth, depth)) == 1
-    assert loop.depths[-1] in (1, 2)
-    assert "acceptance by depth" in loop.memory.learned.history[0].reason
-
-
-def test_speculation_stops_when_it_loses_and_the_reason_says_so() -> None:
-    loop = loop_over(Truth(chances=[0.02] * 5))
-    old = Decision(time="t", load="l", before="b", after="a", reason="r")
-    loop.memory = Session(learned=LearnedState(uid="u1", history=(old,) * 10))
-    loop.polls(10)
-    assert loop.depths[-1] == 0
-    assert len(loop.memory.learned.history) == 10, "the history is bounded"
-    assert loop.memory.learned.history[0].after == "none"
-    assert "loses against plain decoding" in loop.memory.learned.history[0].reason
 
 
 def test_depth_falls_with_the_cost_of_deep_trees_and_rises_again() -> None:
@@ -162,11 +142,9 @@ def test_speedup_and_acceptance_match_the_truth() -> None:
     assert figures.speed.acceptance_rate == pytest.approx((0.8 + 0.64 + 0.512) / 3, abs=0.05)
 
 
-def test_figures_come_every_half_minute_and_as_soon_as_knobs_are_turned() -> None:
+def test_figures_come_as_soon_as_knobs_are_turned() -> None:
     """What was measured with knobs on must not be read as what was measured."""
     loop = loop_over()
-    published = [loop.poll().shown.figures for _ in range(24)]
-    assert sum(figures is not None for figures in published) <= 5
     while (figures := loop.poll().shown.figures) is None:
         pass
     for knobs in (SyntheticKnobs(acceptance=(0.1,)), None):

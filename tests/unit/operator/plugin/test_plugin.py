@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.plugin.explain import explain, past
-from specdecode_operator.plugin.overview import age, figure, mode_of, percent, table
+from specdecode_operator.plugin.overview import age, mode_of
 from specdecode_operator.state.learned import AcceptanceCell
 from specdecode_operator.telemetry.counters import CellKey, Moments
 from support.operators.fleet import Loop, Truth, loop_over, with_pause
@@ -258,13 +258,6 @@ def test_a_status_of_a_newer_operator_is_read_all_the_same(deepened: Loop) -> No
 )
 def test_ages(seconds: float, text: str) -> None:
     assert age("1970-01-01T00:00:00Z", seconds) == text
-
-
-def test_small_words() -> None:
-    assert (figure(None), figure(1.50), figure(100.0, 0)) == ("-", "1.5", "100")
-    assert (percent(3.4), percent(None)) == ("+3 %", "-")
-    assert table(("A", "LONG"), [("x", "y")]) == ["A   LONG", "x   y"]
-    assert age("yesterday", 0) == "-"
 
 
 @pytest.mark.parametrize(

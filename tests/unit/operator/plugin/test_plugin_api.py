@@ -130,29 +130,16 @@ def demo(server: Server) -> str:
         ("-n", "other", "history", "demo"),
         ("history", "demo", "-n", "other"),
         ("--namespace=other", "history", "demo"),
+        ("-n", "ns", "history", "demo", "-n", "other"),
     ],
 )
-def test_options_stand_before_or_after_the_command(
+def test_options_stand_before_or_after_the_command_and_the_one_after_it_wins(
     server: Server, demo: str, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
 ) -> None:
     server.answers[f"{ROOT}/namespaces/other/specdecodedeployments/demo"] = server.answers.pop(demo)
     assert main(["--kubeconfig", str(server.kubeconfig), *words]) == 0
     assert "no decisions for demo" in capsys.readouterr().out
     assert main([*words, "--kubeconfig", str(server.kubeconfig)]) == 0
-
-
-@pytest.mark.slow
-def test_the_option_after_the_command_wins(server: Server, demo: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--kubeconfig", str(server.kubeconfig), "-n", "other", "history", "demo", "-n", "ns"]) == 0
-    assert "demo" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [(), ("history",), ("explain",), ("pin",)])
-def test_every_option_has_a_help_text(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*command, "--help"])
-    assert ended.value.code == 0
-    assert "--namespace" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("answer", [{}, {"data": None}, {"data": {"state": "{"}}, []])

@@ -131,10 +131,9 @@ def test_any_worker_has_a_capacity(
 # --- shallower before more workers --------------------------------------------------------------------------------
 
 
-def planned(**fields: Any) -> StepModel:
-    learned = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0)
-    result = step_pace(spec(**fields), learned, buckets_for(16), Request(100, 200, 500), Objective(), kv_tokens=None)
-    return result
+def planned(objective: Objective | None = None, **fields: Any) -> StepModel:
+    learned, request = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0), Request(100, 200, 500)
+    return step_pace(spec(**fields), learned, buckets_for(16), request, objective or Objective(), kv_tokens=None)
 
 
 def test_shapes_grow_shallower_with_the_load() -> None:
@@ -152,9 +151,7 @@ def test_a_worker_that_adapts_carries_more_than_one_of_fixed_depth() -> None:
 @pytest.mark.parametrize("fields", [{"mode": "Static"}, {"mode": "Advisory"}, {"depth": {"min": 5}}], ids=str)
 def test_a_least_gain_that_no_allowed_shape_has_leaves_a_capacity(fields: dict[str, Any]) -> None:
     """Rows that are not planned keep their shape, and a least depth allows no plain decoding."""
-    learned, asked = LearnedState(acceptance=chances(0.7), costs=FULL, wander=0.0), ObjectiveSpec(min_gain_percent=900)
-    request = Request(100, 200, 500)
-    model = step_pace(spec(**fields), learned, buckets_for(16), request, Objective(asked), kv_tokens=None)
+    model = planned(Objective(ObjectiveSpec(min_gain_percent=900)), **fields)
     assert capacity(MIX, model, LIMITS).rate > 0
 
 

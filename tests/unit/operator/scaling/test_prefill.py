@@ -14,7 +14,7 @@ from specdecode_operator.controller.status import prefill_section
 from specdecode_operator.scaling import prefill_replicas
 from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.telemetry.counters import Delta
-from specdecode_operator.types import Decision, Observation, PolicyPeers, Worker
+from specdecode_operator.types import Decision, Observation, Worker
 from specdecode_worker.contract import Env, PlanState, Port, Report, WorkerConfig
 from support.operators.fleet import decided, deployment_with, with_spec, workload_with
 
@@ -73,17 +73,6 @@ def test_without_prefill_there_is_no_child_and_afterwards_it_has_no_pods() -> No
     assert child(decision, name) is None
     decision, _ = decided(deployment, fresh(), workload=None, prefill_workload=workload_with(2))
     assert child(decision, name)["spec"]["replicas"] == 0
-
-
-def test_policy_opens_the_block_port_to_the_deployments_own_workers_alone() -> None:
-    policy = manifests.network_policy(deployment_with(), PolicyPeers())
-    (rule,) = [one for one in policy["spec"]["ingress"] if one["ports"][0]["port"] == Port.blocks]
-    (peer,) = rule["from"]
-    (roles,) = peer["podSelector"]["matchExpressions"]
-    assert peer["podSelector"]["matchLabels"] == {"specdecode.io/name": deployment_with().name}
-    assert (roles["key"], set(roles["values"])) == ("specdecode.io/role", {"worker", "prefill"})
-    (applies,) = policy["spec"]["podSelector"]["matchExpressions"]
-    assert "prefill" in applies["values"]
 
 
 def test_addresses_of_ready_prefill_workers_are_published_and_pushed_to_both_roles() -> None:

@@ -30,13 +30,12 @@ def with_traffic(report: Report, count: int, *, output: int = 50) -> Report:
     return report.model_copy(update={"traffic": (cell,)})
 
 
-def after_polls(rate: float, *, polls: int = 6, trouble: str | None = None, **spec: Any) -> Decision:
-    """Return the decision after ``polls`` polls at ``rate`` requests per second."""
-    counts = [int(rate * POLL_SECONDS * index) for index in range(1, polls + 1)]
-    return decisions(counts, trouble=trouble, **spec)[-1]
+def after_polls(rate: float, **spec: Any) -> Decision:
+    """Return the decision after six polls at ``rate`` requests per second."""
+    return decisions([int(rate * POLL_SECONDS * index) for index in range(1, 7)], **spec)[-1]
 
 
-def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = None, **spec: Any) -> list[Decision]:
+def decisions(counts: Sequence[int], *, output: int = 50, **spec: Any) -> list[Decision]:
     """Return one decision for each poll; ``counts`` are the requests so far."""
     deployment, result = deployment_with(**spec), []
     worker = SimulatedWorker(Truth(sequences=1), plan=Plan(initial=TreeShape.chain(3)))
@@ -45,11 +44,8 @@ def decisions(counts: Sequence[int], *, output: int = 50, trouble: str | None = 
         worker.run(POLL_SECONDS)
         now += POLL_SECONDS
         report = with_traffic(worker.report(), count, output=output)
-        pods = (
-            Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=report),
-            *([Worker(name="q", uid="q", address=None, ready=False, trouble=trouble)] if trouble else []),
-        )
-        decision, memory = decided(deployment, memory, now=now, workers=pods)
+        pod = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=report)
+        decision, memory = decided(deployment, memory, now=now, workers=(pod,))
         result.append(decision)
     return result
 
@@ -86,11 +82,6 @@ def test_an_external_owner_reads_the_desired_replicas() -> None:
     assert (unscaled.scale.wanted, unscaled.scale.arrivals) == (None, None), (
         "without spec.scaling demand is not reported"
     )
-
-
-def test_an_unschedulable_pod_is_reported() -> None:
-    result = after_polls(40, trouble="Unschedulable: 0/1 nodes are available", **OPERATOR)
-    assert result.scale.limited.reason == "Unschedulable"
 
 
 def test_a_tighter_objective_means_less_capacity() -> None:

@@ -9,7 +9,7 @@ import pytest
 from specdecode_operator.api.draft import CountedPair, SpecDecodeDraft, TrialRecord
 from specdecode_operator.state.learned import LINEAGE, TRAINING_KEY, UNUSED, parse_training, render_training
 from specdecode_operator.state.store import draft_writes, manifest_of, record_of, surplus
-from support.operators.canary import NEW, OLD, TRAINED, Canary, distilling, offer_another, promoted, trying, verdict
+from support.operators.canary import NEW, TRAINED, Canary, distilling, offer_another, promoted, trying, verdict
 
 
 def full() -> Canary:
@@ -85,10 +85,3 @@ def test_the_draft_of_a_run_has_its_evaluation_and_is_deleted_when_it_is_old() -
     assert surplus([ended, *later]) == [ended]
     own = ended.model_copy(update={"metadata": {"name": "mine"}})
     assert surplus([own, *later]) == [], "a draft that a user offered is not deleted"
-
-
-def test_nothing_is_stored_of_a_deployment_without_a_candidate() -> None:
-    assert render_training(UNUSED) == {}
-    assert parse_training({}) == UNUSED
-    assert record_of((), UNUSED) == UNUSED
-    assert OLD not in render_training(UNUSED)

@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdecode_operator.decision.learn import learn_delta, learn_parked
-from specdecode_operator.state.learned import (
-    MAX_PARKED_DRAFTS,
-    AcceptanceCell,
-    LearnedState,
-    RowState,
-    StepTimeCell,
-    parse_state,
-    render_state,
-)
+from specdecode_operator.state.learned import MAX_PARKED_DRAFTS, AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, Moments, RequestSums
 from support.operators.fleet import Loop, Truth, loop_over
 
@@ -118,15 +110,6 @@ def test_a_draft_that_measured_nothing_is_not_parked() -> None:
 
 def test_rows_from_before_the_first_draft_are_not_parked() -> None:
     assert learn_delta(measured(""), Delta(draft="d1"), now=NOW).parked == ()
-
-
-def test_parked_drafts_survive_a_restart_in_their_order() -> None:
-    learned = measured("d0")
-    for draft in ("a", "b", "c"):
-        learned = learn_delta(learned, seen(draft), now=NOW)
-    stored = parse_state(render_state(learned), "u", learned.plan)
-    assert [parked.draft for parked in stored.parked] == ["b", "a", "d0"]
-    assert stored.parked == learned.parked
 
 
 def converged() -> Loop:

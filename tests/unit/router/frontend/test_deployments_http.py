@@ -20,13 +20,16 @@ CHAT = "/v1/chat/completions"
 
 
 @contextlib.asynccontextmanager
-async def two_deployments(old: Script, new: Script, percent: int, token_file: Path) -> AsyncIterator[RouterUnderTest]:
-    """Yield a router over one worker of each deployment."""
+async def two_deployments(
+    old: Script, new: Script, percent: int, folder: Path, token: str = TOKEN
+) -> AsyncIterator[RouterUnderTest]:
+    """Yield a router over one worker of each deployment. ``token`` is what the file of the new one has."""
+    (folder / "token").write_text(token)
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in (old, new)]
         settings = RouterSettings.model_validate({
             "deployment": "old", "workers": [workers[0].url], "no_worker_seconds": 0.5, "load_seconds": 0.5,
-            "backends": [f"name=new,percent={percent},worker={workers[1].url},token-file={token_file}"],
+            "backends": [f"name=new,percent={percent},worker={workers[1].url},token-file={folder / 'token'}"],
         })  # fmt: skip
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -44,9 +47,7 @@ def turn(conversation: int, number: int = 0, *, stream: bool = False) -> bytes:
 
 
 async def test_conversations_stay_and_are_counted_by_deployment(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 30, token) as router:
+    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 30, tmp_path) as router:
         await router.wait_for_reports()
         for conversation in range(100):
             for number in range(2):
@@ -65,9 +66,7 @@ async def test_conversations_stay_and_are_counted_by_deployment(tmp_path: Path) 
 
 
 async def test_a_broken_stream_is_not_continued_by_the_other_model(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(TOKEN)
-    async with two_deployments(Script(), Script(key="key-2", close_at=5), 100, token) as router:
+    async with two_deployments(Script(), Script(key="key-2", close_at=5), 100, tmp_path) as router:
         await router.wait_for_reports()
         _, _, answer = await router.post(CHAT, data=turn(1, stream=True))
         assert b'"error"' in answer
@@ -76,9 +75,7 @@ async def test_a_broken_stream_is_not_continued_by_the_other_model(tmp_path: Pat
 
 
 async def test_without_a_token_for_the_trial_the_own_deployment_serves(tmp_path: Path) -> None:
-    token = tmp_path / "wrong"
-    token.write_text("wrong")
-    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 100, token) as router:
+    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 100, tmp_path, "wrong") as router:
         status, _, _ = await router.post(CHAT, data=turn(1))
         assert status == 200
         assert len(router.workers[0].requests) == 1
@@ -86,9 +83,8 @@ async def test_without_a_token_for_the_trial_the_own_deployment_serves(tmp_path:
 
 
 async def test_a_worker_may_know_either_token_of_a_file(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text(f"next\n{TOKEN}\n")
-    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 100, token) as router:
+    both = f"next\n{TOKEN}\n"
+    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 100, tmp_path, both) as router:
         await router.wait_for_reports()
         trial = router.workers[1]
         for accepted in (TOKEN, "next"):

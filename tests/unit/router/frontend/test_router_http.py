@@ -157,13 +157,15 @@ async def test_client_that_goes_while_the_body_is_made() -> None:
         await wait_until(lambda: router.workers[0].cancelled)
 
 
+def post(path: str, content: bytes) -> bytes:
+    """Return a request as it goes over a socket."""
+    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content)) + content
+
+
 async def slow_client(router: RouterUnderTest) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a stream and read nothing of it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port, limit=1024)
-    content = body(stream=True)
-    writer.write(
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-    )
+    writer.write(post(CHAT, body(stream=True)))
     return reader, writer
 
 
@@ -186,33 +188,21 @@ async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
         writer.close()
 
 
-async def test_client_that_does_not_read_a_large_body_is_dropped() -> None:
+@pytest.mark.parametrize("forwarded", [False, True], ids=["made", "forwarded"])
+async def test_client_that_does_not_read_a_large_answer_is_dropped(forwarded: bool) -> None:
     async with router_over(Script(tokens=200_000, per_step=200_000), write_timeout_seconds=0.5) as router:
         small = socket.socket()
         small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         small.connect(("127.0.0.1", router.port))
         reader, writer = await asyncio.open_connection(sock=small, limit=1024)
-        content = body(stream=False)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
-        await wait_until(lambda: router.workers[0].ended, 20)
-        await wait_until(lambda: not router.state.lifecycle.running, 3)
-        received = await asyncio.wait_for(reader.read(-1), 5)
-        assert len(received) < len(text_of(content, 200_000)), "the connection was dropped in the middle"
-        writer.close()
-
-
-async def test_client_that_does_not_read_a_forwarded_answer_is_dropped() -> None:
-    async with router_over(Script(), write_timeout_seconds=0.5) as router:
-        small = socket.socket()
-        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        small.connect(("127.0.0.1", router.port))
-        reader, writer = await asyncio.open_connection(sock=small, limit=1024)
-        content = b"x" * 4_000_000
-        writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
-        await wait_until(lambda: router.workers[0].forwarded, 20)
+        content = b"x" * 4_000_000 if forwarded else body(stream=False)
+        answer = len(content) if forwarded else len(text_of(content, 200_000))
+        writer.write(post("/tokenize" if forwarded else "/v1/completions", content))
+        worker = router.workers[0]
+        await wait_until(lambda: worker.forwarded if forwarded else worker.ended, 20)
         await wait_until(lambda: not router.state.lifecycle.running)
         received = await asyncio.wait_for(reader.read(-1), 5)
-        assert len(received) < len(content), "the connection was dropped in the middle"
+        assert len(received) < answer, "the connection was dropped in the middle"
         writer.close()
 
 

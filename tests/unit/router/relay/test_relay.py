@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import time
 
 import pytest
 
 from specdecode_router.errors import ApiError
+from specdecode_router.relay import attempt_history
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
 from support.relay_harness import LIMITS, Harness, chat, harness, wait_until
+from support.router_harness import router_over
 from support.stand_in_worker import Script, error_frame, text_of
 
 BODY = chat()
@@ -210,3 +213,282 @@ async def test_trace_headers_and_identity_reach_every_attempt() -> None:
         await over.run(BODY)
         first, second = (worker.requests[0] for worker in over.workers)
         assert (first.request_id, first.body) == (second.request_id, second.body) == ("r1", BODY)
+
+
+# --- a silent worker gets a second attempt next to it; whichever delivers first wins ----------------------------------
+
+
+async def test_silent_worker_loses() -> None:
+    async with harness(Script(silent_at=5), Script()) as over:
+        began = time.monotonic()
+        client = await over.run(BODY)
+        assert client.text() == TEXT
+        assert time.monotonic() - began < 2
+        assert over.registry.counts()["suspect"] == 1, "new requests avoid it"
+        assert over.metric("hedges_total", outcome="won") == 1
+        assert over.metric("resumes_total", reason="silence", outcome="resumed") == 1
+        assert over.metric("resume_gap_seconds_count") == 1
+        over.workers[0].voice.set()
+        await wait_until(lambda: not over.workers[0].running)
+        assert (over.workers[0].cancelled, over.workers[0].ended) == (1, 0), "the loser is cancelled"
+
+
+async def test_loser_is_cancelled_while_the_winner_runs() -> None:
+    async with harness(Script(silent_at=5), Script(tokens=10_000, interval_seconds=0.01)) as over:
+        over.scripts[0].tokens = 10_000
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.workers[0].cancelled)
+        assert over.workers[1].running
+        assert not task.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_false_suspicion_changes_nothing() -> None:
+    async with harness(Script(silent_at=5), Script(resumed_delay_seconds=30)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.workers[1].requests)
+        over.workers[0].voice.set()
+        client = await task
+        assert client.text() == TEXT
+        assert len(client.events) == 20
+        await over.settled()
+        assert (over.workers[0].ended, over.workers[1].cancelled) == (1, 1)
+        assert over.registry.counts()["suspect"] == 0
+        assert over.metric("hedges_total", outcome="lost") == 1
+        assert over.metric("resumes_total", reason="silence", outcome="resumed") == 0
+
+
+async def test_a_suspicion_ends_when_the_frames_go_on_without_a_token() -> None:
+    async with harness(Script(silent_at=1, interval_seconds=30, alive_seconds=0.1)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.registry.counts()["suspect"])
+        over.workers[0].voice.set()
+        await wait_until(lambda: not over.registry.counts()["suspect"], 2)
+        assert len(over.client.events) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_both_deliver_at_the_same_time() -> None:
+    async with harness(Script(silent_at=5), Script(resumed_delay_seconds=0.05)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.workers[1].requests)
+        await asyncio.sleep(0.05)
+        over.workers[0].voice.set()
+        client = await task
+        assert client.text() == TEXT
+        assert len(client.events) == 20
+
+
+async def test_silence_before_open() -> None:
+    async with harness(Script(open_delay_seconds=30), Script()) as over:
+        client = await over.run(BODY)
+        assert client.text() == TEXT
+        assert len(client.opened) == 1
+        assert over.workers[1].requests[0].resume is None
+
+
+@pytest.mark.slow
+async def test_alive_worker_is_not_suspected() -> None:
+    script = Script(tokens=3, interval_seconds=0.9, alive_seconds=0.1)
+    async with harness(script, Script()) as over:
+        client = await over.run(BODY)
+        assert client.text() == text_of(BODY, 3)
+        assert not over.workers[1].requests
+
+
+async def test_silent_worker_without_another_one_goes_on() -> None:
+    async with harness(Script(silent_at=5)) as over:
+        asyncio.get_running_loop().call_later(1.2, over.workers[0].voice.set)
+        assert (await over.run(BODY)).text() == TEXT
+
+
+async def test_second_worker_that_appears_later_is_used() -> None:
+    async with harness(Script(silent_at=5), Script()) as over:
+        both = over.registry.endpoints
+        over.registry.update(both[:1])
+        asyncio.get_running_loop().call_later(0.9, over.registry.update, both)
+        assert (await over.run(BODY)).text() == TEXT
+        assert over.workers[1].requests
+
+
+async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:
+    async with harness(Script(silent_at=5, close_at=5), Script(resumed_delay_seconds=0.3)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.workers[1].requests)
+        over.workers[0].voice.set()
+        assert (await task).text() == TEXT
+        assert len(over.workers[1].requests) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("write_seconds", [0.8])
+async def test_slow_client_is_no_silent_worker(write_seconds: float) -> None:
+    async with harness(Script(tokens=3), Script()) as over:
+        over.client.write_seconds = write_seconds
+        assert (await over.run(BODY)).text() == text_of(BODY, 3)
+        assert not over.workers[1].requests
+
+
+@pytest.mark.parametrize("before_open", [True, False])
+async def test_refusal_of_the_second_attempt_leaves_the_first_one_running(before_open: bool) -> None:
+    """The first worker was only silent, so the request is not to end by what the second one answers."""
+    first = Script(open_delay_seconds=0.9) if before_open else Script(silent_at=5)
+    async with harness(first, Script(refuse=error_frame(500, "engine_error", retryable=False))) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.workers[1].requests)
+        await asyncio.sleep(0.1)
+        over.workers[0].voice.set()
+        client = await task
+        assert client.text() == TEXT
+        assert over.metric("hedges_total", outcome="failed") >= 1
+
+
+async def test_crashes_of_further_workers_leave_a_slow_stream_running() -> None:
+    crash = Script(refuse=error_frame(500, "engine_error", retryable=True))
+    async with harness(Script(silent_at=5), crash, crash, crash) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.workers[1].requests and over.workers[2].requests)
+        await asyncio.sleep(0.6)
+        assert not over.workers[3].requests, "the request may be the cause, so it is not given to a third one"
+        over.workers[0].voice.set()
+        assert (await task).text() == TEXT
+
+
+async def test_refusals_of_all_attempts_end_the_request() -> None:
+    refused = error_frame(400, "invalid_value", retryable=False)
+    async with harness(Script(open_delay_seconds=0.9, refuse=refused, refuse_at=1), Script(refuse=refused)) as over:
+        with pytest.raises(RefusedByWorker):
+            await over.run(BODY)
+
+
+async def test_a_winner_whose_client_reads_slowly_is_not_hedged() -> None:
+    async with harness(Script(silent_at=5), Script()) as over:
+        relay = over.relay(BODY)
+        task = asyncio.create_task(relay.run())
+        await wait_until(lambda: len(over.client.events) >= 6)
+        over.client.write_seconds = 30
+        await asyncio.sleep(0.9)
+        assert [attempt.is_paused for attempt in relay._running.values()] == [True]
+        relay._wake.set()  # as the end of the loser of the first hedge does
+        await asyncio.sleep(0.1)
+        assert len(relay._running) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+# --- a request that lost its worker: how long it waits for another one, and that the operator learns of it ------------
+
+FULL = error_frame(429, "rate_limit_exceeded", retryable=True)
+
+
+class RecordedDemand:
+    """Writer of held requests that only records them."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, float]] = []
+
+    def set_held(self, requests: int, oldest_seconds: float) -> None:
+        self.held.append((requests, oldest_seconds))
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_request_waits_as_long_as_a_held_one_while_there_is_no_worker() -> None:
+    async with harness(Script(silent_at=5), Script()) as over:
+        first, second = over.registry.endpoints
+        over.registry.update([first])
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: len(over.client.events) == 5)
+        over.registry.update([])
+        over.scripts[0].close_at = 5
+        over.workers[0].voice.set()
+        await wait_until(lambda: over.registry.demand[0] == 1)
+        await asyncio.sleep(1.5 * LIMITS.no_worker_seconds)
+        assert not task.done()
+        assert over.registry.demand[1] > LIMITS.no_worker_seconds
+        over.registry.update([second])
+        assert over.registry.demand == (0, 0.0), "a worker is there"
+        assert (await task).text() == text_of(BODY, 20)
+
+
+@pytest.mark.slow
+async def test_no_worker_until_the_end_of_the_hold_time() -> None:
+    async with harness(Script()) as over:
+        over.registry.update([])
+        began = time.monotonic()
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY)
+        assert (failed.value.status, failed.value.code) == (503, "no_worker")
+        assert time.monotonic() - began > LIMITS.hold_seconds - 0.1
+        assert over.registry.demand == (0, 0.0)
+
+
+async def test_request_that_leaves_its_only_worker_out_is_no_demand() -> None:
+    async with harness(Script(close_at=5)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.registry.counts()["suspect"] == 1)
+        assert over.registry.demand == (0, 0.0), "the worker may answer again"
+        with pytest.raises(ApiError):
+            await task
+
+
+async def test_a_stream_waits_for_a_place_at_a_full_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_history, "_EXCLUDE_SECONDS", 0.1)
+    async with harness(Script(move_at=9), Script(refuse=FULL)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: len(over.workers[1].requests) == 3)
+        over.scripts[1].refuse = None
+        assert (await task).text() == text_of(BODY, 20)
+
+
+async def test_the_wait_for_a_place_ends_although_full_workers_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt_history, "_EXCLUDE_SECONDS", 0.1)
+    async with harness(Script(move_at=9), Script(refuse=FULL)) as over:
+        over.context.limits = LIMITS.model_copy(update={"hold_seconds": 0.6})
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY, seconds=3)
+        assert (failed.value.status, failed.value.code) == (503, "no_worker")
+        assert over.client.text() == text_of(BODY, 9)
+        assert len(over.workers[1].requests) > 1
+
+
+async def test_time_of_each_stage_is_observed() -> None:
+    async with harness(Script(close_at=5), Script()) as over:
+        await over.run(BODY)
+        assert over.metric("added_latency_seconds_count", stage="connect") == 2
+        assert 0 < over.metric("added_latency_seconds_sum", stage="connect") < 1
+        assert over.metric("added_latency_seconds_count", stage="place") == 2
+        assert over.metric("added_latency_seconds_count", stage="write") == 20
+
+
+@pytest.mark.slow
+async def test_operator_learns_of_requests_that_lost_the_last_worker() -> None:
+    demand = RecordedDemand()
+    async with router_over(Script(tokens=50, interval_seconds=0.01), demand=demand, no_worker_seconds=5) as router:
+        workers = router.state.relay.workers
+        sent = asyncio.create_task(router.post("/v1/chat/completions", data=BODY))
+        await wait_until(lambda: router.workers[0].running)
+        endpoints = workers.endpoints
+        workers.update([])
+        router.workers[0].script.close_at = 0
+        await wait_until(lambda: demand.held[-1][0] == 1)
+        router.workers[0].script.close_at = None
+        workers.update(endpoints)
+        _, _, content = await sent
+        assert content.endswith(b"[DONE]\n\n")
+        await wait_until(lambda: demand.held[-1] == (0, 0.0))
+
+
+async def test_prefixes_of_a_worker_that_is_gone_are_dropped() -> None:
+    async with router_over(Script(), Script()) as router:
+        prefixes, workers = router.state.placement.prefixes, router.state.relay.workers
+        first, second = workers.endpoints
+        prefixes._retention = {first.name: 0.5, second.name: 0.5}
+        workers.update([second])
+        assert set(prefixes._retention) == {second.name}
