@@ -16,7 +16,7 @@ import pytest
 
 from support import small_model
 from support.faults.bounds import seconds_until
-from support.faults.worker_flags import SMALL_FLAGS
+from support.faults.workers import SMALL_FLAGS
 from support.worker_process import WorkerProcess, fake, ready, real, worker_config
 
 RELOAD_SECONDS = 3
