@@ -62,6 +62,16 @@ def cluster() -> Cluster:
 
 
 @pytest.fixture(scope="session")
+def local_cluster(cluster: Cluster) -> Cluster:
+    """Return the cluster, whose node is this machine: a test sees its files and processes."""
+    from support.tiers import skip_reason
+
+    if not cluster.local:
+        pytest.skip(skip_reason("local cluster", "the node is another machine; run hack/cluster/up"))
+    return cluster
+
+
+@pytest.fixture(scope="session")
 def promtool() -> Promtool:
     """Return promtool with the prometheus binary from the same folder."""
     from support.prometheus import PrometheusMissing, Promtool

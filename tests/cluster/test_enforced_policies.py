@@ -18,7 +18,6 @@ from specdecode_operator.manifests.objects import ROLE_LABEL, Role, router_label
 from specdecode_operator.settings import read_settings
 from specdecode_operator.types import Deployment
 from support.kube import ROOT, Cluster, Manifest, wait_for
-from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.cluster,
@@ -114,9 +113,7 @@ EXPECTED = {
 
 
 @pytest.fixture(scope="module")
-def pods(cluster: Cluster) -> Iterator[Pods]:
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "it gets a firewall"))
+def pods(cluster: Cluster, local_cluster: Cluster) -> Iterator[Pods]:
     with cluster.namespace("np-sys") as system, cluster.namespace("np-a") as team, cluster.namespace("np-b") as other:
         pods = Pods(cluster, {"system": system, "team": team, "other": other})
         for name, labels in POD_LABELS.items():

@@ -12,7 +12,6 @@ from localcluster.settings import ExtraNode, Layout
 
 from support.cluster_faults.extra_node import TAINT, TOLERATIONS, bring_back, extra_node, node_command
 from support.kube import Cluster, KubectlError, Manifest, wait_for
-from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.cluster,
@@ -24,11 +23,9 @@ PAGE = "import urllib.request; print(urllib.request.urlopen('http://{host}:8080/
 
 
 @pytest.fixture(scope="module")
-def node(cluster: Cluster) -> Iterator[ExtraNode]:
+def node(local_cluster: Cluster) -> Iterator[ExtraNode]:
     """Yield a second node that takes only pods with a toleration, so that nothing else runs there."""
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "it gets a second node"))
-    with extra_node([cluster.operator_image]) as name:
+    with extra_node([local_cluster.operator_image]) as name:
         (line,) = [line for line in node_command("list").splitlines() if line.startswith(f"{name} ")]
         yield ExtraNode(name, int(line.split()[2].split(".")[2]))
 

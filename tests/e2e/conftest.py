@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from support.e2e.endpoint import MODEL, Endpoint, resource
+from support.e2e.endpoint import Endpoint, resource
 from support.e2e.kube import Namespace
+from support.e2e.loop import SPECULATION
 from support.e2e.release import Crd, Release
 from support.kube import Cluster
 
@@ -64,12 +65,7 @@ def endpoint(release: Release, watched: Namespace) -> Endpoint:
 
     It has little stability, so that the control loop changes plans within one test.
     """
-    speculation = {
-        "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
-        "depth": {"min": 0, "max": 4, "initial": 3},
-        "stability": "Low",
-    }
-    watched.apply(resource("shared", speculation))
+    watched.apply(resource("shared", SPECULATION))
     endpoint = Endpoint(watched, "shared")
     try:
         endpoint.wait_ready()
@@ -77,15 +73,3 @@ def endpoint(release: Release, watched: Namespace) -> Endpoint:
         error.add_note(f"{endpoint.description()}\n{release.logs()}")
         raise
     return endpoint
-
-
-@pytest.fixture
-def url(endpoint: Endpoint) -> Iterator[str]:
-    """Yield the endpoint's URL through its Service."""
-    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
-        yield url
-
-
-@pytest.fixture
-def model() -> str:
-    return MODEL

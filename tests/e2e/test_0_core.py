@@ -22,9 +22,8 @@ from support.e2e.loop import assert_explained, names_load, planned_depth
 from support.e2e.release import ASSIGNED_USER, Release
 from support.e2e.routed import Routed, routed_deployment
 from support.e2e.streams import connect
-from support.e2e.traffic import Traffic
 from support.e2e.worker_faults import kill_pod, restarts, signal_engine, swap_draft, wait_for_ready_pods
-from support.kube import KubectlError, wait_for
+from support.kube import wait_for
 
 pytestmark = [pytest.mark.core, pytest.mark.timeout(600)]
 
@@ -119,9 +118,7 @@ def test_bad_resource_is_refused_with_its_field_and_the_reason(
     assert "spec.speculation" in said, "the reason names the field"
 
 
-def test_depth_falls_under_load_and_rises_again_and_says_why(routed: Routed, endpoint: Endpoint) -> None:
-    failures: list[str] = []
-
+def test_depth_falls_under_load_and_rises_again_and_says_why(endpoint: Endpoint) -> None:
     def depth_under(concurrency: int, per_worker: int, least: int, most: int) -> None:
         """Send requests until the plan and DEPTH have a depth from ``least`` to ``most`` for this load."""
 
@@ -130,16 +127,14 @@ def test_depth_falls_under_load_and_rises_again_and_says_why(routed: Routed, end
             assert all(least <= depth <= most for depth in depths), f"planned and shown: {depths}"
             return True
 
-        with Traffic(routed.url, MODEL, concurrency=concurrency, max_tokens=32) as traffic:
+        with endpoint.traffic(concurrency, max_tokens=32):
             wait_for(f"depth for {concurrency} clients", settled, timeout_s=240, every_s=1)
-        failures.extend(traffic.failures)
 
     endpoint.set_knobs(LOADED_COSTS_MORE)
     depth_under(ALONE, 1, 2, 4)
     depth_under(MANY, MANY_PER_WORKER, 0, 1)
     depth_under(ALONE, 1, 2, 4)
     endpoint.set_knobs(None)
-    assert failures == []
     largest = endpoint.plan(endpoint.ready_pods()[0]).buckets.concurrency[-1]
     history = [entry for entry in endpoint.speculation()["history"] if names_load(entry, f">{largest}")]
     falls = [entry for entry in history if _depth(entry["after"]) < _depth(entry["before"])]
@@ -178,13 +173,4 @@ def test_swapped_draft_and_changed_spec_fail_no_request(routed: Routed, endpoint
 
 
 def test_deleted_deployment_leaves_no_trace(endpoint: Endpoint) -> None:
-    assert endpoint.children()
-    endpoint.namespace.kubectl("delete", "sdd", NAME, "--timeout=60s")
-    with pytest.raises(KubectlError, match="not found"):
-        endpoint.get()
-
-    def nothing_left() -> bool:
-        assert endpoint.children() == []
-        return True
-
-    wait_for("nothing is left", nothing_left, timeout_s=60)
+    endpoint.delete()

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdecode_worker.contract import Metric
-from support.e2e.endpoint import EQUAL_STEPS, MODEL, Endpoint
-from support.e2e.traffic import PROMPTS, Traffic
+from support.e2e.endpoint import EQUAL_STEPS, Endpoint
+from support.e2e.traffic import PROMPTS
 from support.kube import wait_for
 from support.processor import FASTEST_DTYPE, MULTIPLIES_BF16
 from support.tiers import skip_reason
@@ -52,20 +52,18 @@ def measured(endpoint: Endpoint) -> tuple[float, dict[str, float]]:
 
     Both are measured at one fixed depth.
     """
-    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
-        endpoint.patch({"speculation": {"mode": "Static", "depth": {"initial": DEPTH}}})
-        endpoint.set_knobs(None if MULTIPLIES_BF16 else EQUAL_STEPS)
-        with Traffic(url, MODEL, concurrency=CONCURRENCY, max_tokens=MAX_TOKENS, prompts=QUESTIONS) as traffic:
-            time.sleep(20)
-            drafted, accepted = drafted_after, accepted_after = speculation_counters(endpoint)
-            deadline = time.monotonic() + 3 * WINDOW_SECONDS
-            while drafted_after - drafted <= MIN_DRAFTED and time.monotonic() < deadline:
-                time.sleep(WINDOW_SECONDS)
-                drafted_after, accepted_after = speculation_counters(endpoint)
-            wait_for("SPEEDUP is measured", lambda: endpoint.speculation().get("speedup"), timeout_s=60)
-            speculation = endpoint.speculation()
+    endpoint.patch({"speculation": {"mode": "Static", "depth": {"initial": DEPTH}}})
+    endpoint.set_knobs(None if MULTIPLIES_BF16 else EQUAL_STEPS)
+    with endpoint.traffic(CONCURRENCY, max_tokens=MAX_TOKENS, prompts=QUESTIONS):
+        time.sleep(20)
+        drafted, accepted = drafted_after, accepted_after = speculation_counters(endpoint)
+        deadline = time.monotonic() + 3 * WINDOW_SECONDS
+        while drafted_after - drafted <= MIN_DRAFTED and time.monotonic() < deadline:
+            time.sleep(WINDOW_SECONDS)
+            drafted_after, accepted_after = speculation_counters(endpoint)
+        wait_for("SPEEDUP is measured", lambda: endpoint.speculation().get("speedup"), timeout_s=60)
+        speculation = endpoint.speculation()
     endpoint.set_knobs(None)
-    assert not traffic.failures
     assert drafted_after - drafted > MIN_DRAFTED, "too little traffic to measure anything"
     return (accepted_after - accepted) / (drafted_after - drafted), speculation
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from specdecode_worker.contract import Port
-from support.e2e.endpoint import Endpoint
+from support.e2e.endpoint import MODEL, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.release import Release
 from support.e2e.traffic import Traffic, chat_body
@@ -27,14 +27,14 @@ def two_ready(endpoint: Endpoint) -> list[str]:
     return ready if len(ready) == 2 else []
 
 
-def test_kubectl_scale_adds_a_serving_worker(endpoint: Endpoint, model: str) -> None:
+def test_kubectl_scale_adds_a_serving_worker(endpoint: Endpoint) -> None:
     (first,) = endpoint.ready_pods()
     endpoint.namespace.kubectl("scale", "sdd", endpoint.name, "--replicas=2")
     try:
         pods = wait_for("two workers", lambda: two_ready(endpoint), timeout_s=120, every_s=2)
         (second,) = set(pods) - {first}
         with endpoint.namespace.reach("pod", second, Port.http) as url:
-            body = chat_body(model, "Say hello.", 8)
+            body = chat_body(MODEL, "Say hello.", 8)
             answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
         assert answer.status_code == 200, answer.text
         wait_for("status counts it", lambda: endpoint.status()["readyReplicas"] == 2, timeout_s=30)
@@ -77,9 +77,7 @@ def test_scale_is_refused_while_the_operator_owns_replicas(endpoint: Endpoint) -
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
-    endpoint: Endpoint, release: Release, model: str
-) -> None:
+def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(endpoint: Endpoint, release: Release) -> None:
     """A replacement pod starts with the present plan.
 
     No operator is running to push the plan and no traffic arrives, so the pod must already have it when it starts.
@@ -95,7 +93,7 @@ def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(
         assert (state.version, state.matches_draft) == (version, True)
         with (
             endpoint.namespace.reach("service", endpoint.name, 80) as url,
-            Traffic(url, model, concurrency=1, max_tokens=8) as traffic,
+            Traffic(url, MODEL, concurrency=1, max_tokens=8) as traffic,
         ):
             wait_for("the Service sends requests to it", lambda: traffic.answered >= 3, timeout_s=30)
     finally:

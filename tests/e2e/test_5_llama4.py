@@ -17,16 +17,13 @@ from support.e2e.release import Release
 from support.e2e.traffic import chat_body
 from support.kube import Cluster
 from support.small_llama4 import Served, write_served_llama4
-from support.tiers import skip_reason
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.proof("examples")]
 CLAIM = "llama4"
 
 
 @pytest.fixture
-def model(cluster: Cluster, tmp_path: Path) -> Served:
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "the volume lies on this machine"))
+def model(local_cluster: Cluster, tmp_path: Path) -> Served:
     return write_served_llama4(tmp_path / CLAIM)
 
 

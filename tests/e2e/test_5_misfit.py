@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from support.e2e.endpoint import Endpoint, resource
+from support.e2e.endpoint import MODEL, Endpoint, resource
 from support.e2e.kube import Namespace
 from support.e2e.release import Release
 from support.e2e.traffic import chat_body
@@ -74,14 +74,14 @@ def misfit(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     watched.kubectl("delete", "configmap", "narrow-head")
 
 
-def test_misfit_draft_serves_plainly_and_the_condition_names_the_tensor(misfit: Endpoint, model: str) -> None:
+def test_misfit_draft_serves_plainly_and_the_condition_names_the_tensor(misfit: Endpoint) -> None:
     misfit.wait_ready()
     condition = misfit.wait_condition("DraftCompatible", "False")
     assert WRONG in condition["message"]
     assert WRONG in misfit.status()["reason"], "the REASON column tells"
     assert misfit.wait_condition("SpeculationEffective", "False")["reason"] == "NoDraft"
     with misfit.namespace.reach("service", misfit.name, 80) as url:
-        body = chat_body(model, "What is the capital of France?", 16)
+        body = chat_body(MODEL, "What is the capital of France?", 16)
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["content"]

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.contract import Port, StepTime, SyntheticKnobs
-from support.e2e.endpoint import MODEL, Endpoint, resource
+from support.e2e.endpoint import ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
-from support.e2e.loop import with_knobs
+from support.e2e.loop import deployed
 from support.e2e.release import Release
-from support.e2e.traffic import Traffic
+from support.e2e.routed import SMALL
 from support.kube import ROOT, Manifest, wait_for
 from support.prometheus import Promtool, queries_of
 from support.prometheus_server import Prometheus, Target, prometheus_over
@@ -43,9 +43,7 @@ MAY_BE_EMPTY = {
 LONG_STEPS = SyntheticKnobs(step_time=(StepTime(seconds=0.25),))
 """Longer than every real step also while other programs use the processors: else the guard suspends speculation."""
 SPECULATION: Manifest = {
-    "draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"},
     "depth": {"min": 1, "max": 4, "initial": 3},  # the minimum of 1 ensures drafts in every case
-    "stability": "Low",
     "tasks": [{"name": "code", "match": "Python"}],
 }
 
@@ -53,16 +51,11 @@ SPECULATION: Manifest = {
 @pytest.fixture(scope="module")
 def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     release.start()
-    made = resource(NAME, SPECULATION, {"template": with_knobs(LONG_STEPS)})
-    made["spec"]["scaling"] = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 1}
-    resources = {"requests": {"cpu": "50m", "memory": "128Mi"}}
-    containers = [{"name": "router", "resources": resources}]
-    made["spec"]["router"] = {"replicas": 1, "template": {"spec": {"containers": containers}}}
-    watched.apply(made)
-    endpoint = Endpoint(watched, NAME)
-    endpoint.wait_ready()
-    yield endpoint
-    watched.kubectl("delete", "sdd", NAME, "--timeout=30s")
+    scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 1}
+    router = {"replicas": 1, "template": {"spec": {"containers": [SMALL]}}}
+    workers = {"resources": ONE_CORE}
+    with deployed(watched, NAME, SPECULATION, workers, knobs=LONG_STEPS, scaling=scaling, router=router) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +67,11 @@ def prometheus(
     Traffic runs until the status shows a SPEEDUP.
     """
     pod = scraped.one_pod()
+    (router_pod,) = scraped.pods("router")
     with ExitStack() as stack:
         operator = stack.enter_context(release.namespace.reach("pod", release.pod(), OPERATOR_METRICS))
         worker = stack.enter_context(scraped.namespace.reach("pod", pod, Port.http))
-        router = stack.enter_context(scraped.namespace.reach("pod", _router_pod(scraped), Port.http))
-        url = stack.enter_context(scraped.namespace.reach("service", NAME, 80))
+        router = stack.enter_context(scraped.namespace.reach("pod", router_pod["metadata"]["name"], Port.http))
         labels = {"namespace": scraped.namespace.name, "name": NAME, "pod": pod}
         targets = [
             Target("operator", operator.removeprefix("http://")),
@@ -87,16 +80,10 @@ def prometheus(
         ]
         folder = tmp_path_factory.mktemp("prometheus")
         server = stack.enter_context(prometheus_over(promtool.folder, folder, targets, every_seconds=3))
-        with Traffic(url, MODEL, concurrency=4) as traffic:
+        with scraped.traffic(4):
             speedup = f'specdecode_speedup{{name="{NAME}"}}'
             wait_for("SPEEDUP is measured", lambda: server.query(speedup), timeout_s=300, every_s=2)
             yield server
-        assert not traffic.failures
-
-
-def _router_pod(endpoint: Endpoint) -> str:
-    (pod,) = endpoint.namespace.list("pods", f"{endpoint.labels},specdecode.io/role=router")
-    return str(pod["metadata"]["name"])
 
 
 def queries() -> list[str]:

@@ -16,13 +16,13 @@ import pytest
 
 from specdecode_worker.contract import Port, Route, TreeShape
 from support.client_threads import ClientThreads
-from support.e2e.endpoint import MEMORY, MODEL, Endpoint
+from support.e2e.endpoint import MODEL, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
-from support.e2e.loop import HALF_A_CORE, deployed
+from support.e2e.loop import deployed
 from support.e2e.release import Release
 from support.e2e.traffic import PROMPTS
 from support.e2e.worker_faults import kill_pod, signal_engine
-from support.kube import Manifest, wait_for
+from support.kube import wait_for
 
 NAME = "apart"
 COUNT, AT_ONCE, TOKENS = 200, 4, 24
@@ -35,21 +35,11 @@ def apart(release: Release, watched: Namespace) -> Iterator[Endpoint]:
     speculation = {"draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"}, "depth": {"initial": 3}}
     # Half of a slow core takes more than the usual ten seconds for a long prompt, which an updated worker is to end.
     drain = {"endpointDelay": "1s", "gracePeriod": "2m"}
-    workers = {"resources": {**HALF_A_CORE, "limits": {"cpu": "1", "memory": MEMORY}}}
+    workers = {"resources": ONE_CORE}
     with deployed(watched, NAME, speculation, workers, prefill={"replicas": 1}, drain=drain) as endpoint:
-        wait_for("a prefill worker is ready", lambda: len(ready_prefill(endpoint)) == 1, timeout_s=300, every_s=2)
+        wait_for("a prefill worker is ready", lambda: endpoint.ready_pods("prefill"), timeout_s=300, every_s=2)
         wait_for("its address is published", lambda: endpoint.plan().prefill != (), timeout_s=60)
         yield endpoint
-
-
-def ready_prefill(endpoint: Endpoint) -> list[Manifest]:
-    pods = endpoint.namespace.list("pods", f"{endpoint.labels},specdecode.io/role=prefill")
-    return [
-        pod
-        for pod in pods
-        if "deletionTimestamp" not in pod["metadata"]
-        and any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
-    ]
 
 
 def prompt(index: int) -> str:
@@ -68,8 +58,8 @@ def complete(url: str, index: int, salt: str) -> tuple[str, int, int]:
 
 
 def test_prefill_worker_is_shown_and_is_in_no_service(apart: Endpoint) -> None:
-    (pod,) = ready_prefill(apart)
-    address = pod["status"]["podIP"]
+    (pod,) = apart.ready_pods("prefill")
+    address = apart.namespace.get("pod", pod)["status"]["podIP"]
     assert apart.plan().prefill == (f"{address}:{Port.blocks}",)
     assert apart.status()["prefill"]["readyReplicas"] == 1
     slices = apart.namespace.list("endpointslices", apart.labels)
@@ -119,10 +109,6 @@ class LongPrompts(ClientThreads):
         return ""
 
 
-def kill(endpoint: Endpoint, pod: str) -> None:
-    kill_pod(endpoint, pod)
-
-
 def stop(endpoint: Endpoint, pod: str) -> None:
     signal_engine(endpoint, pod, signal.SIGSTOP)
 
@@ -135,21 +121,22 @@ def update(endpoint: Endpoint, pod: str) -> None:
     endpoint.patch({"workers": {"template": {"metadata": {"annotations": {"example.com/roll": pod}}}}})
 
 
-@pytest.mark.parametrize("fault", [kill, stop, restart, update])
+@pytest.mark.parametrize("fault", [kill_pod, stop, restart, update])
 def test_faults_of_the_prefill_worker_cost_no_request(fault: Any, apart: Endpoint) -> None:
-    (pod,) = ready_prefill(apart)
+    (pod,) = apart.ready_pods("prefill")
     with apart.namespace.reach("service", NAME, 80) as url, LongPrompts(url) as clients:
         clients.wait_for_answers(AT_ONCE, 300)
-        fault(apart, pod["metadata"]["name"])
+        fault(apart, pod)
         clients.wait_for_answers(3 * AT_ONCE, 300)
         if fault is stop:
-            kill_pod(apart, pod["metadata"]["name"])
-        wait_for("another prefill worker is ready", lambda: _others(apart, pod), timeout_s=300, every_s=2)
+            kill_pod(apart, pod)
+        wait_for("another prefill worker is ready", lambda: _another(apart, pod), timeout_s=300, every_s=2)
         clients.wait_for_answers(AT_ONCE, 300)
     print(f"\n{fault.__name__} of the prefill worker: {clients.answered} answers, {len(clients.failures)} failed")
     assert clients.failures == []
 
 
-def _others(endpoint: Endpoint, pod: Manifest) -> bool:
-    uids = {one["metadata"]["uid"] for one in ready_prefill(endpoint)}
-    return len(uids) == 1 and pod["metadata"]["uid"] not in uids
+def _another(endpoint: Endpoint, old: str) -> bool:
+    """Return whether the only prefill worker that is ready is another one than before."""
+    (ready,) = endpoint.ready_pods("prefill")
+    return ready != old

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import small_model
-from support.faults.worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
+from support.faults.workers import EMBEDDED_FLAGS, SMALL_FLAGS
 from support.worker_process import StartWorker, WorkerProcess, fake, ready, real, worker_config
 
 

@@ -126,7 +126,7 @@ def test_reference_equals_plain_loops(rows: list[Adjusted]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=5), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
-def test_op_equals_the_reference(rows: list[Adjusted], dtype: torch.dtype) -> None:
+def test_adjustments_of_the_op_equal_the_reference(rows: list[Adjusted], dtype: torch.dtype) -> None:
     """The op equals the reference bit for bit, rows do not affect each other, and the input is not modified."""
     logits = logits_to_adjust(len(rows), dtype)
     before = logits.clone()

@@ -27,9 +27,8 @@ from specdecode_worker.guided.guide import Guide
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.sampling.sampler import TokenMasks
 from support.char_tokenizer import END, tokenizer_json
-from support.lossless.draft_names import DRAFTS
-from support.lossless.guided_decoding import GuidedDecoding
-from support.lossless.small_requests import plan_of
+from support.lossless.plain_decoding import GuidedDecoding
+from support.lossless.small_requests import DRAFTS, plan_of
 from support.small_llama import texts as run
 
 TOKENS, VOCABULARY = 40, 61
@@ -213,41 +212,6 @@ def test_graphs_of_other_drafts(guided_engine: Any, plain: GuidedDecoding, draft
     assert set(engine._graphs.eager) == {"prefill"}
 
 
-@pytest.mark.parametrize("bug", ["no-masks", "masks-of-roots", "wrong-forced-tokens"])
-def test_planted_bugs_in_graphs_are_detected(
-    guided_engine: Any, plain: GuidedDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = guided_engine(graphs=(8,))
-    submits = [r for r in requests() if r.sampling.grammar]
-    if bug == "no-masks":
-        monkeypatch.setattr(feature_tables.MaskTable, "write", lambda self, table_NW: None)
-    elif bug == "masks-of-roots":
-        verified = TokenMasks.verified
-
-        def of_roots(self: TokenMasks) -> Any:
-            masks, counts = verified(self), [tree.verified for tree in self._forest.trees]
-            roots = [sum(counts[:b]) for b, count in enumerate(counts) for _ in range(count)]
-            return replace(masks, rows=[masks.rows[root] for root in roots])
-
-        monkeypatch.setattr(TokenMasks, "verified", of_roots)
-    else:
-        steps: list[int] = []
-        engine.on_launch = lambda rows, tokens: steps.append(rows)
-        run(engine, submits)
-        right = len(steps)
-        monkeypatch.setattr(step_launcher, "given_tokens", lambda request, tree: ())
-        engine = guided_engine(graphs=(8,))
-        engine.on_launch = lambda rows, tokens: steps.append(rows)
-        assert run(engine, submits) == texts(plain, submits), "wrong tokens are rejected"
-        assert len(steps) - right > right
-        return
-    try:
-        different = run(engine, submits) != texts(plain, submits)
-    except AssertionError:
-        different = True  # an answer ended with an error
-    assert different
-
-
 def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding) -> None:
     engine = guided_engine(["copy", "ngram"])
     tasks = tuple(TaskMatch(name=f"t{i}", draft="d1" if i % 2 else None) for i in range(len(SHAPES)))
@@ -303,19 +267,21 @@ def test_a_complete_answer_is_not_continued(guided_engine: Any, plain: GuidedDec
         guided_engine().add(structs.replace(submit, sampling=ignoring, emitted=tuple(answer)))
 
 
-def steps_of(engine: Any, submit: Submit) -> tuple[int, list[int]]:
+def steps_of(engine: Any, submits: Sequence[Submit]) -> tuple[int, dict[str, list[int]]]:
+    """Run the requests, and return the number of steps and the texts."""
     counted: list[int] = []
     engine.on_launch = lambda rows, tokens: counted.append(rows)
-    (answer,) = run(engine, [submit]).values()
-    return len(counted), answer
+    answers = run(engine, submits)
+    return len(counted), answers
 
 
 def test_forced_tokens_are_drafted_without_a_draft(guided_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = request(0, "compact", sampled=False)
-    fast, answer = steps_of(guided_engine(None), submit)
+    fast, answers = steps_of(guided_engine(None), [submit])
     monkeypatch.setattr(Guide, "forced", lambda self: ())
-    slow, wanted = steps_of(guided_engine(None), submit)
-    assert answer == wanted
+    slow, wanted = steps_of(guided_engine(None), [submit])
+    assert answers == wanted
+    (answer,) = answers.values()
     assert answer[-1] == END
     assert slow == len(answer) > 2 * fast
 
@@ -327,32 +293,46 @@ def test_forced_tokens_do_not_count_as_drafts(guided_engine: Any) -> None:
     assert (report.drafts, report.draft_tokens, report.accepted_tokens) == (0, 0, 0)
 
 
-BUGS = ("unmasked-target", "blind-to-the-tree", "no-rollback", "late-guide", "wrong-forced-tokens")
+@pytest.mark.parametrize("graphs", [(), (8,)], ids=["direct", "graphs"])
+def test_wrong_forced_tokens_are_rejected(
+    guided_engine: Any, plain: GuidedDecoding, graphs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text stays the same; only the steps are more."""
+    submits = [r for r in requests() if r.sampling.grammar]
+    right, _ = steps_of(guided_engine(graphs=graphs), submits)
+    monkeypatch.setattr(step_launcher, "given_tokens", lambda request, tree: ())
+    wrong, answers = steps_of(guided_engine(graphs=graphs), submits)
+    assert answers == texts(plain, submits)
+    assert wrong > right or not graphs
+
+
+def masks_of_roots(self: TokenMasks) -> Any:
+    """Return the masks of verification, in which all nodes of a tree have that of the root."""
+    masks, counts = VERIFIED(self), [tree.verified for tree in self._forest.trees]
+    roots = [sum(counts[:b]) for b, count in enumerate(counts) for _ in range(count)]
+    return replace(masks, rows=[masks.rows[root] for root in roots])
+
+
+MASK, ADVANCE, VERIFIED = Guide.mask, Guide.advance, TokenMasks.verified
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "unmasked-target": (TokenMasks, "blocked", lambda self, rows: torch.zeros(len(rows.node_R), 61).bool()),
+    "blind-to-the-tree": (Guide, "mask", lambda self, path=(): MASK(self)),
+    "no-rollback": (Guide, "mask", lambda self, path=(): (ADVANCE(self, path[:1]), MASK(self, path))[1]),
+    "late-guide": (Guide, "advance", lambda self, tokens: None),
+    "no-masks": (feature_tables.MaskTable, "write", lambda self, table_NW: None),
+    "masks-of-roots": (TokenMasks, "verified", masks_of_roots),
+}
+BUGS_OF_GRAPHS = ("no-masks", "masks-of-roots")
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_detected(
     guided_engine: Any, plain: GuidedDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mask, advance = Guide.mask, Guide.advance
-    match bug:
-        case "unmasked-target":
-            monkeypatch.setattr(TokenMasks, "blocked", lambda self, rows: torch.zeros(len(rows.node_R), 61).bool())
-        case "blind-to-the-tree":
-            monkeypatch.setattr(Guide, "mask", lambda self, path=(): mask(self))
-        case "no-rollback":
-            monkeypatch.setattr(Guide, "mask", lambda self, path=(): (advance(self, path[:1]), mask(self, path))[1])
-        case "late-guide":
-            monkeypatch.setattr(Guide, "advance", lambda self, tokens: None)
-        case _:
-            # Verification rejects wrong tokens, so that the text stays the same; only the steps are more.
-            monkeypatch.setattr(step_launcher, "given_tokens", lambda request, tree: ())
-            submits = [r for r in requests() if r.sampling.grammar]
-            assert run(guided_engine(), submits) == texts(plain, submits)
-            return
+    monkeypatch.setattr(*BUGS[bug])
     submits = [r for r in requests() if r.sampling.grammar]
     try:
-        different = run(guided_engine(), submits) != texts(plain, submits)
+        different = run(guided_engine(graphs=(8,) if bug in BUGS_OF_GRAPHS else ()), submits) != texts(plain, submits)
     except AssertionError:
         different = True  # an answer ended with an error
     assert different

@@ -14,8 +14,7 @@ import torch
 from specdecode_worker.contract import FEATURES, DraftState, TaskMatch, TreeShape, draft_passes
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.models.target_states import TargetStates
-from support.lossless.draft_names import DRAFTS
-from support.lossless.small_requests import plan_of, submit
+from support.lossless.small_requests import DRAFTS, plan_of, submit
 from support.small_llama import texts
 from support.tiers import by_effort
 from support.worker.dense_attention import dense

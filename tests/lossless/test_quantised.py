@@ -73,14 +73,11 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
         store_as_checkpoints_do(quantised.target)
     else:
         quantise_target(quantised.target, request.param, CPU, stored=True)
-    quantise_draft(quantised.copy.llama, "int4", stored=True)
-    quantise_draft(quantised.eagle, "int4", stored=True)
-    quantise_draft(quantised.peagle, "int4", stored=True)
-    quantise_draft(quantised.dflash, "int4", stored=True)
-    for network in (quantised.target, quantised.copy.llama, quantised.eagle, quantised.peagle, quantised.dflash):
-        fuse(network)
-    for drafts in (quantised.copy, quantised.eagle, quantised.peagle, quantised.dflash):
-        assert any(isinstance(module, QuantizedWeight) for module in drafts.modules())
+    fuse(quantised.target)
+    for draft in (quantised.copy.llama, quantised.eagle, quantised.peagle, quantised.dflash):
+        quantise_draft(draft, "int4", stored=True)
+        fuse(draft)
+        assert any(isinstance(module, QuantizedWeight) for module in draft.modules())
     return quantised
 
 

@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from support.faults.raw_clients import connect, post_of
-from support.faults.raw_clients import received as read_all
+from support.faults.raw_clients import connect, post_of, received
 from support.worker import fake_engine
 from support.worker_process import WorkerProcess, fake, ready, worker_config
 
@@ -30,16 +28,8 @@ def worker(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield started
 
 
-def connection(worker: WorkerProcess) -> socket.socket:
-    return connect(worker.public)
-
-
 def post(body: dict[str, Any]) -> bytes:
     return post_of("/v1/completions", body)
-
-
-def running(worker: WorkerProcess) -> int:
-    return worker.report().running
 
 
 @pytest.mark.parametrize(
@@ -53,21 +43,21 @@ def running(worker: WorkerProcess) -> int:
     ids=["one header", "many headers", "path", "chunk extension"],
 )
 def test_endless_headers_are_refused(worker: WorkerProcess, request_start: bytes) -> None:
-    with connection(worker) as opened:
+    with connect(worker.public) as opened:
         for start in range(0, len(request_start), 10_000):
             with contextlib.suppress(ConnectionError):
                 opened.sendall(request_start[start : start + 10_000])
                 time.sleep(0.01)
-        status = read_all(opened).split(b"\r\n")[0]
+        status = received(opened).split(b"\r\n")[0]
     assert status in (b"HTTP/1.1 431 Request Header Fields Too Large", b"HTTP/1.1 400 Bad Request", b"")
     assert worker.get("/health").status_code == 200, "an empty answer is a closed connection, not a dead server"
 
 
 def test_late_headers_get_408(worker: WorkerProcess) -> None:
-    with connection(worker) as opened:
+    with connect(worker.public) as opened:
         opened.sendall(b"GET /health HTTP/1.1\r\n")
         began = time.monotonic()
-        answer = read_all(opened)
+        answer = received(opened)
         assert time.monotonic() - began < 5
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
@@ -75,38 +65,36 @@ def test_late_headers_get_408(worker: WorkerProcess) -> None:
 
 def test_connections_without_a_request_make_place_for_new_ones(worker: WorkerProcess) -> None:
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(connection(worker)) for _ in range(4)]
+        idle = [stack.enter_context(connect(worker.public)) for _ in range(4)]
         assert worker.get("/health").status_code == 200
-        assert read_all(idle[0]) == b""
+        assert received(idle[0]) == b""
 
 
 def test_too_many_busy_connections_get_503(worker: WorkerProcess) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(4):
-            stack.enter_context(connection(worker)).sendall(post(SILENT))
-        worker.wait_until(lambda: running(worker) == 4)
-        with connection(worker) as refused:
-            answer = read_all(refused)
+            stack.enter_context(connect(worker.public)).sendall(post(SILENT))
+        worker.wait_until(lambda: worker.report().running == 4)
+        with connect(worker.public) as refused:
+            answer = received(refused)
     assert answer.startswith(b"HTTP/1.1 503 ")
-    worker.wait_until(lambda: running(worker) == 0)
+    worker.wait_until(lambda: worker.report().running == 0)
     assert worker.get("/health").status_code == 200
 
 
 def test_bodies_beyond_the_budget_get_503(worker: WorkerProcess) -> None:
-    body = {"model": "small", "prompt": "x" * 150_000}
-    refused = httpx.post(worker.public + "/v1/completions", json=body)
+    refused = worker.complete("x" * 150_000)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_bodies")
     for _ in range(3):
-        body = {"model": "small", "prompt": "x" * 60_000}
-        assert httpx.post(worker.public + "/v1/completions", json=body).status_code == 400, "budget was given back"
+        assert worker.complete("x" * 60_000).status_code == 400, "budget was given back"
 
 
 def test_pipelined_requests_are_answered_in_order(worker: WorkerProcess) -> None:
     texts = ["SAY:one<|end|>", "SAY:two<|end|>"]
-    with connection(worker) as opened:
+    with connect(worker.public) as opened:
         opened.sendall(b"".join(post({"model": "small", "prompt": text, "max_tokens": 9}) for text in texts))
         opened.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        answers = read_all(opened)
+        answers = received(opened)
     assert answers.count(b"HTTP/1.1 200 OK") == 3
     assert answers.index(b'"one') < answers.index(b'"two') < answers.index(b"ok\n")
 
@@ -140,28 +128,28 @@ def test_offer_of_http2_is_ignored(worker: WorkerProcess, cuts: str, encode: Any
         "headers": [head[:70], head[70:], body + pipelined],
         "body": [head + body[:9], body[9:20], body[20:] + pipelined],
     }[cuts]
-    with connection(worker) as opened:
+    with connect(worker.public) as opened:
         for segment in sent:
             opened.sendall(segment)
             time.sleep(0.05)
         opened.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        answers = read_all(opened)
+        answers = received(opened)
     assert answers.count(b"HTTP/1.1 200 OK") == 4, answers
     assert answers.index(b'"one') < answers.index(b'"two') < answers.index(b"ok\n") < answers.index(b'"version"')
 
 
 @pytest.mark.parametrize(("target", "status"), [(b"x:80", 400), (b"/health", 405)])
 def test_connect_is_refused(worker: WorkerProcess, target: bytes, status: int) -> None:
-    with connection(worker) as opened:
+    with connect(worker.public) as opened:
         opened.sendall(b"CONNECT %b HTTP/1.1\r\nHost: x:80\r\n\r\n" % target)
         assert opened.recv(4096).startswith(b"HTTP/1.1 %d " % status)
     assert worker.get("/health").status_code == 200
 
 
 def test_hang_up_of_a_pipelining_client_frees_its_requests(worker: WorkerProcess) -> None:
-    with connection(worker) as opened:
+    with connect(worker.public) as opened:
         opened.sendall(post(SILENT) + post(SILENT))
-        worker.wait_until(lambda: running(worker) == 1)
+        worker.wait_until(lambda: worker.report().running == 1)
         time.sleep(0.2)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # hang up with a reset
-    worker.wait_until(lambda: running(worker) == 0)
+    worker.wait_until(lambda: worker.report().running == 0)

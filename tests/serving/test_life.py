@@ -19,11 +19,11 @@ import pytest
 
 from specdecode_worker.contract import Env, Plan, WorkerConfig
 from specdecode_worker.termination import ENV_PATH
+from support.processes import cpu_seconds
 from support.worker import fake_engine
 from support.worker_process import SERVE_FAKE, WorkerProcess, fake, ready, worker_config
 
-PROMPT = {"model": "small", "prompt": "hi", "max_tokens": 200}
-SILENT = {"model": "small", "prompt": [fake_engine.SILENT], "max_tokens": 4}
+SILENT = [fake_engine.SILENT]
 
 
 def config_of(folder: Path, **server: Any) -> WorkerConfig:
@@ -43,21 +43,24 @@ def start(model_folder: Path, tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
-def in_background(call: Callable[[], httpx.Response]) -> Future[httpx.Response]:
-    return ThreadPoolExecutor(1).submit(call)
+def stuck_stream(worker: WorkerProcess, choices: int = 1) -> Future[httpx.Response]:
+    """Send a request that does not end by itself, and wait until it runs. Return its coming response."""
+    stuck = ThreadPoolExecutor(1).submit(worker.complete, SILENT, stream=True, n=choices)
+    worker.wait_until(lambda: worker.report().running == choices)
+    return stuck
 
 
 def test_sigterm_refuses_new_requests_and_finishes_running_ones(start: Start) -> None:
     worker = start(endpoint_delay_seconds=5, grace_period_seconds=60)
-    url = worker.public + "/v1/completions"
+    body = {"model": "small", "prompt": SILENT, "stream": True}
     # A request that does not end by itself keeps the worker running.
-    with httpx.stream("POST", url, json={**SILENT, "stream": True}, timeout=60) as running:
+    with httpx.stream("POST", worker.public + "/v1/completions", json=body, timeout=60) as running:
         worker.terminate()
         worker.wait_until(lambda: worker.get("/ready").status_code == 503)
-        served = httpx.post(url, json=PROMPT)
+        served = worker.complete(max_tokens=200)
         assert (served.status_code, served.headers["connection"]) == (200, "close")
-        worker.wait_until(lambda: httpx.post(url, json=PROMPT).status_code == 503, 30)
-        assert httpx.post(url, json=PROMPT).json()["error"]["code"] == "draining"
+        worker.wait_until(lambda: worker.complete().status_code == 503, 30)
+        assert worker.complete().json()["error"]["code"] == "draining"
         assert worker.get("/health").status_code == 200
         assert running.status_code == 200
     assert worker.exit_code() == 0, worker.log
@@ -66,10 +69,7 @@ def test_sigterm_refuses_new_requests_and_finishes_running_ones(start: Start) ->
 @pytest.mark.parametrize("how", ["second signal", "grace over"])
 def test_unfinished_requests_end_with_an_error(start: Start, how: str) -> None:
     worker = start(endpoint_delay_seconds=0, grace_period_seconds=30 if how == "second signal" else 1)
-    stuck = in_background(
-        lambda: httpx.post(worker.public + "/v1/completions", json={**SILENT, "stream": True}, timeout=30)
-    )
-    worker.wait_until(lambda: worker.report().running == 1)
+    stuck = stuck_stream(worker)
     worker.terminate()
     if how == "second signal":
         worker.wait_until(lambda: worker.get("/ready").status_code == 503)
@@ -83,9 +83,7 @@ def test_killed_engine_ends_the_server_with_an_error(
 ) -> None:
     monkeypatch.setenv(ENV_PATH, str(tmp_path / "words"))
     worker = start()
-    body = {**SILENT, "stream": True, "n": 2}
-    stuck = in_background(lambda: httpx.post(worker.public + "/v1/completions", json=body, timeout=30))
-    worker.wait_until(lambda: worker.report().running == 2)
+    stuck = stuck_stream(worker, choices=2)
     os.kill(worker.engine_pid, signal.SIGKILL)
     worker.wait_until(lambda: worker.get("/health").status_code == 503)
     assert worker.exit_code() == 1
@@ -98,20 +96,13 @@ def test_killed_engine_ends_the_server_with_an_error(
 
 def test_idle_engine_uses_no_cpu(start: Start) -> None:
     worker = start()
-    engine = worker.engine_pid
-
-    def cpu_ticks() -> int:
-        fields = Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-
-    before = cpu_ticks()
+    before = cpu_seconds(worker.engine_pid)
     time.sleep(2)
-    assert cpu_ticks() - before <= 2, "ticks of 10 ms in two idle seconds"
+    assert cpu_seconds(worker.engine_pid) - before < 0.025, "two ticks of 10 ms in two idle seconds at most"
 
 
 def test_model_load_failure_ends_the_server(model_folder: Path, tmp_path: Path) -> None:
-    config = config_of(model_folder)
-    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    config = worker_config(model_folder, dtype="float32")
     with fake(config, tmp_path / "log", {ENV_PATH: str(tmp_path / "words")}) as worker:
         assert worker.exit_code() == 1
         assert "planted: the weights do not load" in worker.log
@@ -156,7 +147,7 @@ def test_mounted_plan_applies_from_the_first_request(
     with ready(fake(config_of(model_folder), tmp_path / "log", environment)) as worker:
         assert worker.report().plan.version == version
         assert worker.call_admin("/v1/plan").json()["version"] == version
-        assert httpx.post(worker.public + "/v1/completions", json=PROMPT).status_code == 200
+        assert worker.complete().status_code == 200
 
 
 def test_invalid_knobs_prevent_the_start(model_folder: Path) -> None:
@@ -170,11 +161,8 @@ def test_public_port_requires_a_configured_api_key(model_folder: Path, tmp_path:
             assert worker.get(path).status_code == 200, path
         for sent in ({}, *({"Authorization": value} for value in ("Bearer third", "Basic first", "first"))):
             for path in ("/v1/completions", "/tokenize"):
-                refused = httpx.post(worker.public + path, json=PROMPT, headers=sent)
+                refused = httpx.post(worker.public + path, json={"model": "small", "prompt": "hi"}, headers=sent)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
             assert httpx.get(worker.public + "/v1/models", headers=sent).status_code == 401
         for key in ("first", "second"):
-            served = httpx.post(
-                worker.public + "/v1/completions", json=PROMPT, headers={"Authorization": f"Bearer {key}"}
-            )
-            assert served.status_code == 200
+            assert worker.complete(headers={"Authorization": f"Bearer {key}"}).status_code == 200

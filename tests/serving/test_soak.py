@@ -21,6 +21,7 @@ import pytest
 
 from specdecode_worker.contract import Plan, Route, TreeShape
 from support import small_model
+from support.processes import resident_bytes
 from support.tiers import by_effort
 from support.worker_process import WorkerProcess, ready, real
 
@@ -82,11 +83,6 @@ class Swaps(threading.Thread):
         answer = self._worker.call_admin(route, "PUT", json=body, timeout=60)
         if answer.status_code not in (200, 202):
             self.refused.append(f"{route}: {answer.status_code} {answer.text}")
-
-
-def resident_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
 
 
 class Load:
@@ -174,7 +170,7 @@ def load(worker: WorkerProcess, seconds: float, seed: int) -> Load:
 
 def test_soak_has_no_failures_or_leaks(worker: WorkerProcess, folders: tuple[Path, Path], other_draft: Path) -> None:
     load(worker, min(SECONDS / 4, 20), seed=1)  # warm-up: one-time allocations happen here
-    before = [resident_mib(pid) for pid in (worker.process.pid, worker.engine_pid)]
+    before = [resident_bytes(pid) for pid in worker.pids]
     swaps = Swaps(worker, (folders[1], other_draft))
     swaps.start()
     sent = load(worker, SECONDS, seed=2)
@@ -190,5 +186,5 @@ def test_soak_has_no_failures_or_leaks(worker: WorkerProcess, folders: tuple[Pat
     assert min(swaps.plans, swaps.drafts) >= 2
     worker.wait_until(lambda: (now := worker.report()).running + now.waiting == 0)
     assert worker.report().kv_tokens_used == 0, "blocks were not returned"
-    after = [resident_mib(pid) for pid in (worker.process.pid, worker.engine_pid)]
-    assert all(now < 1.1 * then + 40 for now, then in zip(after, before, strict=True)), (before, after)
+    after = [resident_bytes(pid) for pid in worker.pids]
+    assert all(now < 1.1 * then + 40 * 2**20 for now, then in zip(after, before, strict=True)), (before, after)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 from specdecode_worker.contract import CheckVerdict, Env, Plan, Route, SyntheticKnobs, TreeShape
 from specdecode_worker.termination import ENV_PATH
+from support.faults.raw_clients import connect, post_of
 from support.small_model import flags
 from support.worker_process import WorkerProcess, ready, real
 
@@ -123,11 +123,9 @@ def test_disconnect_with_several_choices_costs_one_step(worker: WorkerProcess, s
     knobs = SyntheticKnobs.model_validate({"step_time": [{"seconds": 0.4}]})
     worker.call_admin(Route.synthetic, "PUT", content=knobs.model_dump_json()).raise_for_status()
     body = {"model": "small", "prompt": "long", "n": 3, "max_tokens": 200, "ignore_eos": True, "stream": stream}
-    request = httpx.Request("POST", worker.public + "/v1/completions", json=body)
     try:
-        with socket.create_connection((request.url.host, request.url.port or 80)) as connection:
-            head = f"POST {request.url.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(request.content)}\r\n\r\n"
-            connection.sendall(head.encode() + request.content)
+        with connect(worker.public) as connection:
+            connection.sendall(post_of("/v1/completions", body))
             worker.wait_until(lambda: worker.report().running == 3, 20)
             before = steps(worker)
         worker.wait_until(lambda: worker.report().running == 0, 20)
@@ -159,10 +157,9 @@ def test_sigterm_under_load_loses_no_request(folders: tuple[Path, Path], tmp_pat
     with ready(real(words, tmp_path / "log")) as worker:
 
         def load() -> None:
-            body = {"model": "small", "prompt": "load", "max_tokens": 60, "ignore_eos": True}
             while not stop.is_set():
                 try:
-                    answers.append(httpx.post(worker.public + "/v1/completions", json=body, timeout=60))
+                    answers.append(worker.complete("load", max_tokens=60, ignore_eos=True))
                 except httpx.ConnectError:
                     return
 

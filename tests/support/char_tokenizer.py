@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 END = 0
 """Token id that ends an answer."""
@@ -12,35 +12,13 @@ _MERGES = ["a b", "ab c", "n a", "na m", "nam e", '{ "', '" :', '" ,', "i d", "d
 
 def tokenizer_json() -> str:
     """Return the contents of tokenizer.json. A space and a line break have their byte-level names."""
-    words = ["</s>", *_CHARACTERS, *("".join(merge.split(" ")) for merge in _MERGES)]
+    merges = [tuple(merge.split(" ")) for merge in _MERGES]
+    words = ["</s>", *_CHARACTERS, *map("".join, merges)]
     assert len(words) == len(set(words)) <= 61, len(words)
     words += [f"<unused{i}>" for i in range(61 - len(words))]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     special = ["</s>", *(word for word in words if word.startswith("<unused"))]
-    added = [
-        {"id": words.index(word), "content": word, "special": True, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
-        for word in special
-    ]  # fmt: skip
-    return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": None,
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-            "post_processor": None,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "vocab": {word: i for i, word in enumerate(words)},
-                "merges": _MERGES,
-            },
-        }
-    )
+    tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
+    return str(tokenizer.to_str())

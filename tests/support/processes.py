@@ -1,7 +1,10 @@
-"""Processes of this machine, by what /proc says of them."""
+"""Processes of this machine, by what /proc says of them, and ports that none has."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 from pathlib import Path
 
 
@@ -22,3 +25,24 @@ def has_ended(pid: int) -> bool:
         return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return True
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, which depends less on other processes of the machine than its wall time."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
+    """Return different ports of an address that nobody listens on."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind((address, 0))
+        return [one.getsockname()[1] for one in sockets]

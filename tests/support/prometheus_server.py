@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import httpx
 import yaml
 
 from support.kube import ROOT, wait_for
+from support.processes import free_ports
 
 RULES = ROOT / "helm" / "specdecode" / "files" / "alerts.yaml"
 
@@ -68,7 +68,8 @@ def prometheus_over(
     """Run a server for the duration of the block; every target was scraped once before the block starts."""
     config = folder / "prometheus.yaml"
     config.write_text(yaml.safe_dump(_config(targets, f"{every_seconds}s")))
-    address = f"127.0.0.1:{_free_port()}"
+    (port,) = free_ports(1)
+    address = f"127.0.0.1:{port}"
     command = [
         str(programs / "prometheus"),
         f"--config.file={config}",
@@ -106,8 +107,3 @@ def _config(targets: list[Target], every: str) -> dict[str, Any]:
             for job in sorted(jobs)
         ],
     }
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

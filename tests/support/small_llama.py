@@ -184,10 +184,12 @@ def plan_of(shape: str, version: int = 1) -> Plan:
     return Plan(draft="d", version=version, initial=TreeShape.parse(shape), explore=0, guard=False)
 
 
-def submit(index: int, *, sampled: bool, tokens: int, vocabulary: int = VOCABULARY, **sampling: Any) -> Submit:
-    """Return request ``index``: a random prompt, a seed and, if sampled, its own sampling parameters."""
+def submit(
+    index: int, *, sampled: bool, tokens: int, vocabulary: int = VOCABULARY, least: int = 3, **sampling: Any
+) -> Submit:
+    """Return request ``index``: a random prompt of at least some tokens, a seed and, if sampled, its own parameters."""
     generator = torch.Generator().manual_seed(index)
-    prompt = torch.randint(0, vocabulary, (3 + 7 * index % 40,), generator=generator).tolist()
+    prompt = torch.randint(0, vocabulary, (least + 7 * index % 40,), generator=generator).tolist()
     params = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4] if sampled else (0.0, 1.0, 0)
     wanted = {"temperature": params[0], "top_p": params[1], "top_k": params[2], **sampling}
     return Submit(

@@ -93,7 +93,7 @@ def write_target(
     torch.manual_seed(0)
     model = CausalLM(causal_lm_config({**CONFIG, **config}))
     state = {name: value.contiguous() for name, value in model.state_dict().items() if "lm_head" not in name}
-    save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
+    save_file(state, folder / "model.safetensors")
 
 
 def write_pair(folder: Path, config: Mapping[str, Any] = _NOTHING) -> tuple[Path, Path]:
@@ -113,11 +113,8 @@ def flags(target: Path, draft: Path | None = None) -> list[str]:
     return [*words, "--threads", "1", "--max-num-seqs", "4"]
 
 
-def write_varied_target(folder: Path, *, spread: float = 0.3, context: int = 256) -> None:
-    """Write a target with an output layer of its own, whose answers vary.
-
-    ``spread`` is the standard deviation of its weights, ``context`` the number of its positions.
-    """
+def write_varied_target(folder: Path, context: int) -> None:
+    """Write a target of ``context`` positions with an output layer of its own, whose answers vary."""
     import torch
     from safetensors.torch import save_file
 
@@ -129,9 +126,8 @@ def write_varied_target(folder: Path, *, spread: float = 0.3, context: int = 256
     model, generator = CausalLM(causal_lm_config({**CONFIG, **config})), torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=spread, generator=generator)
-    state = {name: value.detach().contiguous() for name, value in model.state_dict().items()}
-    save_file({k: v for k, v in state.items() if "cos_" not in k and "sin_" not in k}, folder / "model.safetensors")
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
 
 
 def write_draft(folder: Path, seed: int = 1, config: Mapping[str, Any] = _NOTHING) -> None:

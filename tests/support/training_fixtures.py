@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
 # The first optimizer imports it, which takes seconds that no test's time may contain.
 import torch._dynamo
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.training.conversations import Conversation
@@ -31,6 +29,7 @@ from specdecode_worker.training.heads import (
 )
 from specdecode_worker.training.rollout import read_states
 from specdecode_worker.training.split_target import TargetPlacement
+from support.worker.small_folders import write
 
 VOCABULARY = 64
 KNOWN = torch.arange(0, VOCABULARY, 2)
@@ -57,26 +56,25 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,  # with fewer layers, two of the three aux layers would coincide
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": 0,
+}
+
+
 def small_target() -> CausalLM:
     """Return a random Llama of eight layers."""
     torch.manual_seed(0)
-    config = CausalLMConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=8,  # with fewer layers, two of the three aux layers would coincide
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_ids=(0,),
-    )
-    return CausalLM(config).requires_grad_(False)
+    return CausalLM(causal_lm_config(CONFIG)).requires_grad_(False)
 
 
 @pytest.fixture
@@ -87,15 +85,7 @@ def target() -> CausalLM:
 @pytest.fixture
 def placement(target: CausalLM, tmp_path: Path) -> TargetPlacement:
     """Return the placement of the target on one device, from a folder without a tokenizer."""
-    folder, config = tmp_path / "target", target.config
-    folder.mkdir()
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-    names += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings")  # type: ignore[assignment]
-    fields = {name: getattr(config, name) for name in names}
-    fields |= {"architectures": [config.architecture], "eos_token_id": list(config.eos_token_ids)}
-    (folder / "config.json").write_text(json.dumps(fields))
-    tensors = {name: tensor for name, tensor in target.state_dict().items() if name != "lm_head.weight"}
-    save_file(tensors, folder / "model.safetensors")
+    folder = write(tmp_path / "target", CONFIG, target)
     return TargetPlacement(folder=folder, dtype="float32", device=torch.device("cpu"), threads=1)
 
 

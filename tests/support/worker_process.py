@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from specdecode_worker.contract import EngineConfig, Env, ModelConfig, Plan, Report, Route, ServerConfig, WorkerConfig
+from specdecode_worker.contract.capture import CaptureReport
 from support.processes import spawned
 
 SERVE_FAKE = Path(__file__).parent / "worker" / "serve_fake.py"
@@ -30,11 +31,13 @@ SERVER: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "admin_port": 0, "max_
 SERVER |= {"endpoint_delay_seconds": 0.1, "grace_period_seconds": 5}
 
 
-def worker_config(folder: Path, *, server: Mapping[str, Any] | None = None, **engine: int) -> WorkerConfig:
+def worker_config(
+    folder: Path, *, dtype: Any = "bfloat16", server: Mapping[str, Any] | None = None, **engine: Any
+) -> WorkerConfig:
     """Return the config of a worker on free ports of loopback, with other fields of its server and its engine."""
     return WorkerConfig(
         deployment_uid="uid-1",
-        model=ModelConfig(uri=f"file://{folder}", served_name="small", dtype="bfloat16"),
+        model=ModelConfig(uri=f"file://{folder}", served_name="small", dtype=dtype),
         engine=EngineConfig(**{"max_num_seqs": 4, **engine}),
         server=ServerConfig(**SERVER | dict(server or {})),
     )
@@ -64,6 +67,13 @@ class ServerProcess:
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.public + path, timeout=10)
+
+    def complete(
+        self, prompt: object = "hello", *, timeout: float = 60, headers: Mapping[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
+        """Ask the model "small" to complete a prompt; ``fields`` are further ones of the body, or replace others."""
+        body = {"model": "small", "prompt": prompt, "max_tokens": 4, **fields}
+        return httpx.post(f"{self.public}/v1/completions", json=body, headers=headers, timeout=timeout)
 
     def wait_ready(self, seconds: float = 240) -> None:
         self.wait_until(lambda: self.get("/ready").status_code == 200, seconds)
@@ -128,6 +138,11 @@ class WorkerProcess(ServerProcess):
     def report(self) -> Report:
         answer = self.call_admin(Route.report, timeout=30)
         return Report.model_validate_json(answer.raise_for_status().content)
+
+    def captured(self) -> CaptureReport:
+        report = self.report().capture
+        assert report is not None
+        return report
 
     def put_plan(self, plan: Plan) -> None:
         answer = self.call_admin(Route.plan, "PUT", content=plan.model_dump_json(), timeout=30)

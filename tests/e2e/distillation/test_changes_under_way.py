@@ -15,21 +15,13 @@ import pytest
 
 from specdecode_worker.models.fetch import model_hash, resolve
 from support.e2e.draft_files import GOOD_URI, TARGET_URI, bound_claim, write_noised_head
-from support.e2e.endpoint import EQUAL_STEPS, MEMORY, Endpoint
+from support.e2e.endpoint import EQUAL_STEPS, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import with_knobs
 from support.e2e.release import Release
-from support.e2e.training_runs import (
-    begin,
-    jobs,
-    served_meanwhile,
-    trained,
-    wait_for_end,
-    wait_for_run,
-    wait_until_idle,
-)
+from support.e2e.streams import served_meanwhile
+from support.e2e.training_runs import begin, jobs, trained, wait_for_end, wait_for_run, wait_until_idle
 from support.kube import Cluster, wait_for
-from support.tiers import skip_reason
 
 NAME, CLAIM = "changed", "heads"
 NOISED, OWN, TARGET = "noised", "of-the-user", "target"
@@ -44,10 +36,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def claim(cluster: Cluster, watched: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def claim(local_cluster: Cluster, watched: Namespace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Yield the folder of a claim with two heads and a target, whose hash differs from that of the embedded one."""
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "the volume lies on this machine"))
     folder = tmp_path_factory.mktemp("changes") / CLAIM
     folder.mkdir()
     write_noised_head(folder / NOISED)
@@ -64,8 +54,7 @@ def claim(cluster: Cluster, watched: Namespace, tmp_path_factory: pytest.TempPat
 @pytest.fixture(scope="module")
 def served(release: Release, watched: Namespace, claim: Path) -> Iterator[Endpoint]:
     release.start()
-    limits = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": MEMORY}}
-    workers = {"template": with_knobs(EQUAL_STEPS), "resources": limits}
+    workers = {"template": with_knobs(EQUAL_STEPS), "resources": ONE_CORE}
     with trained(watched, NAME, CLAIM, NOISED_URI, workers) as endpoint:
         yield endpoint
 

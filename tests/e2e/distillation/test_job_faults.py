@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from support.cluster_faults.extra_node import extra_node, node_command, prefer
-from support.e2e.askers import Askers
 from support.e2e.draft_files import bound_claim
 from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
-from support.e2e.questions import different_questions
+from support.e2e.questions import Askers, different_questions
 from support.e2e.release import Release
+from support.e2e.streams import served_meanwhile
 from support.e2e.training_runs import (
     RUN_SECONDS,
     SPLITS,
@@ -30,7 +30,6 @@ from support.e2e.training_runs import (
     job_template,
     jobs,
     pods_of_jobs,
-    served_meanwhile,
     trained,
     wait_for_end,
     wait_for_run,
@@ -38,7 +37,6 @@ from support.e2e.training_runs import (
     wait_until_idle,
 )
 from support.kube import Cluster, Manifest, wait_for
-from support.tiers import skip_reason
 
 NAME, CLAIM, SMALL_CLAIM = "faulty", "training", "small-training"
 CLAIM_BYTES = 20_000_000
@@ -52,11 +50,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folders(
-    cluster: Cluster, watched: Namespace, tmp_path_factory: pytest.TempPathFactory
+    local_cluster: Cluster, watched: Namespace, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Path]]:
     """Yield the folders of two claims by name. The second one is full after CLAIM_BYTES."""
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "the volumes lie on this machine"))
     parent = tmp_path_factory.mktemp("claims")
     made = {name: parent / name for name in (CLAIM, SMALL_CLAIM)}
     for folder in made.values():

@@ -57,10 +57,8 @@ def test_key_rotation_refuses_no_request(guarded: Routed, watched: Namespace) ->
     """Both keys are valid for a while, in which clients change to the new one."""
     endpoint = guarded.endpoint
     with ExitStack() as stack:
-        pods = [("pod", name, Port.http) for name in endpoint.ready_pods()]
-        routers = watched.list("pods", f"{endpoint.labels},specdecode.io/role=router")
-        servers = [*pods, *(("pod", router["metadata"]["name"], Port.http) for router in routers)]
-        urls = [stack.enter_context(watched.reach(*server)) for server in servers]
+        pods = [*endpoint.ready_pods(), *endpoint.ready_pods("router")]
+        urls = [stack.enter_context(watched.reach("pod", pod, Port.http)) for pod in pods]
         assert not any(is_admitted(url, NEW) for url in urls)
         traffics = [stack.enter_context(StreamTraffic(url, MODEL, 4, OLD)) for url in (guarded.url, urls[0])]
         began = time.monotonic()

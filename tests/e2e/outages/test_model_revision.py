@@ -10,16 +10,17 @@ import httpx
 import pytest
 
 from support.e2e.endpoint import Endpoint
+from support.e2e.hubs import PORT, hub_in_pod
 from support.e2e.kube import Namespace
 from support.e2e.loop import HALF_A_CORE, deployed
 from support.e2e.release import Release
-from support.kube import Manifest, wait_for
+from support.kube import wait_for
 
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.proof("outages"),
 ]
-HUB, PORT, URI = "model-hub", 8080, "hf://org/model"
+HUB, URI = "model-hub", "hf://org/model"
 FIRST, SECOND = "a" * 40, "b" * 40
 
 
@@ -27,33 +28,9 @@ FIRST, SECOND = "a" * 40, "b" * 40
 def hub(watched: Namespace, release: Release) -> Iterator[str]:
     """Yield the URL of a hub in the cluster, reachable from pods and from the test."""
     release.start()
-    script = (Path(__file__).parents[2] / "support" / "e2e" / "hub_pod.py").read_text()
-    for manifest in hub_manifests(watched.cluster.worker_image, script):
-        watched.apply(manifest)
-    watched.kubectl("wait", "pod", HUB, "--for=condition=Ready", "--timeout=120s")
-    with watched.reach("service", HUB, PORT) as url:
+    program = Path(__file__).parents[2] / "support" / "e2e" / "hub_pod.py"
+    with hub_in_pod(watched, HUB, {"hub.py": program}), watched.reach("service", HUB, PORT) as url:
         yield url
-    watched.kubectl("delete", "pod,service,configmap", HUB, "--grace-period=1")
-
-
-def hub_manifests(image: str, script: str) -> list[Manifest]:
-    container = {
-        "name": "hub",
-        "image": image,
-        "imagePullPolicy": "IfNotPresent",
-        "command": ["python3", "/hub/hub.py"],
-        "readinessProbe": {"httpGet": {"path": "/listings", "port": PORT}, "timeoutSeconds": 5},
-        "volumeMounts": [{"name": "script", "mountPath": "/hub"}],
-    }
-    metadata = {"name": HUB, "labels": {"app": HUB}}
-    volumes = [{"name": "script", "configMap": {"name": HUB}}]
-    pod = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 1}
-    service = {"selector": {"app": HUB}, "ports": [{"port": PORT}]}
-    return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"hub.py": script}},
-        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod},
-        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
-    ]
 
 
 def pulled_commit(endpoint: Endpoint, pod: str) -> str:

@@ -19,7 +19,6 @@ from support.e2e.release import Release
 from support.e2e.routed import Routed, routed_deployment
 from support.e2e.worker_faults import kill_server, restarts, wait_for_ready_pods
 from support.kube import Cluster, wait_for
-from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.timeout(1800),  # the image of workers is copied to the second node
@@ -29,17 +28,13 @@ OUTAGE_SECONDS = 60
 
 
 @pytest.fixture(autouse=True)
-def local_cluster(cluster: Cluster, release: Release) -> None:
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "it loses its API server and gets a second node"))
+def _operator(local_cluster: Cluster, release: Release) -> None:
     release.start()
 
 
 @pytest.fixture(scope="module")
-def node(cluster: Cluster) -> Iterator[str]:
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "it gets a second node"))
-    with extra_node([cluster.worker_image], timeout_s=1500) as name:
+def node(local_cluster: Cluster) -> Iterator[str]:
+    with extra_node([local_cluster.worker_image], timeout_s=1500) as name:
         yield name
 
 

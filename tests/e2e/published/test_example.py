@@ -15,11 +15,11 @@ import httpx
 import pytest
 import yaml
 
-from support.e2e.endpoint import Endpoint
+from support.e2e.endpoint import ONE_CORE, Endpoint
+from support.e2e.hubs import PORT, hub_in_pod
 from support.e2e.kube import Namespace
 from support.e2e.release import Release
 from support.kube import Cluster, Manifest, wait_for
-from support.tiers import skip_reason
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -28,7 +28,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
 EXAMPLE = ROOT / "examples" / "llama-3.1-8b.yaml"
-NAME, MODEL, HUB, PORT = "llama-3-1-8b", "meta-llama/Llama-3.1-8B-Instruct", "published-hub", 8080
+NAME, MODEL, HUB = "llama-3-1-8b", "meta-llama/Llama-3.1-8B-Instruct", "published-hub"
 TOKEN = "hf_of-an-account-that-accepted"
 FILES = {
     "hub.py": SUPPORT / "published" / "hub_pod.py",
@@ -58,57 +58,29 @@ def accelerator(cluster: Cluster) -> Iterator[None]:
 
 @pytest.fixture
 def hub(watched: Namespace, release: Release) -> Iterator[None]:
+    """Run the hub, with the Secret that the header of the example asks for."""
     release.start()
-    for manifest in hub_manifests(watched.cluster.worker_image):
-        watched.apply(manifest)
-    watched.kubectl("wait", "pod", HUB, "--for=condition=Ready", "--timeout=180s")
-    yield
-    watched.kubectl("delete", "pod,service,configmap", HUB, "--grace-period=1", "--ignore-not-found")
-
-
-def hub_manifests(image: str) -> list[Manifest]:
-    keys = {path.replace("/", "-"): path for path in FILES}
-    metadata = {"name": HUB, "labels": {"app": HUB}}
-    items = [{"key": key, "path": path} for key, path in keys.items()]
-    container = {
-        "name": "hub",
-        "image": image,
-        "imagePullPolicy": "IfNotPresent",
-        "command": ["python3", "/hub/hub.py"],
-        "readinessProbe": {"tcpSocket": {"port": PORT}, "timeoutSeconds": 5},
-        "volumeMounts": [{"name": "files", "mountPath": "/hub"}],
-    }
-    volumes = [{"name": "files", "configMap": {"name": HUB, "items": items}}]
-    pod = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 1}
-    data = {key: FILES[path].read_text() for key, path in keys.items()}
-    return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data},
-        {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod},
-        {
-            "apiVersion": "v1", "kind": "Service", "metadata": metadata,
-            "spec": {"selector": {"app": HUB}, "ports": [{"port": PORT}]},
-        },
-    ]  # fmt: skip
+    with hub_in_pod(watched, HUB, FILES):
+        watched.kubectl("create", "secret", "generic", "hub-token", f"--from-literal=token={TOKEN}")
+        yield
+        watched.kubectl("delete", "secret", "hub-token")
 
 
 def patches() -> Manifest:
     """Return what differs from the example on this machine: the hub, and amounts of memory, cores and KV cache."""
     env = [{"name": "HF_ENDPOINT", "value": f"http://{HUB}:{PORT}"}]
-    resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
     template = {"spec": {"initContainers": [{"name": "pull", "env": env}]}}
-    return {"workers": {"resources": resources, "template": template}, "engine": {"kvCacheTokens": 32768}}
+    return {"workers": {"resources": ONE_CORE, "template": template}, "engine": {"kvCacheTokens": 32768}}
 
 
 @pytest.fixture
 def applied(watched: Namespace, hub: None, accelerator: None) -> Iterator[Endpoint]:
-    """Apply the example and the Secret that its header says."""
-    watched.kubectl("create", "secret", "generic", "hub-token", f"--from-literal=token={TOKEN}")
+    """Apply the example."""
     watched.kubectl("apply", "-f", str(EXAMPLE))
     endpoint = Endpoint(watched, NAME)
     endpoint.patch(patches())
     yield endpoint
     watched.kubectl("delete", "-f", str(EXAMPLE), "--timeout=60s")
-    watched.kubectl("delete", "secret", "hub-token")
 
 
 def test_the_example_is_scheduled_pulled_and_served(watched: Namespace, applied: Endpoint) -> None:
@@ -139,10 +111,8 @@ def test_the_example_is_scheduled_pulled_and_served(watched: Namespace, applied:
 
 
 @pytest.fixture
-def cache(cluster: Cluster, tmp_path: Path) -> Path:
+def cache(local_cluster: Cluster, tmp_path: Path) -> Path:
     """Make a folder of the node that is writable for the pods' user."""
-    if not cluster.local:
-        pytest.skip(skip_reason("local cluster", "the folder lies on this machine"))
     for folder in (tmp_path.parent, tmp_path.parent.parent):
         folder.chmod(0o755)
     tmp_path.chmod(0o777)
@@ -152,7 +122,6 @@ def cache(cluster: Cluster, tmp_path: Path) -> Path:
 @pytest.fixture
 def prefetched(watched: Namespace, hub: None, cache: Path) -> Iterator[Endpoint]:
     """Apply a deployment whose workers fit on no node yet, and whose models are wanted on nodes with a label."""
-    watched.kubectl("create", "secret", "generic", "hub-token", f"--from-literal=token={TOKEN}")
     example = yaml.safe_load(EXAMPLE.read_text())
     spec = {
         "model": example["spec"]["model"],
@@ -168,7 +137,6 @@ def prefetched(watched: Namespace, hub: None, cache: Path) -> Iterator[Endpoint]
     yield Endpoint(watched, "prefetched")
     watched.cluster.kubectl("label", "nodes", "--all", "models-", "workers-")
     watched.kubectl("delete", "sdd", "prefetched", "--timeout=60s")
-    watched.kubectl("delete", "secret", "hub-token")
 
 
 def test_a_prefetched_model_is_served_without_the_hub(watched: Namespace, prefetched: Endpoint, cache: Path) -> None:

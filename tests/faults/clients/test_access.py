@@ -16,7 +16,7 @@ import pytest
 
 from support import small_model
 from support.faults.bounds import seconds_until
-from support.faults.worker_flags import SMALL_FLAGS
+from support.faults.workers import SMALL_FLAGS
 from support.worker_process import WorkerProcess, fake, ready, real, worker_config
 
 RELOAD_SECONDS = 3
@@ -111,7 +111,10 @@ ROUTES = {
     # method and path: tokens that may call it
     ("GET", "/v1/report"): {"all-of-it"},
     ("GET", "/internal/v1/load"): {"all-of-it", "internal-only"},
+    ("POST", "/internal/v1/streams"): {"all-of-it", "internal-only"},
     ("GET", "/v1/plan"): {"all-of-it"},
+    ("GET", "/v1/draft"): {"all-of-it"},
+    ("GET", "/v1/synthetic"): {"all-of-it"},
     ("PUT", "/v1/draft"): {"all-of-it"},
     ("PUT", "/v1/plan"): {"all-of-it"},
     ("DELETE", "/v1/synthetic"): {"all-of-it"},

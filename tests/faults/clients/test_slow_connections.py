@@ -23,7 +23,7 @@ from support.faults.bounds import (
     ttft_seconds,
     unaffected,
 )
-from support.faults.fake_worker import MAX_NUM_SEQS, fake_worker
+from support.faults.workers import MAX_NUM_SEQS, fake_worker
 from support.worker_process import WorkerProcess
 
 SHORT_TIMEOUTS = ("--header-timeout-seconds", "2", "--body-timeout-seconds", "4")
@@ -102,10 +102,9 @@ def test_flood_of_an_open_endpoint_does_not_stretch_a_stream(fast_worker: Worker
 
 def _stream_seconds(worker: WorkerProcess) -> float:
     """Return the mean duration of streams of 240 tokens, repeated for two seconds."""
-    body = {"model": "small", "prompt": "SAY:" + "x" * 240, "max_tokens": 240, "stream": True}
     began, streams = time.monotonic(), 0
     while time.monotonic() - began < 2:
-        assert "[DONE]" in httpx.post(f"{worker.public}/v1/completions", json=body, timeout=120).text
+        assert "[DONE]" in worker.complete("SAY:" + "x" * 240, max_tokens=240, stream=True, timeout=120).text
         streams += 1
     return (time.monotonic() - began) / streams
 
@@ -146,10 +145,9 @@ def deaf_clients(worker: WorkerProcess) -> Iterator[list[raw_clients.Client]]:
 
 
 def test_deaf_clients_keep_no_place_in_the_queue(worker: WorkerProcess, request: pytest.FixtureRequest) -> None:
-    body = {"model": "small", "prompt": "hi", "max_tokens": 2}
     with unaffected(worker):
         request.getfixturevalue("deaf_clients")
-        answers = [httpx.post(f"{worker.public}/v1/completions", json=body, timeout=30) for _ in range(10)]
+        answers = [worker.complete(timeout=30) for _ in range(10)]
     assert {answer.status_code for answer in answers} == {200}
 
 

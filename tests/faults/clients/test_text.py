@@ -16,7 +16,7 @@ import pytest
 
 from support import small_model
 from support.faults.bounds import MEMORY_BYTES, assert_ttft_unaffected, healthy, resident_bytes, ttft_seconds
-from support.faults.worker_flags import EMBEDDED_FLAGS, SMALL_FLAGS
+from support.faults.workers import EMBEDDED_FLAGS, SMALL_FLAGS
 from support.worker_process import WorkerProcess, fake, ready, real, worker_config
 
 CONTEXT = 32_768

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,25 +12,24 @@ from pathlib import Path
 import httpx
 import pytest
 
+from support.certificates import ELLIPTIC, self_signed
 from support.faults import raw_clients
 from support.faults.bounds import HEALTH_P99_SECONDS, seconds_until
-from support.faults.fake_worker import ADMIN_HEADERS, ADMIN_TOKEN, fake_worker
+from support.faults.workers import ADMIN_HEADERS, ADMIN_TOKEN, fake_worker
 from support.worker_process import ServerProcess, WorkerProcess, running_router
 
 RELOAD_SECONDS = 5
 """Time after a change of the files until new connections use the new certificate."""
 HANDSHAKE_SECONDS = 2
-NEW_KEYS = {"first": ("rsa:2048",), "second": ("ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")}
+KEY_KINDS = {"first": ("rsa:2048",), "second": ELLIPTIC}
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with two self-signed certificates for loopback, with keys of different kinds."""
     folder = tmp_path_factory.mktemp("certificates")
-    for name, kind in NEW_KEYS.items():
-        words = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", *kind, "-subj", f"/CN={name}",
-                 "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", f"{name}.key", "-out", f"{name}.crt"]  # fmt: skip
-        subprocess.run(words, cwd=folder, check=True, capture_output=True)
+    for name, kind in KEY_KINDS.items():
+        self_signed(folder, name, "-addext", "subjectAltName=IP:127.0.0.1", key_kind=kind)
     return folder
 
 
@@ -61,7 +59,7 @@ def test_changed_certificate_is_used_without_a_restart(
     server: ServerProcess, certificates: Path, tmp_path: Path
 ) -> None:
     assert server.public.startswith("https://")
-    trusts_first, trusts_second = (_context(certificates / f"{name}.crt") for name in NEW_KEYS)
+    trusts_first, trusts_second = (_context(certificates / f"{name}.crt") for name in KEY_KINDS)
     with httpx.Client(verify=trusts_first) as open_client:
         for url in _urls(server):
             assert open_client.get(url, headers=ADMIN_HEADERS).status_code == 200

@@ -38,18 +38,12 @@ def draft_pid(worker: WorkerProcess) -> int:
     return pid
 
 
-def complete(worker: WorkerProcess, prompt: str) -> dict[str, Any]:
-    body = {"model": "small", "prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{worker.public}/v1/completions", json=body, timeout=300)
-    assert answer.status_code == 200, answer.text
-    return answer.json()  # type: ignore[no-any-return]
-
-
 def texts(worker: WorkerProcess, then: Callable[[], None] = lambda: None) -> list[str]:
+    fields: dict[str, Any] = {"max_tokens": 48, "temperature": 0, "ignore_eos": True, "timeout": 300}
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = [pool.submit(complete, worker, prompt) for prompt in PROMPTS]
+        answers = [pool.submit(worker.complete, prompt, **fields) for prompt in PROMPTS]
         then()
-        return [answer.result()["choices"][0]["text"] for answer in answers]
+        return [one.result().raise_for_status().json()["choices"][0]["text"] for one in answers]
 
 
 def test_a_killed_draft_process_fails_no_request(worker: WorkerProcess) -> None:
@@ -133,9 +127,8 @@ def test_drained_worker_exits(start_fake: StartWorker) -> None:
 
 def _ask(worker: WorkerProcess, prompt: object, timeout: float = EXIT_SECONDS) -> None:
     """Send a request that may get no answer."""
-    body = {"model": "small", "prompt": prompt, "max_tokens": 4}
     with contextlib.suppress(httpx.HTTPError):
-        httpx.post(f"{worker.public}/v1/completions", json=body, timeout=timeout)
+        worker.complete(prompt, timeout=timeout)
 
 
 # Parts of the server process that must live: the worker ends when one of them ends with an exception.

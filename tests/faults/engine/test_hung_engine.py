@@ -100,9 +100,8 @@ def test_hang_in_python_is_reported_with_stacks(start_fake: StartWorker) -> None
 
 def test_slow_step_recovers(start_fake: StartWorker) -> None:
     worker = start_fake(step_timeout_seconds=fake_engine.SLOW_SECONDS * 1.6)
-    body = {"model": "small", "prompt": [fake_engine.SLOW], "max_tokens": 3}
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(httpx.post, f"{worker.public}/v1/completions", json=body, timeout=30)
+        answer = pool.submit(worker.complete, [fake_engine.SLOW], max_tokens=3, timeout=30)
         worker.wait_until(lambda: worker.get("/ready").status_code == 503)
         assert worker.get("/health").status_code == 200
         worker.wait_ready(10)

@@ -15,7 +15,7 @@ import pytest
 
 from support.faults import raw_clients
 from support.faults.bounds import HALF_OPEN_SECONDS, SIGTERM_EXTRA_SECONDS, healthy, ttft_seconds, unaffected
-from support.faults.fake_worker import ADMIN_TOKEN, fake_worker
+from support.faults.workers import ADMIN_TOKEN, fake_worker
 from support.worker_process import RouterProcess, running_router
 
 WRITE_TIMEOUT_SECONDS = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,8 @@ import pytest
 
 from support.faults.bounds import SHORT_BEHIND_LONG_SECONDS, assert_ttft_unaffected, healthy, ttft_seconds
 from support.faults.raw_clients import Client, deaf_client
-from support.faults.worker_flags import SMALL_FLAGS
+from support.faults.workers import SMALL_FLAGS
+from support.processes import cpu_seconds
 from support.worker_process import WorkerProcess, ready, real
 
 EXTRA_SECONDS = 1.0
@@ -174,12 +174,6 @@ def complete_seconds(worker: WorkerProcess, prompt: str) -> float:
     answer = httpx.post(f"{worker.public}/v1/completions", json=SHORT | {"prompt": prompt}, timeout=240)
     assert answer.status_code == 200, answer.text
     return time.monotonic() - began
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process, which depends less on other processes of the machine than its wall time."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.proof("faults")  # holds a duration to a bound, so nothing may run beside it

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from specdecode_worker.contract import (
@@ -91,8 +90,7 @@ class Pod:
         return report
 
     def text(self, prompt: str) -> str:
-        body = {"model": "m", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{self.worker.public}/v1/completions", json=body, timeout=60)
+        answer = self.worker.complete(prompt, model="m", max_tokens=12, temperature=0, ignore_eos=True)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 
@@ -281,10 +279,7 @@ def test_worker_takes_drafts_from_a_bucket(
     missing = worker.call_admin(Route.draft, "PUT", json={"uri": "s3://heads/none", "method": "eagle3"})
     assert (missing.status_code, "does not exist" in missing.text or "holds no" in missing.text) == (409, True)
     assert _running_hash(worker) == following
-    answer = httpx.post(
-        f"{worker.public}/v1/completions", json={"model": "small", "prompt": "hello", "max_tokens": 4}, timeout=60
-    )
-    assert answer.status_code == 200
+    assert worker.complete().status_code == 200
     worker.terminate()
     worker.exit_code()
     gone = server.environment | {"AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9"}

@@ -12,20 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from specdecode_worker.contract import (
-    DraftConfig,
-    EngineConfig,
-    ModelConfig,
-    NamedDraft,
-    Route,
-    ServerConfig,
-    WorkerConfig,
-)
+from specdecode_worker.contract import DraftConfig, Env, NamedDraft, Route
 from support import small_model
 from support.faults.bounds import healthy
-from support.worker_process import StartWorker, WorkerProcess
+from support.worker_process import StartWorker, WorkerProcess, worker_config
 
-COMPLETION = {"model": "small", "prompt": "hello", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 ACCEPTED_SECONDS = 1.0
 """Bound of the answer to PUT /v1/draft."""
 LOAD_SECONDS = 20.0
@@ -161,14 +152,13 @@ def test_a_swap_is_accepted_at_once_and_shown_until_it_runs(small_worker: Worker
 
 def _pod(target: Path, drafts: list[dict[str, Any]]) -> dict[str, str]:
     """Return the environment of a pod with these drafts, the default draft first."""
-    config = WorkerConfig(
-        model=ModelConfig(uri=f"file://{target}", served_name="small", dtype="float32"),
-        draft=DraftConfig.model_validate(drafts[0]),
-        drafts=tuple(NamedDraft.model_validate(draft) for draft in drafts[1:]),
-        engine=EngineConfig(max_num_seqs=4, kv_cache_tokens=4096, device="cpu", threads=1),
-        server=ServerConfig(host="127.0.0.1", port=0, admin_port=0),
-    )
-    return {"SPECDECODE_CONFIG": config.model_dump_json()}
+    default, *others = drafts
+    models = {
+        "draft": DraftConfig.model_validate(default),
+        "drafts": tuple(NamedDraft.model_validate(draft) for draft in others),
+    }
+    config = worker_config(target, dtype="float32", kv_cache_tokens=4096, device="cpu", threads=1)
+    return {Env.config: config.model_copy(update=models).model_dump_json()}
 
 
 def _swap_problem(worker: WorkerProcess, body: dict[str, str]) -> str:
@@ -198,6 +188,6 @@ def _drafts(worker: WorkerProcess) -> dict[str, Any]:
 
 
 def _assert_serves(worker: WorkerProcess, engine_pid: int) -> None:
-    answer = httpx.post(f"{worker.public}/v1/completions", json=COMPLETION, timeout=30)
+    answer = worker.complete(timeout=30, ignore_eos=True)
     assert answer.status_code == 200, answer.text
     assert worker.engine_pid == engine_pid

@@ -11,12 +11,10 @@ import time
 from itertools import count
 from pathlib import Path
 
-import httpx
-
 from specdecode_worker.capture import ReadStats, read_records
 from specdecode_worker.capture.segments import segment_name
 from specdecode_worker.contract import Plan
-from specdecode_worker.contract.capture import CaptureReport, CaptureRules
+from specdecode_worker.contract.capture import CaptureRules
 from support.faults.bounds import healthy
 from support.worker_process import StartWorker, WorkerProcess
 
@@ -34,16 +32,9 @@ def ask(worker: WorkerProcess, requests: int = 1, n: int = 1) -> None:
     """Send requests and check that none waits for the capture."""
     for _ in range(requests):
         began = time.monotonic()
-        body = {"model": "small", "prompt": "hello " * 30, "max_tokens": 2, "n": n}
-        answer = httpx.post(f"{worker.public}/v1/completions", json=body, timeout=30)
+        answer = worker.complete("hello " * 30, max_tokens=2, n=n, timeout=30)
         assert answer.status_code == 200, answer.text
         assert time.monotonic() - began < ANSWER_SECONDS
-
-
-def captured(worker: WorkerProcess) -> CaptureReport:
-    report = worker.report().capture
-    assert report is not None
-    return report
 
 
 def test_full_disk_stops_capture_and_the_next_rules_are_tried(small_disk: Path, start_fake: StartWorker) -> None:
@@ -52,33 +43,33 @@ def test_full_disk_stops_capture_and_the_next_rules_are_tried(small_disk: Path, 
     with healthy(worker):
         push(worker)
         ask(worker)
-        worker.wait_until(lambda: captured(worker).conversations == 1)
+        worker.wait_until(lambda: worker.captured().conversations == 1)
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(bytes(4096))
         ask(worker, 8, n=4)
-        worker.wait_until(lambda: "No space left" in (captured(worker).problem or ""))
-        full = captured(worker)
+        worker.wait_until(lambda: "No space left" in (worker.captured().problem or ""))
+        full = worker.captured()
         assert full.dropped["write_error"] == 1, "the disk is tried once"
         ask(worker, 3)
-        assert captured(worker).dropped["stopped"] > full.dropped.get("stopped", 0)
+        assert worker.captured().dropped["stopped"] > full.dropped.get("stopped", 0)
         filler.unlink()
         push(worker, max_bytes=2**17)
         worker.wait_until(lambda: not worker_is_stopped(worker))
         ask(worker, 2)
-        worker.wait_until(lambda: captured(worker).problem is None)
+        worker.wait_until(lambda: worker.captured().problem is None)
     stats = ReadStats()
     readable = len(list(read_records([folder], stats)))
-    report = captured(worker)
+    report = worker.captured()
     print(f"{report.conversations} stored, {readable} readable, {report.dropped} dropped, {stats.torn} torn segments")
     assert (readable, stats.torn, stats.unreadable) == (report.conversations, 0, 0)
 
 
 def worker_is_stopped(worker: WorkerProcess) -> bool:
     """Return whether a request is still dropped because capture is stopped."""
-    before = captured(worker).dropped.get("stopped", 0)
+    before = worker.captured().dropped.get("stopped", 0)
     ask(worker)
-    return captured(worker).dropped.get("stopped", 0) > before
+    return worker.captured().dropped.get("stopped", 0) > before
 
 
 def test_bound_holds_on_a_small_disk(small_disk: Path, start_fake: StartWorker) -> None:
@@ -89,7 +80,7 @@ def test_bound_holds_on_a_small_disk(small_disk: Path, start_fake: StartWorker) 
         for _ in range(8):
             ask(worker, 6, n=4)
             assert sum(path.stat().st_size for path in folder.iterdir() if path.exists()) <= 2**16 + 4096
-    report = captured(worker)
+    report = worker.captured()
     assert (report.problem, report.dropped) == (None, {})
     assert 0 < report.stored_bytes <= 2**16
 
@@ -99,18 +90,18 @@ def test_slow_disk_delays_no_request(tmp_path: Path, start_fake: StartWorker) ->
     worker = start_fake(capture_dir=str(folder))
     push(worker)
     ask(worker)
-    worker.wait_until(lambda: captured(worker).conversations == 1)
+    worker.wait_until(lambda: worker.captured().conversations == 1)
     blocked = folder / segment_name(time.time() - 10)
     os.mkfifo(blocked)  # reading it waits, as on a disk that does not answer
     with healthy(worker):
         push(worker, max_bytes=2**20)
         ask(worker, 10)
-        worker.wait_until(lambda: captured(worker).problem is not None, 30)
+        worker.wait_until(lambda: worker.captured().problem is not None, 30)
         ask(worker, 3)
-        assert captured(worker).conversations <= 11
+        assert worker.captured().conversations <= 11
         blocked.open("wb").close()
-        worker.wait_until(lambda: captured(worker).problem is None)
-        worker.wait_until(lambda: captured(worker).conversations == 14)
+        worker.wait_until(lambda: worker.captured().problem is None)
+        worker.wait_until(lambda: worker.captured().conversations == 14)
 
 
 def test_hook_that_hangs_stops_capture_only(tmp_path: Path, start_fake: StartWorker) -> None:
@@ -119,13 +110,13 @@ def test_hook_that_hangs_stops_capture_only(tmp_path: Path, start_fake: StartWor
     with healthy(worker):
         push(worker, redact="support.worker.fake_engine:hang_in_hook")
         ask(worker, 3)
-        worker.wait_until(lambda: "has not returned" in (captured(worker).problem or ""), 30)
+        worker.wait_until(lambda: "has not returned" in (worker.captured().problem or ""), 30)
         ask(worker, 3)
         worker.put_plan(Plan(uid="uid-1", version=next(versions)))
-        worker.wait_until(lambda: captured(worker).problem is None and not list(folder.iterdir()))
+        worker.wait_until(lambda: worker.captured().problem is None and not list(folder.iterdir()))
         push(worker)
         ask(worker)
-        worker.wait_until(lambda: captured(worker).conversations >= 1)
+        worker.wait_until(lambda: worker.captured().conversations >= 1)
     worker.terminate()
     assert worker.exit_code(20) == 0, "a thread that hangs holds up no exit"
 
@@ -135,8 +126,8 @@ def test_dead_capture_thread_does_not_end_the_worker(tmp_path: Path, start_fake:
     with healthy(worker):
         push(worker, redact="support.worker.fake_engine:end_capture_thread")
         ask(worker)
-        worker.wait_until(lambda: "SystemExit" in (captured(worker).problem or ""))
+        worker.wait_until(lambda: "SystemExit" in (worker.captured().problem or ""))
         push(worker)
         worker.wait_until(lambda: not worker_is_stopped(worker))
-        worker.wait_until(lambda: captured(worker).conversations >= 1)
+        worker.wait_until(lambda: worker.captured().conversations >= 1)
     assert worker.process.poll() is None

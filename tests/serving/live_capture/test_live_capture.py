@@ -18,7 +18,7 @@ import pytest
 from specdecode_worker.capture import ReadStats, Record, read_records
 from specdecode_worker.capture.segments import MAGIC, RETENTION_FILE, list_segments, segment_name
 from specdecode_worker.contract import Env, Plan, Route, TaskMatch
-from specdecode_worker.contract.capture import CaptureReport, CaptureRules
+from specdecode_worker.contract.capture import CaptureRules
 from support.worker_process import WorkerProcess, fake, ready, worker_config
 
 TOKENS = {"operator": "operators", "capture": "captures"}
@@ -70,15 +70,8 @@ def push(worker: WorkerProcess, rules: CaptureRules | None) -> None:
 
 
 def ask(worker: WorkerProcess, headers: dict[str, str] | None = None, **more: Any) -> None:
-    body = {"model": "small", "prompt": "hello", "max_tokens": 6, **more}
-    answer = httpx.post(f"{worker.public}/v1/completions", json=body, headers=headers, timeout=30)
+    answer = worker.complete(max_tokens=6, headers=headers, timeout=30, **more)
     assert answer.status_code == 200, answer.text
-
-
-def captured(worker: WorkerProcess) -> CaptureReport:
-    report = worker.report().capture
-    assert report is not None
-    return report
 
 
 def records(folder: Path) -> list[Record]:
@@ -89,8 +82,8 @@ def test_pushed_plan_switches_capture_on_and_off(worker: WorkerProcess, folder: 
     ask(worker)
     push(worker, RULES)
     ask(worker, n=2)
-    worker.wait_until(lambda: captured(worker).conversations == 2)
-    report = captured(worker)
+    worker.wait_until(lambda: worker.captured().conversations == 2)
+    report = worker.captured()
     assert (report.problem, report.stored_bytes) == (None, sum(one.size for one in list_segments(folder)))
     assert report.oldest == min(one.time_seconds for one in records(folder))
     page = worker.get("/metrics").text
@@ -98,7 +91,7 @@ def test_pushed_plan_switches_capture_on_and_off(worker: WorkerProcess, folder: 
     push(worker, None)
     ask(worker)
     worker.wait_until(lambda: not list(folder.iterdir()))
-    assert captured(worker).conversations == 0
+    assert worker.captured().conversations == 0
     assert 'specdecode_capture_stored_bytes{model_name="fake"} 0.0' in worker.get("/metrics").text
     assert worker.process.poll() is None
 
@@ -107,7 +100,7 @@ def test_listing_has_all_records_and_later_ones_in_other_segments(worker: Worker
     push(worker, RULES)
     for stored in (1, 2):
         ask(worker)
-        worker.wait_until(lambda: captured(worker).conversations == stored)  # noqa: B023  # read in this turn
+        worker.wait_until(lambda: worker.captured().conversations == stored)  # noqa: B023  # read in this turn
         listed = admin(worker, Route.captures, token="captures").json()["segments"]
         assert [one["name"] for one in listed] == [one.path.name for one in list_segments(folder)]
         assert len(listed) == stored
@@ -115,7 +108,7 @@ def test_listing_has_all_records_and_later_ones_in_other_segments(worker: Worker
         sent = admin(worker, f"{Route.captures}/{one['name']}", token="captures")
         assert hashlib.sha256(sent.content).hexdigest() == one["sha256"]
     ask(worker)
-    worker.wait_until(lambda: captured(worker).conversations == 3)
+    worker.wait_until(lambda: worker.captured().conversations == 3)
     (newest,) = {one.path.name for one in list_segments(folder)} - {one["name"] for one in listed}
     assert admin(worker, f"{Route.captures}/{newest}", token="captures").status_code == 404, "it is still open"
 
@@ -128,25 +121,25 @@ def test_opt_in_needs_every_permission_that_is_given(
     header: str | None, metadata: bool | None, taken: int, worker: WorkerProcess, folder: Path
 ) -> None:
     push(worker, RULES.model_copy(update={"consent": "OptIn"}))
-    dropped = captured(worker).dropped.get("opted_out", 0)
+    dropped = worker.captured().dropped.get("opted_out", 0)
     more = {} if metadata is None else {"metadata": {"capture": metadata}}
     ask(worker, headers=None if header is None else {"X-Specdecode-Capture": header}, **more)
     ask(worker, headers={"X-Specdecode-Capture": "on"})
-    worker.wait_until(lambda: captured(worker).conversations == taken + 1)
+    worker.wait_until(lambda: worker.captured().conversations == taken + 1)
     assert all(one.permitted for one in records(folder))
     is_forbidden = (header, metadata) in [("on", False), ("off", True)]
-    assert captured(worker).dropped.get("opted_out", 0) == dropped + is_forbidden, "silence is no refusal"
+    assert worker.captured().dropped.get("opted_out", 0) == dropped + is_forbidden, "silence is no refusal"
 
 
 def test_records_of_a_user_are_deleted(worker: WorkerProcess, folder: Path) -> None:
     push(worker, RULES)
     for user in (ANN, "bob", ANN):
         ask(worker, user=user)
-    worker.wait_until(lambda: captured(worker).conversations == 3)
+    worker.wait_until(lambda: worker.captured().conversations == 3)
     answer = admin(worker, Route.capture_deletions, "POST", json={"user": ANN})
     assert answer.status_code == 200, answer.text
     assert answer.json() == {"records": 2, "queued": 0, "segments": 1, "unreadable": 0, "undecidable": 0}
-    assert captured(worker).conversations == len(records(folder)) == 1
+    assert worker.captured().conversations == len(records(folder)) == 1
     assert ANN not in worker.log, "no log has the user"
 
 
@@ -208,13 +201,13 @@ def test_mounted_plan_holds_from_the_start(model_folder: Path, tmp_path: Path) -
     with running(model_folder, folder, **{Env.plan_path: str(mounted)}) as worker:
         ask(worker, user=ANN)
         ask(worker)
-        worker.wait_until(lambda: captured(worker).conversations == 2)
+        worker.wait_until(lambda: worker.captured().conversations == 2)
         worker.process.kill()
     old = [one.time_seconds for one in records(folder)]
     rules = RULES.model_copy(update={"delete_before": old[1]})
     mounted.write_text(Plan(uid="uid-1", version=2, capture=rules).model_dump_json())
     with running(model_folder, folder, **{Env.plan_path: str(mounted)}) as worker:
-        worker.wait_until(lambda: captured(worker).conversations == 1)
+        worker.wait_until(lambda: worker.captured().conversations == 1)
         assert [one.time_seconds for one in records(folder)] == old[1:], "the others outlive the process"
         ask(worker)
-        worker.wait_until(lambda: captured(worker).conversations == 2)
+        worker.wait_until(lambda: worker.captured().conversations == 2)

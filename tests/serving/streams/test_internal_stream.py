@@ -119,7 +119,7 @@ LONG = frozenset({"named tool"})
 async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
     """Yield the plain and the drafting worker."""
     folder = tmp_path_factory.mktemp("target")
-    small_model.write_varied_target(folder, context=512)
+    small_model.write_varied_target(folder, 512)
     server = {"max_waiting": 4 * AT_ONCE, "reasoning_parser": "qwen3"}
     config = worker_config(folder, server=server, max_num_seqs=AT_ONCE, threads=1)
     config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})

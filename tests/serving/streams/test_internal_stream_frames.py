@@ -150,11 +150,6 @@ async def test_undecodable_body_gets_400(admin: httpx.AsyncClient) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_streams_need_a_token(admin: httpx.AsyncClient) -> None:
-    answer = await admin.post(INTERNAL_STREAMS, content=b"", headers={"Authorization": "Bearer wrong"})
-    assert answer.status_code == 401
-
-
 @pytest.mark.parametrize("change", ["prompts", "choices", "prompt", "sampling", "id", "behind the end", "logprobs"])
 async def test_resume_of_another_request_is_refused(admin: httpx.AsyncClient, change: str) -> None:
     request = opened(logprobs=1)

@@ -15,6 +15,7 @@ from specdecode_operator.plugin.drafts import change_for, offer
 from specdecode_operator.state.learned import parse_state, plan_of
 from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
 from support.e2e.kube import Namespace
+from support.e2e.traffic import Traffic
 from support.kube import KubectlError, Manifest, wait_for
 from support.processor import FASTEST_DTYPE, MULTIPLIES_BF16
 
@@ -23,6 +24,7 @@ CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,poddisrupti
 MODEL = "smollm2"
 MEMORY = "4Gi" if MULTIPLIES_BF16 else "6Gi"
 """Memory limit of a worker, with room for a second copy of the weights: a test runs ``bench`` while the server runs."""
+ONE_CORE = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": MEMORY}}
 EQUAL_STEPS = SyntheticKnobs(step_time=(StepTime(seconds=0.12),))
 """Steps that take equally long with and without drafts, so that drafts gain time on every processor."""
 
@@ -33,7 +35,6 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
     The dtype is the fastest one, so that real steps stay below padded ones (SyntheticKnobs) on every processor. The
     test that compares texts switches it to float32.
     """
-    resources = {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": MEMORY}}
     return {
         "apiVersion": "specdecode.io/v1alpha1",
         "kind": "SpecDecodeDeployment",
@@ -47,7 +48,7 @@ def resource(name: str, speculation: Manifest, workers: Manifest | None = None) 
             "engine": {"dtype": FASTEST_DTYPE, "maxModelLen": 1024, "maxNumSeqs": 4, "kvCacheTokens": 4096},
             "workers": {
                 "accelerator": {"count": 0},
-                "resources": resources,
+                "resources": ONE_CORE,
                 **(workers or {}),
             },
             "drain": {"endpointDelay": "1s", "gracePeriod": "10s"},
@@ -171,11 +172,33 @@ class Endpoint:
         items = self.namespace.list(CHILDREN, self.labels)
         return [f"{item['kind']}/{item['metadata']['name']}" for item in items]
 
+    def delete(self, timeout_s: int = 60) -> None:
+        """Delete the resource, and wait until nothing of it is left."""
+        assert self.children()
+        self.namespace.kubectl("delete", "sdd", self.name, f"--timeout={timeout_s}s")
+        assert "not found" in self.namespace.refusal("get", "sdd", self.name)
+
+        def nothing_left() -> bool:
+            assert self.children() == []
+            return True
+
+        wait_for("nothing is left", nothing_left, timeout_s=60)
+
+    @contextmanager
+    def traffic(self, concurrency: int, **fields: Any) -> Iterator[Traffic]:
+        """Yield clients of its Service, which ask while the block runs. No request of theirs may fail."""
+        with (
+            self.namespace.reach("service", self.name, 80) as url,
+            Traffic(url, MODEL, concurrency=concurrency, **fields) as clients,
+        ):
+            yield clients
+        assert clients.failures == []
+
     # Pods
 
-    def pods(self) -> list[Manifest]:
-        """Return the pods that are not terminating."""
-        pods = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
+    def pods(self, role: str = "worker") -> list[Manifest]:
+        """Return the pods of a role that are not terminating."""
+        pods = self.namespace.list("pods", f"{self.labels},specdecode.io/role={role}")
         return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
     def all_pods(self) -> set[str]:
@@ -183,11 +206,11 @@ class Endpoint:
         pods = self.namespace.list("pods", f"{self.labels},specdecode.io/role=worker")
         return {pod["metadata"]["name"] for pod in pods}
 
-    def ready_pods(self) -> list[str]:
+    def ready_pods(self, role: str = "worker") -> list[str]:
         def ready(pod: Manifest) -> bool:
             return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
 
-        return [pod["metadata"]["name"] for pod in self.pods() if ready(pod)]
+        return [pod["metadata"]["name"] for pod in self.pods(role) if ready(pod)]
 
     def identities(self) -> set[tuple[str, int]]:
         """Return the uid and restart count of every pod.

@@ -1,14 +1,16 @@
-"""Many different prompts of one kind, spread over the splits of a distillation."""
+"""Different prompts of one kind, spread over the splits of a distillation, and clients that ask them."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from specdecode_worker.capture import opening_hash
 from specdecode_worker.training import prompts
 from specdecode_worker.training.distillation.records import split_of
+from support.e2e.endpoint import MODEL
+from support.e2e.traffic import Traffic
 
 _LONGEST = 300
 _THINGS = (
@@ -45,3 +47,18 @@ def _spread(splits: Mapping[str, int], draw: Callable[[random.Random], str], see
     texts = sorted(chosen)
     rng.shuffle(texts)
     return texts
+
+
+class Askers(Traffic):
+    """Clients that ask different questions with short answers and permit the capture of them, while a block runs.
+
+    They repeat the questions, with other answers, when all were asked.
+    """
+
+    def __init__(self, url: str, clients: int, questions: Sequence[str]) -> None:
+        super().__init__(url, MODEL, concurrency=clients, max_tokens=24, prompts=questions, timeout_s=120)
+        self.headers = {"X-Specdecode-Capture": "on"}
+
+    def body(self, prompt: str, number: int) -> dict[str, object]:
+        """Return the body of the request with this number, which is sampled."""
+        return {**super().body(prompt, number), "temperature": 0.8, "seed": number}

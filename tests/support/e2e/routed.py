@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.endpoint import MODEL, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed
 from support.e2e.streams import StreamTraffic, failures, gap_percentile, unbroken_answers
@@ -15,9 +15,7 @@ from support.e2e.worker_faults import wait_for_ready_pods
 from support.kube import Manifest, wait_for
 
 NAME = "routed"
-WORKERS: Manifest = {
-    "resources": {"requests": {"cpu": "100m", "memory": "1Gi"}, "limits": {"cpu": "1", "memory": "4Gi"}}
-}
+WORKERS: Manifest = {"resources": ONE_CORE}
 SMALL = {"name": "router", "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}}}
 TWO_WORKERS = {"owner": "Operator", "minReplicas": 2, "maxReplicas": 2}
 CLIENTS = 8

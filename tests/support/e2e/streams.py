@@ -1,16 +1,18 @@
-"""Constant load of streamed chat requests through routers, each compared with its unbroken answer."""
+"""Constant load of streamed chat requests, each compared with its unbroken answer."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
 import openai
 
 from support.client_threads import ClientThreads
+from support.e2e.endpoint import MODEL, Endpoint
 from support.e2e.traffic import PROMPTS
 
 MAX_TOKENS = 48
@@ -22,8 +24,6 @@ class StreamedAnswer:
     """Answer to one request, as its client received it."""
 
     prompt: str
-    began: float
-    """Time of the request on the monotonic clock, in seconds."""
     text: str
     longest_gap_seconds: float
     """Longest time between two chunks after the first one."""
@@ -33,7 +33,7 @@ class StreamedAnswer:
 
 def stream_answer(client: openai.OpenAI, model: str, prompt: str) -> StreamedAnswer:
     """Ask for one streamed answer. Sampling has a seed of the prompt, so the text is always the same."""
-    began = last = time.monotonic()
+    last = time.monotonic()
     parts: list[str] = []
     gap, problem, finish = 0.0, "", None
     try:
@@ -56,7 +56,7 @@ def stream_answer(client: openai.OpenAI, model: str, prompt: str) -> StreamedAns
         problem = "" if finish else "the stream ended without a finish reason"
     except (openai.OpenAIError, httpx.HTTPError) as error:
         problem = f"{type(error).__name__}: {error}"[:300]
-    return StreamedAnswer(prompt, began, "".join(parts), gap, problem)
+    return StreamedAnswer(prompt, "".join(parts), gap, problem)
 
 
 def connect(url: str, api_key: str = "none") -> openai.OpenAI:
@@ -112,3 +112,20 @@ def gap_percentile(answers: Sequence[StreamedAnswer], percent: float) -> float:
     """Return a percentile of the longest gap of each answer, in seconds."""
     gaps = sorted(answer.longest_gap_seconds for answer in answers)
     return gaps[min(len(gaps) - 1, int(len(gaps) * percent / 100))] if gaps else 0.0
+
+
+@contextmanager
+def served_meanwhile(
+    endpoint: Endpoint, *, clients: int = 1, replaced: bool = False, headers: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Check that requests of some clients are answered as before while a block runs. Yield the URL.
+
+    ``replaced`` says that workers may be added or replaced.
+    """
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
+        expected, before = unbroken_answers(url, MODEL), endpoint.identities()
+        with StreamTraffic(url, MODEL, clients, headers=headers) as traffic:
+            yield url
+        print(f"\n{len(traffic.answers)} streamed answers compared")
+        assert failures(traffic.answers, expected) == []
+        assert replaced or endpoint.identities() == before, "no worker was replaced"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import httpx
 
@@ -28,6 +28,8 @@ def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
 class Traffic(ClientThreads):
     """Background chat requests, used as ``with Traffic(url, model, concurrency=2) as traffic: ...``."""
 
+    headers: Mapping[str, str] | None = None
+
     def __init__(
         self,
         url: str,
@@ -39,12 +41,19 @@ class Traffic(ClientThreads):
         pause_seconds: float = 0,
         timeout_s: float = 60,
     ) -> None:
-        super().__init__(concurrency, join_seconds=60, pause_seconds=pause_seconds)
-        self._bodies = [chat_body(model, prompt, max_tokens) for prompt in prompts]
+        super().__init__(concurrency, join_seconds=max(60, timeout_s), pause_seconds=pause_seconds)
+        self.prompts = prompts
+        """They may be replaced at any time."""
+        self._model, self._max_tokens = model, max_tokens
         self._url, self._timeout_s = f"{url}/v1/chat/completions", timeout_s
+
+    def body(self, prompt: str, number: int) -> dict[str, object]:
+        """Return the body of the request with this number."""
+        return chat_body(self._model, prompt, self._max_tokens)
 
     def _ask(self, number: int) -> str:
         """Ask over a new connection, as many users would, so that the Service chooses a pod for every request."""
-        body = self._bodies[number % len(self._bodies)]
-        answer = httpx.post(self._url, json=body, timeout=self._timeout_s, trust_env=False)
+        prompts = self.prompts
+        body = self.body(prompts[number % len(prompts)], number)
+        answer = httpx.post(self._url, json=body, headers=self.headers, timeout=self._timeout_s, trust_env=False)
         return "" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"

@@ -1,4 +1,4 @@
-"""Training runs of a deployment on the cluster: begun, observed and ended, with requests served meanwhile."""
+"""Training runs of a deployment on the cluster: begun, observed and ended."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Any
 
 from specdecode_operator.manifests import RUN_LABEL
 from specdecode_worker.contract.distillation import JOB_CONTAINER
-from support.e2e.askers import Askers
 from support.e2e.draft_files import GOOD_URI
-from support.e2e.endpoint import MODEL, Endpoint
+from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed
-from support.e2e.questions import different_questions
-from support.e2e.streams import StreamTraffic, failures, unbroken_answers
+from support.e2e.questions import Askers, different_questions
 from support.kube import Manifest, wait_for
 
 SPLITS = {"train": 12, "validation": 4, "test": 4}
@@ -38,20 +36,6 @@ def trained(
     speculation = {"mode": "Static", "draft": {"uri": draft}}
     with deployed(namespace, name, speculation, workers or {}, replicas=1, distillation=distillation) as endpoint:
         yield endpoint
-
-
-@contextmanager
-def served_meanwhile(endpoint: Endpoint, *, clients: int = 1, replaced: bool = False) -> Iterator[str]:
-    """Check that requests of some clients are answered as before while a block runs. Yield the URL.
-
-    ``replaced`` says that workers may be added or replaced.
-    """
-    with endpoint.namespace.reach("service", endpoint.name, 80) as url:
-        expected, before = unbroken_answers(url, MODEL), endpoint.identities()
-        with StreamTraffic(url, MODEL, clients) as traffic:
-            yield url
-        assert failures(traffic.answers, expected) == []
-        assert replaced or endpoint.identities() == before, "no worker was replaced"
 
 
 def begin(endpoint: Endpoint, state: str | None = "Running") -> str:

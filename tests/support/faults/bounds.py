@@ -6,10 +6,10 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import httpx
 
+from support import processes
 from support.tiers import crowding, starved_seconds
 from support.worker_process import ServerProcess
 
@@ -122,14 +122,7 @@ def unaffected(server: ServerProcess, *, model: str = "small") -> Iterator[float
 
 def resident_bytes(server: ServerProcess) -> int:
     """Return the resident memory of all processes of a server in bytes."""
-    return sum(_resident_bytes(pid) for pid in server.pids)
-
-
-def _resident_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return 1024 * int(line.split()[1])
-    raise AssertionError(f"process {pid} has no VmRSS")
+    return sum(map(processes.resident_bytes, server.pids))
 
 
 def seconds_until(condition: Callable[[], object], limit_seconds: float) -> float:

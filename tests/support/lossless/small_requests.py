@@ -1,15 +1,29 @@
-"""Plans and requests of the lossless tests."""
+"""Plans, requests and drafts of the lossless tests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from msgspec import structs
 
 from specdecode_worker.contract import Plan, PlanRow, TaskMatch, TreeShape
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.sampling.params import Sampling
-from support.small_llama import VOCABULARY
+from support import small_llama
+
+DRAFTS = (
+    "eagle3",
+    "peagle",
+    "dflash",
+    "eagle",
+    "medusa",
+    "draft-model",
+    "ngram",
+    "ngram-blind",
+    "suffix",
+    "own-eagle3",
+    "own-model",
+)
+"""Drafts of the small random model that every kind of request is tested with."""
 
 
 def plan_of(shapes: Sequence[TreeShape], **fields: object) -> Plan:
@@ -25,9 +39,6 @@ def plan_of(shapes: Sequence[TreeShape], **fields: object) -> Plan:
 
 
 def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit:
-    """Return request ``index``: a prompt, a seed and, if sampled, its own sampling parameters."""
-    generator = torch.Generator().manual_seed(index)
-    prompt = torch.randint(0, VOCABULARY, (1 + 7 * index % 40,), generator=generator).tolist()
-    params = ((1.0, 1.0, 0), (0.7, 0.9, 0), (1.3, 1.0, 5), (0.9, 0.95, 20))[index % 4] if sampled else (0.0, 1.0, 0)
-    sampling = Sampling(max_tokens=tokens, seed=1000 + index, temperature=params[0], top_p=params[1], top_k=params[2])
-    return Submit(request_id=str(index), prompt=tuple(prompt), sampling=sampling, task=f"t{index % shapes}")
+    """Return request ``index`` of the small Llama, with a prompt of one token or more, for one of these shapes."""
+    made = small_llama.submit(index, sampled=sampled, tokens=tokens, least=1)
+    return structs.replace(made, task=f"t{index % shapes}")

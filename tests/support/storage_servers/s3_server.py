@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+
+from support.processes import free_ports
 
 KEY, SECRET = "test-key", "test-secret"
 _START_SECONDS = 120.0
@@ -47,7 +48,7 @@ def s3_server(folder: Path, address: str = "127.0.0.1") -> Iterator[S3Server]:
     (folder / "users.json").write_text(json.dumps({"identities": users}))
     names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
     names += ("s3.port", "s3.port.grpc")
-    ports = dict(zip(names, _free_ports(address, len(names)), strict=True))
+    ports = dict(zip(names, free_ports(len(names), address), strict=True))
     words = [_program(), "server", f"-dir={folder}", f"-ip={address}", f"-ip.bind={address}", "-filer", "-s3"]
     words += [f"-{name}={port}" for name, port in ports.items()]
     words += ["-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={folder / 'users.json'}"]
@@ -95,11 +96,3 @@ def _put(url: str, bucket: str) -> None:
         secret_access_key=SECRET, client_options={"allow_http": True}, retry_config={"max_retries": 0},
     )  # fmt: skip
     put(store, "ready", b"ready")
-
-
-def _free_ports(address: str, count: int) -> list[int]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((address, 0))
-        return [one.getsockname()[1] for one in sockets]

@@ -9,8 +9,6 @@ import msgspec
 
 from specdecode_worker.capture import Record
 
-NO_FUNCTION = 3
-
 
 def without_opening(record: Record) -> Record:
     return msgspec.structs.replace(record, opening="")

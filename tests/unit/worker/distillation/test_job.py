@@ -116,11 +116,9 @@ def test_prompts_that_change_while_a_run_is_stopped_are_not_those_of_its_lineage
     out, asked = tmp_path / "out", hashlib.sha256(golden.read_bytes()).hexdigest()
     with monkeypatch.context() as patch:
         patch.setattr(Distillation, "_prepare_data", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
-        assert run(flags, out) == 0
-    assert read(message).failure == "error"
+        assert run_job(message, flags, out).failure == "error"
     golden.write_text(golden.read_text().replace("number", "no."))  # as in a ConfigMap that is edited
-    assert run(flags, out) == 0
-    assert read(message).verdict == "inconclusive"
+    assert run_job(message, flags, out).verdict == "inconclusive"
     assert json.loads((out / "head" / "lineage.json").read_text())["golden"] == {"sha256": asked}
 
 

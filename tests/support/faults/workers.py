@@ -1,4 +1,4 @@
-"""Workers around the fake engine, ready within seconds, for faults of connections that do not reach an engine."""
+"""Workers of the fault tests: flags of real ones, and those around the fake engine, which are ready within seconds."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from specdecode_worker.contract import Env
+from support.processor import FASTEST_DTYPE
 from support.worker_process import WorkerProcess, fake, ready, worker_config
 
+SMALL_FLAGS = ("--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-tokens", "4096", "--served-model-name", "small")
+EMBEDDED_FLAGS = (
+    *("--model", "embedded://smollm2-135m-instruct", "--served-model-name", "smollm2"),
+    *("--dtype", FASTEST_DTYPE),
+    *("--max-num-seqs", "4", "--kv-cache-tokens", "32768", "--max-num-batched-tokens", "512"),
+)
 MAX_NUM_SEQS = 156
 ADMIN_TOKEN = "token-of-the-tests"
 ADMIN_HEADERS = {"Authorization": f"Bearer {ADMIN_TOKEN}"}
