@@ -9,14 +9,15 @@ from support.operator_faults.figures import Figures
 from support.operator_faults.tenant import Tenant
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_workers_of_an_adopted_workload_take_plans(tenant: Tenant, figures: Figures) -> None:
     """The new resource has another uid; workers must accept its token and get its plan."""
     behaviour = {"check_tokens": True}
     with tenant.deployment("adopted", behaviour=behaviour) as served:
         served.settled_plan_version()
         tenant.api.delete("sdd", tenant.namespace, "adopted", propagation="Orphan")
-        wait_for("it is gone", lambda: tenant.api.find("sdd", tenant.namespace, "adopted") is None, timeout_s=30)
+        # The garbage collector, which orphans the children, learns of a new kind within a minute.
+        wait_for("it is gone", lambda: tenant.api.find("sdd", tenant.namespace, "adopted") is None, timeout_s=90)
         manifest = tenant.manifest("adopted", behaviour=behaviour)
         uid = tenant.api.create("sdd", tenant.namespace, manifest)["metadata"]["uid"]
 

@@ -28,6 +28,7 @@ def constant_clients(served: ServedDeployment) -> Iterator[Traffic]:
     """Yield running clients; they go on for some seconds after the block."""
     with clients_of(served) as clients:
         wait_for("traffic", lambda: clients.answered > 8)
+        clients.failures.clear()  # of requests before kube-proxy knew the new Service
         yield clients
         time.sleep(SETTLE_SECONDS)
 
