@@ -138,8 +138,8 @@ class DeploymentLoop:
                 await _wait(self._woken, pause)
         finally:
             reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
             self._poller.forget()
+            await asyncio.gather(reading, return_exceptions=True)
 
     # --- reports ----------------------------------------------------------------------------------------------------
 

@@ -240,6 +240,7 @@ class Informer(ObjectStore[T]):
 
     async def _relist(self, source: _Source) -> None:
         """Make the store equal to a list, and go on from its resource version."""
+        before = self.names()  # what a write returns from now on may be newer than the list
         listed: set[tuple[str, str]] = set()
         version = ""
         pages = self._client.pages(self._kind, source.namespace, labels=self._labels, metadata_only=self._metadata_only)
@@ -249,7 +250,7 @@ class Informer(ObjectStore[T]):
             for item in page.get("items") or []:
                 listed.add((item["metadata"]["namespace"], item["metadata"]["name"]))
                 self._take(item)
-        for namespace, name in self.names() - listed:
+        for namespace, name in before - listed:
             if source.namespace in (None, namespace):
                 self._notify(self.remove(namespace, name))
         source.version, source.short_watches, source.refusal, source.is_listed = version, 0, "", True

@@ -27,8 +27,9 @@ def clients_of(served: ServedDeployment) -> Traffic:
 def constant_clients(served: ServedDeployment) -> Iterator[Traffic]:
     """Yield running clients; they go on for some seconds after the block."""
     with clients_of(served) as clients:
-        wait_for("traffic", lambda: clients.answered > 8)
-        clients.failures.clear()  # of requests before kube-proxy knew the new Service
+        # After an outage of the API server, kube-proxy learns of a new Service up to two minutes late.
+        wait_for("traffic", lambda: clients.answered > 8, timeout_s=120)
+        clients.failures.clear()
         yield clients
         time.sleep(SETTLE_SECONDS)
 

@@ -115,6 +115,20 @@ async def test_a_relist_reports_differences_only(pauses: list[float]) -> None:
     assert pauses == [], "the first expired version needs no pause"
 
 
+async def test_what_a_write_returns_during_a_relist_stays(pauses: list[float]) -> None:
+    class WritingClient(ScriptedClient):
+        async def pages(self, *_: Any, **__: Any) -> AsyncIterator[dict[str, Any]]:
+            async for step in super().pages():
+                yield step
+            if not self.lists:
+                informer.note(item("made", 10))
+
+    informer = informer_of(WritingClient([[page(5)], [page(9)]], [[Gone("too old")]]), [])
+    with pytest.RaisesGroup(EndOfScriptError):
+        await informer.run()
+    assert informer.get("ns", "made") == "10"
+
+
 async def test_errors_back_off_and_progress_ends_that(pauses: list[float]) -> None:
     failures: list[list[Any]] = [[Unavailable("away")] for _ in range(8)]
     await play([*failures, [page(1)]], [[("ADDED", item("p", 2)), Unavailable("cut")]])

@@ -383,7 +383,7 @@ def test_the_command_deletes_and_says_what_it_cannot_read(tmp_path: Path, capsys
     assert "1 records deleted, 1 segments rewritten" in capsys.readouterr().out
     segments.append(msgspec.msgpack.encode({"tokens": "none"}))
     assert main(["capture", "delete", "--user", "ann", str(tmp_path)]) == 1
-    assert "1 segments or records cannot be whole_records" in capsys.readouterr().err
+    assert "1 segments or records cannot be read" in capsys.readouterr().err
     assert main(["capture", "delete", "--user", "ann", str(tmp_path / "missing")]) == 1
 
 
