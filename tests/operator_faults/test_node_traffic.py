@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-
 from localcluster.settings import NODE_ADDRESS
+
 from support.cluster_faults.extra_node import bring_back, drain, extra_node, node_command, prefer, spread
 from support.e2e.traffic import chat_body
 from support.kube import Cluster, wait_for
