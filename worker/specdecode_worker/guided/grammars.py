@@ -8,8 +8,9 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -193,16 +194,18 @@ With more white space, models can fill an answer with it up to ``max_tokens``.
 """
 
 Schema = Mapping[str, Any] | bool
+T = TypeVar("T")
 _LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")
 """Pattern by which llguidance tells Lark's notation from GBNF's. Its own takes the square of the number of lines."""
 _MOST_GBNF_WORK = 2**24
 """Most characters times lines of a text in GBNF's notation, which llguidance converts in Python: seconds of work."""
 
 
-def check_size(*texts: str) -> None:
+def check_size(*texts: str, most: int | None = None) -> None:
     """Raise GrammarRefused for texts that make too large a grammar, before any other work on them."""
-    if sum(map(len, texts)) > MAX_GRAMMAR_BYTES:
-        raise GrammarRefused(f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes")
+    most = most or MAX_GRAMMAR_BYTES
+    if sum(map(len, texts)) > most:
+        raise GrammarRefused(f"the grammar has more than {most} bytes")
 
 
 def readable_schema(schema: Schema) -> Any:
@@ -269,7 +272,7 @@ def context_free_grammar(text: str) -> str:
     Raises:
         GrammarRefused: The text is in neither notation, too long, or has a schema with a constant that cannot be read.
     """
-    check_size(text)
+    check_size(text, most=MAX_TEXT_BYTES)
     if "%json" in text:
         _check_constants(text)
     if _LARK.search(text):
@@ -291,6 +294,11 @@ def lark_grammar(text: str) -> str:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 """Largest grammar. The largest schemas of public collections that compile at all have about 200 KB."""
+MAX_TEXT_BYTES = 64 * 1024
+"""Largest grammar that a client writes in Lark's or GBNF's notation."""
+STACK_BYTES = 256 * 2**20
+"""Stack of a thread that compiles. The library calls itself for each rule or reference within another, with some
+kilobytes each, and the usual 8 MiB would end the process; grammars of the largest sizes take up to 100 MiB of it."""
 CACHED_GRAMMARS = 64
 """Number of compiled grammars that are cached."""
 TEXT_TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
@@ -349,6 +357,17 @@ class _TokenTexts:
         for part in filter(None, self._split.split(text)):
             ids += [self._ids[part]] if part in self._ids else self._base.tokenize_str(part)
         return ids
+
+
+def _on_large_stack(work: Callable[[], T]) -> T:
+    """Return the result of ``work`` from a thread of its own, whose memory is free afterwards."""
+    with ThreadPoolExecutor(1, "grammar") as thread:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            future = thread.submit(work)
+        finally:
+            threading.stack_size(usual)
+        return future.result()
 
 
 class GrammarCompiler:
@@ -410,7 +429,7 @@ class GrammarCompiler:
         if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
             return f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes"
         try:
-            return self._build(grammar)
+            return _on_large_stack(lambda: self._build(grammar))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library is not an Exception

@@ -13,6 +13,7 @@ from specdecode_worker.guided import guide as guide_module
 from specdecode_worker.guided.grammars import (
     CACHED_GRAMMARS,
     MAX_GRAMMAR_BYTES,
+    MAX_TEXT_BYTES,
     GrammarCompiler,
     choice_grammar,
     context_free_grammar,
@@ -231,6 +232,21 @@ def test_text_that_takes_long_to_convert_is_refused(text: str) -> None:
     """Llguidance looks for Lark's notation from each line on, and goes through all rules once for each of a chain."""
     with pytest.raises(GrammarRefused, match="too many lines"):
         context_free_grammar(text)
+
+
+REFERENCES = {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(8000)} | {"8000": {}}}
+RULES = "\n".join(["start: a0", *(f"a{i}: ((((((a{i + 1}))))))" for i in range(2500)), 'a2500: "x"'])
+
+
+@pytest.mark.parametrize("deep", [lambda: json_grammar(REFERENCES), lambda: context_free_grammar(RULES)])
+def test_a_grammar_of_long_chains_does_not_end_the_process(compiler: GrammarCompiler, deep: Any) -> None:
+    """On the usual stack of a thread, the library's calls of itself do."""
+    compiler.compiles(deep())
+
+
+def test_a_grammar_written_by_a_client_is_small() -> None:
+    with pytest.raises(GrammarRefused, match=f"more than {MAX_TEXT_BYTES} bytes"):
+        context_free_grammar("start: a" + " a" * (MAX_TEXT_BYTES // 2))
 
 
 def test_a_model_without_end_token_refuses_grammars() -> None:
