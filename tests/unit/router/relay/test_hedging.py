@@ -112,6 +112,16 @@ async def test_second_worker_that_appears_later_is_used() -> None:
         assert over.workers[1].requests
 
 
+async def test_two_silent_workers_make_room_for_a_third_one() -> None:
+    second = Script(resumed_delay_seconds=30, alive_seconds=30)
+    async with harness(Script(silent_at=5), second, Script()) as over:
+        client = await asyncio.wait_for(over.run(BODY), 5)
+        assert client.text() == TEXT
+        assert [len(worker.requests) for worker in over.workers] == [1, 1, 1]
+        await wait_until(lambda: [worker.cancelled for worker in over.workers[:2]] == [1, 1])
+        assert over.metric("hedges_total", outcome="won") == 1
+
+
 async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:
     async with harness(Script(silent_at=5, close_at=5), Script(resumed_delay_seconds=0.3)) as over:
         task = asyncio.create_task(over.run(BODY))
