@@ -10,12 +10,13 @@ import ssl
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from specdecode_router.frontend.lifecycle import Lifecycle, State
 from support.certificates import self_signed
 from support.relay_harness import wait_until
 from support.router_harness import RouterUnderTest, router_over
-from support.stand_in_worker import Script, error_frame, text_of
+from support.stand_in_worker import Script, StandInWorker, error_frame, text_of
 from support.virtual_loop import run_virtual
 
 CHAT = "/v1/chat/completions"
@@ -129,6 +130,31 @@ async def test_other_public_routes_are_forwarded() -> None:
         for path in ("/tokenize", "/v1/responses", "/v1/embeddings"):
             status, _, content = await router.post(path, data=b'{"prompt": "a"}')
             assert json.loads(content)["body"] == '{"prompt": "a"}'
+
+
+async def test_forwarded_requests_have_bounds_of_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = asyncio.Event()
+
+    async def wait(worker: StandInWorker, request: web.Request) -> web.Response:
+        worker.forwarded += 1
+        await answer.wait()
+        return web.json_response({})
+
+    monkeypatch.setattr(StandInWorker, "_public", wait)
+    monkeypatch.setattr("specdecode_router.frontend.forwarding._MAX_AT_ONCE", 2)
+    async with router_over(Script(), max_unfinished_body_bytes=1000) as router:
+        asked = [asyncio.create_task(router.post("/tokenize", data=b"x" * 900))]
+        await wait_until(lambda: router.workers[0].forwarded == 1)
+        status, headers, content = await asyncio.wait_for(router.post("/tokenize", data=b"x" * 900), 2)
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(content)["error"]["code"] == "too_many_bodies"
+        asked += [asyncio.create_task(router.post("/tokenize", data=b"{}")) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        assert router.workers[0].forwarded == 2
+        assert (await router.post(CHAT, data=b"{}".ljust(900)))[0] == 200, "they have bounds of their own"
+        answer.set()
+        assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 5
+        assert router.workers[0].forwarded == 5
 
 
 async def test_unknown_paths_and_methods() -> None:
