@@ -7,6 +7,7 @@ import contextlib
 import json
 import socket
 import ssl
+import struct
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,29 @@ async def slow_client(router: RouterUnderTest) -> tuple[asyncio.StreamReader, as
         b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content
     )
     return reader, writer
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\n\r\n" + b"x" * 500_000,
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Long: %s\r\n" % (b"a" * 8000) * 60 + b"\r\n",
+    ],
+    ids=["bodies", "headers"],
+)
+async def test_requests_behind_a_running_one_wait_unread(request_bytes: bytes) -> None:
+    async with router_over(Script(silent_at=0)) as router:
+        _, writer = await slow_client(router)
+        await wait_until(lambda: router.workers[0].running)
+        writer.write(request_bytes * 40)
+        await asyncio.sleep(0.5)
+        assert writer.transport.get_write_buffer_size() > 10_000_000, "the router has read 32 requests"
+        # The router does not read, so it only learns from the next write that the connection was reset.
+        no_linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        writer.transport.abort()
+        router.workers[0].voice.set()
+        await wait_until(lambda: not router.state.lifecycle.running)
 
 
 async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
