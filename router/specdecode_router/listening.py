@@ -48,7 +48,7 @@ async def listening(
 ) -> AsyncIterator[None]:
     """Serve clients during the block."""
     settings = state.settings
-    sweeper = ConnectionSweeper(settings.header_timeout_seconds, settings.max_connections)
+    sweeper = ConnectionSweeper(settings)
     runner = web.AppRunner(
         build_application(state, sweeper),
         handle_signals=False,

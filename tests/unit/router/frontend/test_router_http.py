@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle, State
 from support.certificates import self_signed
 from support.relay_harness import wait_until
@@ -264,6 +265,34 @@ async def test_client_that_does_not_read_a_forwarded_answer_is_dropped() -> None
         received = await asyncio.wait_for(reader.read(-1), 5)
         assert len(received) < len(content), "the connection was dropped in the middle"
         writer.close()
+
+
+@pytest.mark.parametrize(("settings", "left"), [({"write_timeout_seconds": 0.2}, 0), ({"max_connections": 1}, 1)])
+async def test_clients_that_do_not_read_the_answers_of_probes_are_dropped(
+    settings: dict[str, float], left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[web.Server] = []
+    run = ConnectionSweeper.run
+
+    async def recorded(sweeper: ConnectionSweeper, server: web.Server) -> None:
+        servers.append(server)
+        await run(sweeper, server)
+
+    monkeypatch.setattr(ConnectionSweeper, "run", recorded)
+    monkeypatch.setattr("specdecode_router.frontend.connection_sweeper.SWEEP_SECONDS", 0.05)
+    async with router_over(Script(), **settings) as router:
+        writers = []
+        for _ in range(2):
+            small = socket.socket()
+            small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            small.connect(("127.0.0.1", router.port))
+            _, writer = await asyncio.open_connection(sock=small, limit=1024)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+            writers.append(writer)
+        await asyncio.sleep(0.3)
+        await wait_until(lambda: len(servers[0].connections) == left, 3)
+        for writer in writers:
+            writer.transport.abort()
 
 
 @pytest.mark.slow
