@@ -398,6 +398,16 @@ async def raw(router: RouterUnderTest, request: bytes) -> bytes:
     return answer
 
 
+async def test_a_stream_on_which_the_router_fails_has_no_second_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with router_over(Script()) as router:
+        monkeypatch.setattr("specdecode_router.relay.worker_choice.WorkerChoice.record_end", None)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        content = body(stream=True)
+        answer = await raw(router, head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert (answer.count(b"HTTP/1.1"), answer.count(b"internal_error")) == (1, 0)
+
+
 async def test_headers_that_are_no_utf8() -> None:
     async with router_over(Script()) as router:
         lines = (b"POST /v1/completions HTTP/1.1", b"Host: x", b"Connection: close", b"Content-Length: 2",
