@@ -55,8 +55,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def _framework_error(request: web.Request, error: web.HTTPException) -> web.Response:
-    """Convert the framework's error for an unknown path (404) or method (405)."""
-    message = f"{request.method} {request.path}: {error.reason}"
+    """Convert the framework's error for an unknown path (404), also one that is no UTF-8, or method (405)."""
+    message = f"{request.method} {request.path}: {error.reason}".encode(errors="replace").decode()
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
     return error_response(ApiError(error.status, message, kind="invalid_request_error", headers=headers))
 

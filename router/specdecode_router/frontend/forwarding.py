@@ -42,6 +42,8 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
     async def forward(request: web.Request) -> web.StreamResponse:
         if request.path not in _OPEN_PATHS:
             state.tenants.authenticate(request.headers.get("Authorization", ""))
+        if not request.path.isprintable():  # bytes that are no UTF-8 would be left out on the way to the worker
+            raise web.HTTPNotFound
         with state.lifecycle.request(), BodyReservation(budget) as reservation:
             body = await read_body(request, reservation, settings.max_body_bytes, settings.body_timeout_seconds)
             async with places:

@@ -417,6 +417,16 @@ async def test_headers_that_are_no_utf8() -> None:
         assert (asked.task, asked.capture) == ("caf?", "?")
 
 
+@pytest.mark.parametrize("path", [b"/", b"/v1/models/a"])
+async def test_paths_that_are_no_utf8(path: bytes) -> None:
+    async with router_over(Script()) as router:
+        answer = await raw(router, b"GET " + path + b"\xff HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        head, _, content = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 404 ")
+        assert json.loads(content)["error"]["message"] == f"GET {path.decode()}?: Not Found"
+        assert not router.workers[0].forwarded
+
+
 async def test_forwarded_requests_may_name_the_whole_url() -> None:
     async with router_over(Script()) as router:
         answer = await raw(router, b"GET http://a.b/v1/models?x=1 HTTP/1.1\r\nHost: a.b\r\nConnection: close\r\n\r\n")
