@@ -112,6 +112,17 @@ async def test_second_worker_that_appears_later_is_used() -> None:
         assert over.workers[1].requests
 
 
+async def test_a_stream_that_is_too_long_for_a_second_attempt_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdecode_router.relay.relay.MAX_FRAME_BYTES", 600)
+    async with harness(Script(tokens=400, per_step=20, silent_at=200), Script(tokens=400)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.registry.counts()["suspect"])
+        await asyncio.sleep(0.1)
+        over.workers[0].voice.set()
+        assert (await task).text() == text_of(BODY, 400)
+        assert not over.workers[1].requests
+
+
 async def test_two_silent_workers_make_room_for_a_third_one() -> None:
     second = Script(resumed_delay_seconds=30, alive_seconds=30)
     async with harness(Script(silent_at=5), second, Script()) as over:

@@ -145,6 +145,15 @@ async def test_a_connection_that_breaks_while_the_client_does_not_read_is_no_fau
         assert over.client.text() == TEXT
 
 
+async def test_a_continuation_that_no_worker_could_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdecode_router.relay.relay.MAX_FRAME_BYTES", 600)
+    async with harness(Script(tokens=400, per_step=20, close_at=200), Script(tokens=400)) as over:
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY)
+        assert (failed.value.status, failed.value.code) == (500, "worker_failed")
+        assert not over.workers[1].requests
+
+
 async def test_another_key_never_continues_the_text() -> None:
     async with harness(Script(close_at=5), Script(key="key-2")) as over:
         with pytest.raises(ApiError) as failed:
