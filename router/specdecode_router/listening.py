@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 
-from aiohttp import web
+from aiohttp import web, web_protocol
 
 from specdecode_router.errors import CannotStart
 from specdecode_router.frontend.application import build_application
@@ -24,10 +24,15 @@ log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 128 * 1024
 """Bytes of unread output that the kernel holds for each connection; without it its buffer grows to megabytes."""
+_READ_BYTES = 16 * 1024
+"""Half of the bytes of a body that wait unread in this process before its connection is paused."""
 _BACKLOG = 2048
 _OTHER_FILES = 256
 _TLS_CLOSE_SECONDS = 1.0
 """Time for a client to answer the end of TLS before its connection is dropped, as at a worker."""
+# Requests of a connection that wait for the answer to the one before them. They count in no budget, and each may have a
+# megabyte of headers. aiohttp has no parameter for this number; its own is 32.
+web_protocol.MAX_MSG_QUEUE_SIZE = 2
 
 
 def end_process_on_error(task: asyncio.Task[None]) -> None:
@@ -43,7 +48,7 @@ async def listening(
 ) -> AsyncIterator[None]:
     """Serve clients during the block."""
     settings = state.settings
-    sweeper = ConnectionSweeper(settings.header_timeout_seconds, settings.max_connections)
+    sweeper = ConnectionSweeper(settings)
     runner = web.AppRunner(
         build_application(state, sweeper),
         handle_signals=False,
@@ -51,6 +56,7 @@ async def listening(
         handler_cancellation=True,
         auto_decompress=False,
         keepalive_timeout=75,
+        read_bufsize=_READ_BYTES,
         shutdown_timeout=2,
     )
     await runner.setup()

@@ -106,6 +106,7 @@ async def running_router(
     state = _state(settings, relay)
     registry.on_change = lambda: state.admission.set_capacity(registry.capacity)
     registry.on_leave = state.placement.prefixes.remove_worker
+    registry.has_share = lambda deployment: state.placement.split.has_share(deployment)
 
     def update(endpoints: Sequence[Endpoint]) -> None:
         """Take the workers, and the tokens of each deployment that has some of its own."""
@@ -153,6 +154,7 @@ def _apply(live: LiveSettings, state: RouterState) -> None:
     state.relay.limits = state.admission.limits = live.current
     if (split := _split(live.current)).percents != state.placement.split.percents:
         state.placement.split = split
+        state.admission.set_capacity(state.relay.workers.capacity)
 
 
 def _state(settings: RouterSettings, relay: RelayContext) -> RouterState:

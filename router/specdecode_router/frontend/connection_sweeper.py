@@ -1,4 +1,7 @@
-"""Bound of the connections: those without a request are closed after a time, or when there are too many."""
+"""Bound of the connections: those without a request are closed after a time, or when there are too many.
+
+A request counts until its handler is done. Its answer may be unread then: probes and errors are written behind it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import time
 from aiohttp import web
 
 from specdecode_router.frontend.error_responses import Handler
+from specdecode_router.settings import RouterSettings
 
 SWEEP_SECONDS = 0.5
 
@@ -21,8 +25,8 @@ class ConnectionSweeper:
     The time for a first request is bounded here, and that for a later one by aiohttp itself.
     """
 
-    def __init__(self, header_seconds: float, max_connections: int) -> None:
-        self._header_seconds, self._max_connections = header_seconds, max_connections
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
         self._idle: dict[web.RequestHandler, float] = {}
         """Connections without a request, by the time at which they were first seen so; the oldest come first."""
         self._serving: set[web.RequestHandler] = set()
@@ -48,19 +52,23 @@ class ConnectionSweeper:
             self.sweep(server, time.monotonic())
 
     def sweep(self, server: web.Server, now: float) -> None:
-        """Close connections that are late with their header, and the oldest of too many without a request."""
+        """Close connections that are late with their header or do not read, and the oldest idle ones of too many."""
         # One without a transport is being closed. A dict keeps the order in which they were accepted.
-        connections = dict.fromkeys(one for one in server.connections if one.transport is not None)
+        connections = {one: one.transport for one in server.connections if one.transport is not None}
         self._served.intersection_update(connections)
         self._idle = {one: since for one, since in self._idle.items() if one in connections}
         for one in connections:
             if one not in self._serving:
                 self._idle.setdefault(one, now)
-        surplus = len(connections) - self._max_connections
+        limit = self._settings.max_connections
+        surplus = len(connections) - limit
         if surplus > 0:
-            log.warning("%d connections are more than the limit of %d", len(connections), self._max_connections)
+            log.warning("%d connections are more than the limit of %d", len(connections), limit)
         for count, (one, since) in enumerate(list(self._idle.items())):
-            is_late = one not in self._served and now - since > self._header_seconds
-            if count < surplus or is_late:
+            unsent, seconds = connections[one].get_write_buffer_size(), now - since
+            is_late = one not in self._served and seconds > self._settings.header_timeout_seconds
+            if count < surplus or is_late or (unsent and seconds > self._settings.write_timeout_seconds):
                 one.force_close()
+                if unsent:
+                    connections[one].abort()  # else it stays open until its client has read the rest
                 del self._idle[one]

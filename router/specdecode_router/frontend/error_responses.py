@@ -47,6 +47,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
         raise ClientGone("the client disconnected") from None
     except Exception:
         log.exception("%s %.200r failed", request.method, request.path)
+        if request.writer.output_size:
+            raise  # the answer has begun, so aiohttp closes the connection
         return error_response(
             ApiError(500, "the router failed on this request; its log says why", code="internal_error")
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any
 
@@ -15,11 +16,14 @@ from specdecode_router.frontend.request_headers import trace_headers
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.relay.client_stream import ClientGone
 from specdecode_router.relay.worker_choice import WorkerChoice
+from specdecode_worker.http_edge import BodyBudget, BodyReservation
 
 _OPEN_PATHS = frozenset({"/version", "/openapi.json"})
 """Paths that need no API key, as at a worker."""
 _FORWARD_SECONDS = 30.0
 _MAX_ATTEMPTS = 3
+_MAX_AT_ONCE = 64
+"""Requests that are forwarded at a time. A worker keeps 256 connections for all but streams, its load's included."""
 _PASSED_HEADERS = ("Content-Type", "Retry-After", "WWW-Authenticate", "Allow", "X-Should-Retry",
                    "X-Specdecode-Ignored")  # fmt: skip
 """Headers of an answer that the client gets; the others concern the connection."""
@@ -31,13 +35,18 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
     """Add the routes that are forwarded to a worker."""
     models: dict[str, Any] = {}
     """Last answers of the routes of models by path, for the time without workers."""
+    settings, places = state.settings, asyncio.Semaphore(_MAX_AT_ONCE)
+    budget = BodyBudget(settings.max_unfinished_body_bytes)
+    """Bytes of the bodies of all forwarded requests, until their clients have read the answers."""
 
     async def forward(request: web.Request) -> web.StreamResponse:
         if request.path not in _OPEN_PATHS:
             state.tenants.authenticate(request.headers.get("Authorization", ""))
-        with state.lifecycle.request():
-            answer = await _forward(request, state, models)
-            client = ClientResponse(request, state.settings)
+        with state.lifecycle.request(), BodyReservation(budget) as reservation:
+            body = await read_body(request, reservation, settings.max_body_bytes, settings.body_timeout_seconds)
+            async with places:
+                answer = await _forward(request, state, models, body)
+            client = ClientResponse(request, settings)
             with contextlib.suppress(ClientGone):
                 await client.send(answer)
             return answer
@@ -48,10 +57,8 @@ def add_forwarding(app: web.Application, state: RouterState) -> None:
         app.router.add_post(path, forward)
 
 
-async def _forward(request: web.Request, state: RouterState, models: dict[str, Any]) -> web.Response:
+async def _forward(request: web.Request, state: RouterState, models: dict[str, Any], body: bytes) -> web.Response:
     """Ask one worker after the other until one answers."""
-    settings = state.settings
-    body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
     headers = trace_headers(request.headers)
     if "Content-Type" in request.headers:
         headers["Content-Type"] = request.headers["Content-Type"]

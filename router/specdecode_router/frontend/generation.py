@@ -31,6 +31,7 @@ from specdecode_router.relay.relay import Relay
 from specdecode_router.relay.worker_choice import WorkerChoice
 from specdecode_router.telemetry.metrics import Stage
 from specdecode_worker.contract.internal_stream import OpenStream
+from specdecode_worker.http_edge import BodyReservation
 
 GENERATION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 _BYTES_PER_TOKEN = 4
@@ -54,7 +55,8 @@ async def _generate(state: RouterState, request: web.Request) -> web.StreamRespo
             running.enter_context(state.lifecycle.request())
             tenant = state.tenants.authenticate(request.headers.get("Authorization", ""))
             deadline = state.clock() + timeout_seconds(request.headers, settings.request_timeout_seconds)
-            body = await read_body(request, state.bodies, settings.max_body_bytes, settings.body_timeout_seconds)
+            with BodyReservation(state.bodies) as arriving:
+                body = await read_body(request, arriving, settings.max_body_bytes, settings.body_timeout_seconds)
             received = state.clock()
             stream, choice, numbered = _understand(request, body, tenant, state)
             now = state.clock()

@@ -29,6 +29,10 @@ class TrafficSplit:
     _refused: set[str] = field(default_factory=set)
     """Deployments of which a worker with another model name was logged."""
 
+    def has_share(self, deployment: str) -> bool:
+        """Return whether a deployment may get requests: the own one always, as the last resort."""
+        return not self.percents or deployment == self.own or self.percents.get(deployment, 0) > 0
+
     def workers_for(
         self, workers: Sequence[WorkerView], affinity: Affinity, *, key: str, exclude: frozenset[str], current: str
     ) -> Sequence[WorkerView]:

@@ -161,8 +161,9 @@ class Admission:
         if deadline_seconds is not None and deadline_seconds <= 0:
             raise refusals.deadline_passed(deadline_seconds)
         queue = self._queue.of(batch=tenant.priority > 0)
-        if self.running < self._capacity and self._may_run(tenant):
-            # Requests that wait although a place is free are of tenants at their own limit.
+        if self.running < self._capacity and self._may_run(tenant) and not self._queue.length_of(tenant.name):
+            # Requests that wait although a place is free are of tenants at their own limit. It may have been raised, so
+            # a new request of such a tenant does not pass those that wait: it takes the new limit to them.
             return self._enter(tenant, queue, prompt_tokens)
         self._check_bounds(tenant, body_bytes)
         waiter = self._add(tenant, queue, prompt_tokens, body_bytes, deadline_seconds)
@@ -218,6 +219,7 @@ class Admission:
         self._waiters[waiter] = None
         self._bytes_of[tenant.name] += body_bytes
         queue.push(tenant, waiter)
+        self._dispatch()
         self._update(held)
         return waiter
 

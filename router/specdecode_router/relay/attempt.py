@@ -50,7 +50,7 @@ Taker = Callable[["Attempt", Open | Step], Awaitable[None]]
 class Attempt:
     """Internal stream of one worker for one request."""
 
-    __slots__ = ("_body", "_clock", "_context", "_headers", "_take", "answered", "delivered",
+    __slots__ = ("_clock", "_context", "_headers", "_take", "answered", "body", "delivered",
                  "endpoint", "is_paused", "is_suspected", "resumed", "signs", "started")  # fmt: skip
 
     def __init__(
@@ -70,7 +70,8 @@ class Attempt:
         self.is_paused = False
         """True while frames are not read, because the client of the request reads too slowly."""
         self.is_suspected = False
-        self._body, self._headers = encode_document(request), headers
+        self.body, self._headers = encode_document(request), headers
+        """Request as it is sent; empty once the worker answers."""
         self._context, self._take, self._clock = context, take, context.clock
         self.started = context.clock()
         self.signs = WorkerSigns(last_frame=self.started)
@@ -82,10 +83,10 @@ class Attempt:
         """
         try:
             client = self._context.client
-            response = await client.open_stream(self.endpoint.admin_url, self._body, self._headers, self._observe_sent)
+            response = await client.open_stream(self.endpoint.admin_url, self.body, self._headers, self._observe_sent)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return Failed(_text(error), answered=False)
-        self._body = b""
+        self.body = b""
         try:
             return await self._read(response)
         finally:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
+
+import msgspec
 
 from specdecode_router.errors import WorkerFailed
 from specdecode_worker.contract.internal_stream import (
@@ -16,6 +19,7 @@ from specdecode_worker.contract.internal_stream import (
 
 MAX_TOKENS = 4 * 1024 * 1024
 """Tokens of one request. A worker that sends more does not follow its own limits; a token takes four bytes here."""
+_logprobs_decoder = msgspec.msgpack.Decoder(tuple[Logprobs, ...])
 
 
 class _Choice:
@@ -25,26 +29,43 @@ class _Choice:
 
     def __init__(self) -> None:
         self.ids = array("I")
-        self.logprobs: list[Logprobs] = []
-        self.prompt_logprobs: tuple[Logprobs, ...] = ()
+        self.logprobs: list[bytes] = []
+        """Log-probabilities of each step as msgpack. Tuples take five times the memory: 1.5 KB for the best 20."""
+        self.prompt_logprobs: list[bytes] = []
+        """Those of the prompt, in one part; empty without them."""
         self.counters = ChoiceCounters()
 
     def progress(self) -> ChoiceProgress:
         return ChoiceProgress(
             ids=tuple(self.ids),
-            logprobs=tuple(self.logprobs),
-            prompt_logprobs=self.prompt_logprobs,
+            logprobs=_unpacked(self.logprobs),
+            prompt_logprobs=_unpacked(self.prompt_logprobs),
             counters=self.counters,
         )
+
+
+def _unpacked(parts: Iterable[bytes]) -> tuple[Logprobs, ...]:
+    return tuple(one for part in parts for one in _logprobs_decoder.decode(part))
+
+
+def _array_of(ids: Iterable[int]) -> array[int]:
+    """Return token ids in four bytes each. Raises WorkerFailed for one that does not fit."""
+    try:
+        return array("I", ids)
+    except (OverflowError, TypeError):
+        raise WorkerFailed("it sent a token id that is not in 0..2^32-1") from None
 
 
 class Journal:
     """Output of a request since its ``Open``."""
 
-    __slots__ = ("_choices", "open", "tokens")
+    __slots__ = ("_choices", "_prompts", "open", "tokens")
 
     def __init__(self, opened: Open) -> None:
-        self.open = opened
+        """Begin with the first frame. Raises WorkerFailed for a prompt with an id that is no token."""
+        self._prompts = [_array_of(prompt) for prompt in opened.prompts]
+        self.open = msgspec.structs.replace(opened, prompts=())
+        """First frame, without its prompts."""
         self._choices = [_Choice() for _ in opened.choices]
         self.tokens = 0
         """Number of tokens of all choices."""
@@ -65,25 +86,23 @@ class Journal:
         self.tokens += len(step.ids)
         if self.tokens > MAX_TOKENS:
             raise WorkerFailed(f"it sent more than {MAX_TOKENS} tokens")
-        try:
-            choice.ids.extend(step.ids)
-        except (OverflowError, TypeError):
-            raise WorkerFailed("it sent a token id that is not in 0..2^32-1") from None
-        choice.logprobs += step.logprobs
+        choice.ids.extend(_array_of(step.ids))
+        if step.logprobs:
+            choice.logprobs.append(msgspec.msgpack.encode(step.logprobs))
         if step.prompt_logprobs:
-            choice.prompt_logprobs = step.prompt_logprobs
+            choice.prompt_logprobs = [msgspec.msgpack.encode(step.prompt_logprobs)]
         choice.counters = step.counters
         return True
 
     @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens of all choices that were not in a cache of their worker."""
-        prompts = self.open.prompts
         return sum(
-            max(len(prompts[start.prompt]) - choice.counters.cached_tokens, 0)
+            max(len(self._prompts[start.prompt]) - choice.counters.cached_tokens, 0)
             for start, choice in zip(self.open.choices, self._choices, strict=True)
         )
 
     def resume(self) -> Resume:
         """Return what another worker needs to continue the request."""
-        return Resume(open=self.open, choices=tuple(choice.progress() for choice in self._choices))
+        opened = msgspec.structs.replace(self.open, prompts=tuple(map(tuple, self._prompts)))
+        return Resume(open=opened, choices=tuple(choice.progress() for choice in self._choices))

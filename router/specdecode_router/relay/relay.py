@@ -6,13 +6,15 @@ An attempt ends with one of these, and the request goes on as follows:
 - Error that is not retryable: the client gets the error, unless another attempt runs.
 - Moved, retryable Error, failed connection: the next attempt continues from the journal on another worker.
 
-While a worker is silent, a second attempt runs too. The first of both that delivers the next token wins.
+While a worker is silent, a second attempt runs too. The first of both that delivers the next token wins. If both stay
+silent, the one that has been so for longer is given up for a third one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import NoReturn
@@ -31,7 +33,16 @@ from specdecode_router.relay.suspicion import is_suspect
 from specdecode_router.relay.worker_choice import WorkerChoice
 from specdecode_router.telemetry.metrics import ResumeOutcome, ResumeReason, Stage
 from specdecode_router.workers.worker import Endpoint
-from specdecode_worker.contract.internal_stream import ALIVE_SECONDS, End, Error, Moved, Open, OpenStream, Step
+from specdecode_worker.contract.internal_stream import (
+    ALIVE_SECONDS,
+    MAX_FRAME_BYTES,
+    End,
+    Error,
+    Moved,
+    Open,
+    OpenStream,
+    Step,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +52,8 @@ _DEADLINE_GRACE_SECONDS = 1.0
 """Time after the deadline for the worker to report it: its error has the same text for every client."""
 _HEDGE_SECONDS = 0.25
 """Time until a second attempt is made again where no worker could be chosen."""
+_LOST_FACTOR = 2
+"""Multiple of ``max_silence_seconds`` without a frame after which one of two silent attempts makes room for a third."""
 _RETRY_SECONDS = 0.25
 """Time until a worker is chosen again where none could be chosen."""
 
@@ -185,12 +198,20 @@ class Relay:
         return "" if self._journal is None else self._journal.open.compatibility_key
 
     def _start(self, endpoint: Endpoint) -> Attempt:
-        """Start an attempt: from the journal, if the request has one."""
+        """Start an attempt: from the journal, if the request has one.
+
+        Raises:
+            ApiError: The journal has become too long for a worker to read.
+        """
         left = max(self._deadline - self._clock(), 0.001)
         resume = None if self._journal is None else self._journal.resume()
         blocks_at, self._blocks_at = self._blocks_at, ""
         request = msgspec.structs.replace(self._request, timeout_seconds=left, resume=resume, blocks_at=blocks_at)
         attempt = Attempt(endpoint, request, self._context, self._take, self._headers)
+        if len(attempt.body) > MAX_FRAME_BYTES:
+            self._next_hedge = math.inf
+            message = "its worker failed, and this request has too much output to be continued on another one"
+            raise ApiError(500, message, code="worker_failed", headers={"X-Should-Retry": "false"})
         self._context.workers.begin_stream(endpoint.name, self._request.tenant)
         task = asyncio.create_task(attempt.run())
         task.add_done_callback(lambda _: self._wake.set())
@@ -198,26 +219,31 @@ class Relay:
         return attempt
 
     def _hedge(self) -> None:
-        """Start a second attempt if every running one is silent.
+        """Start a second attempt if every running one is silent. Two that stay silent make room for another one.
 
         Enough refusals and crashes of further workers end the request only before a worker has accepted it: later they
-        would end a stream that may only be slow.
+        would end a stream that may only be slow, as would a journal that is too long.
         """
-        if not self._running or len(self._running) >= _MAX_RUNNING:
+        now, running = self._clock(), self._running
+        if not running or now < self._next_hedge or not all(self._is_silent(one, now) for one in running.values()):
             return
-        now = self._clock()
-        if now >= self._next_hedge and all(self._is_silent(attempt, now) for attempt in self._running.values()):
-            self._next_hedge = now + _HEDGE_SECONDS
-            try:
-                self._history.check()
-            except (ApiError, RefusedByWorker):
-                if self._journal is None:
-                    raise
-                return
+        self._next_hedge = now + _HEDGE_SECONDS
+        if len(running) >= _MAX_RUNNING:
+            task, attempt = min(running.items(), key=lambda one: one[1].signs.last_frame)
+            if now - attempt.signs.last_frame > _LOST_FACTOR * self._limits.max_silence_seconds:
+                self._context.workers.record_failure(attempt.endpoint.name)
+                self._history.add_failure(attempt.endpoint.name, now, crashed=False)
+                task.cancel()
+            return
+        try:
+            self._history.check()
             if (endpoint := self._choose()) is not None:
                 self._log.begin_hedge(self._start(endpoint))
                 if self._journal is not None:
                     self._log.begin(ResumeReason.silence)
+        except (ApiError, RefusedByWorker):
+            if self._journal is None:
+                raise
 
     async def _take(self, attempt: Attempt, frame: Open | Step) -> None:
         """Use a frame of a running attempt: journal it, and send it to the client.

@@ -166,11 +166,11 @@ class RouterMetrics:
         """Count a finished request.
 
         Args:
-            tenant: Name of the tenant; empty without authentication.
+            tenant: Name of the tenant; empty without authentication, which is none of the ``MAX_TENANTS``.
             status: HTTP status of the answer; 499 if the client left before.
             deployment: Deployment of the last worker; empty if no worker got the request.
         """
-        if tenant not in self._tenants:
+        if tenant and tenant not in self._tenants:
             if len(self._tenants) < MAX_TENANTS:
                 self._tenants.add(tenant)
             else:

@@ -83,6 +83,8 @@ class WorkerRegistry:
         """Called when workers or their capacity changed."""
         self.on_leave: Callable[[str], None] = lambda name: None
         """Called with the name of a worker that is gone."""
+        self.has_share: Callable[[str], bool] = lambda deployment: True
+        """Returns whether the workers of a deployment get requests; the places of others do not count."""
         self._stranded: dict[object, float] = {}
         """Requests that have lost their worker and find no other one, by the time since which they wait."""
 
@@ -111,9 +113,8 @@ class WorkerRegistry:
     def capacity(self) -> int:
         """Requests that this router may have on the workers: its share of their places, and what it may borrow."""
         by_routers: dict[tuple[str, ...], list[WorkerState]] = {}
-        for state in self._workers.values():
-            if _accepts(state):
-                by_routers.setdefault(_routers(state), []).append(state)
+        for state in self._used():
+            by_routers.setdefault(_routers(state), []).append(state)
         return sum(
             self._share_among(routers).places(
                 sum(map(_places, states)),
@@ -126,7 +127,7 @@ class WorkerRegistry:
 
     def tenant_limit(self, tenant: str, limit: int) -> int:
         """Return the requests that a tenant with a limit for all routers may have at this one."""
-        states = [state for state in self._workers.values() if _accepts(state)]
+        states = self._used()
         routers = sorted({router for state in states for router in _routers(state)})
         own = sum(state.own[tenant] for state in states)
         used = sum(max(state.own[tenant], state.clients[tenant]) for state in states)
@@ -136,8 +137,11 @@ class WorkerRegistry:
     @property
     def has_free_rows(self) -> bool:
         """True if the workers had fewer requests than rows in their batches at their last loads."""
-        states = [state for state in self._workers.values() if _accepts(state)]
+        states = self._used()
         return sum(map(_requests, states)) < sum(map(_lendable, states))
+
+    def _used(self) -> list[WorkerState]:
+        return [one for one in self._workers.values() if _accepts(one) and self.has_share(one.endpoint.deployment)]
 
     def is_settled(self, name: str) -> bool:
         """Return whether a worker knows all of its routers."""

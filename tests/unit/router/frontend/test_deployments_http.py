@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -11,8 +12,9 @@ from pathlib import Path
 import aiohttp
 
 from specdecode_router.discovery.sources import open_sources
-from specdecode_router.process import running_router
-from specdecode_router.settings import RouterSettings
+from specdecode_router.process import _apply, running_router
+from specdecode_router.settings import LiveSettings, RouterSettings
+from support.relay_harness import wait_until
 from support.router_harness import RouterUnderTest
 from support.stand_in_worker import TOKEN, Script, StandInWorker, running
 
@@ -94,3 +96,21 @@ async def test_a_worker_may_know_either_token_of_a_file(tmp_path: Path) -> None:
             assert (status, len(trial.requests)) == (200, before + 1), "the worker was asked, and answered"
             assert (await router.get("/v1/models"))[0] == 200
             assert router.state.relay.workers.counts() == {"ready": 2, "suspect": 0, "terminating": 0}
+
+
+async def test_workers_of_a_deployment_without_a_share_are_no_places(tmp_path: Path) -> None:
+    async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 0, tmp_path) as router:
+        state, workers = router.state, router.state.relay.workers
+        await wait_until(lambda: len(workers.endpoints) == 2)
+        await router.wait_for_reports()
+        assert workers.capacity == 80, "64 rows of the own worker, and a quarter"
+        both = workers.endpoints
+        workers.update([one for one in both if one.deployment == "new"])
+        held = asyncio.create_task(router.post(CHAT, data=turn(1)))
+        await wait_until(lambda: state.admission.held == 1)
+        workers.update(both)
+        assert (await held)[0] == 200
+        await router.wait_for_reports()
+        backends = (state.settings.backends[0].model_copy(update={"percent": 50}),)
+        _apply(LiveSettings(state.settings.model_copy(update={"backends": backends})), state)
+        assert state.admission._capacity == 160

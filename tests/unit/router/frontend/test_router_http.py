@@ -7,15 +7,18 @@ import contextlib
 import json
 import socket
 import ssl
+import struct
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
+from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle, State
 from support.certificates import self_signed
 from support.relay_harness import wait_until
 from support.router_harness import RouterUnderTest, router_over
-from support.stand_in_worker import Script, error_frame, text_of
+from support.stand_in_worker import Script, StandInWorker, error_frame, text_of
 from support.virtual_loop import run_virtual
 
 CHAT = "/v1/chat/completions"
@@ -131,6 +134,31 @@ async def test_other_public_routes_are_forwarded() -> None:
             assert json.loads(content)["body"] == '{"prompt": "a"}'
 
 
+async def test_forwarded_requests_have_bounds_of_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = asyncio.Event()
+
+    async def wait(worker: StandInWorker, request: web.Request) -> web.Response:
+        worker.forwarded += 1
+        await answer.wait()
+        return web.json_response({})
+
+    monkeypatch.setattr(StandInWorker, "_public", wait)
+    monkeypatch.setattr("specdecode_router.frontend.forwarding._MAX_AT_ONCE", 2)
+    async with router_over(Script(), max_unfinished_body_bytes=1000) as router:
+        asked = [asyncio.create_task(router.post("/tokenize", data=b"x" * 900))]
+        await wait_until(lambda: router.workers[0].forwarded == 1)
+        status, headers, content = await asyncio.wait_for(router.post("/tokenize", data=b"x" * 900), 2)
+        assert (status, headers["Retry-After"]) == (503, "1")
+        assert json.loads(content)["error"]["code"] == "too_many_bodies"
+        asked += [asyncio.create_task(router.post("/tokenize", data=b"{}")) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        assert router.workers[0].forwarded == 2
+        assert (await router.post(CHAT, data=b"{}".ljust(900)))[0] == 200, "they have bounds of their own"
+        answer.set()
+        assert [status for status, _, _ in await asyncio.gather(*asked)] == [200] * 5
+        assert router.workers[0].forwarded == 5
+
+
 async def test_unknown_paths_and_methods() -> None:
     async with router_over(Script()) as router:
         status, _, content = await router.get("/v1/report")
@@ -169,6 +197,29 @@ async def slow_client(router: RouterUnderTest) -> tuple[asyncio.StreamReader, as
     return reader, writer
 
 
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500000\r\n\r\n" + b"x" * 500_000,
+        b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X-Long: %s\r\n" % (b"a" * 8000) * 60 + b"\r\n",
+    ],
+    ids=["bodies", "headers"],
+)
+async def test_requests_behind_a_running_one_wait_unread(request_bytes: bytes) -> None:
+    async with router_over(Script(silent_at=0)) as router:
+        _, writer = await slow_client(router)
+        await wait_until(lambda: router.workers[0].running)
+        writer.write(request_bytes * 40)
+        await asyncio.sleep(0.5)
+        assert writer.transport.get_write_buffer_size() > 10_000_000, "the router has read 32 requests"
+        # The router does not read, so it only learns from the next write that the connection was reset.
+        no_linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
+        writer.transport.abort()
+        router.workers[0].voice.set()
+        await wait_until(lambda: not router.state.lifecycle.running)
+
+
 async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
     script = Script(tokens=1_000_000, interval_seconds=0, event_bytes=20_000)
     async with router_over(script, Script(), write_timeout_seconds=1, max_unsent_bytes=64 * 1024) as router:
@@ -204,6 +255,34 @@ async def test_client_that_does_not_read_a_large_answer_is_dropped(forwarded: bo
         received = await asyncio.wait_for(reader.read(-1), 5)
         assert len(received) < answer, "the connection was dropped in the middle"
         writer.close()
+
+
+@pytest.mark.parametrize(("settings", "left"), [({"write_timeout_seconds": 0.2}, 0), ({"max_connections": 1}, 1)])
+async def test_clients_that_do_not_read_the_answers_of_probes_are_dropped(
+    settings: dict[str, float], left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[web.Server] = []
+    run = ConnectionSweeper.run
+
+    async def recorded(sweeper: ConnectionSweeper, server: web.Server) -> None:
+        servers.append(server)
+        await run(sweeper, server)
+
+    monkeypatch.setattr(ConnectionSweeper, "run", recorded)
+    monkeypatch.setattr("specdecode_router.frontend.connection_sweeper.SWEEP_SECONDS", 0.05)
+    async with router_over(Script(), **settings) as router:
+        writers = []
+        for _ in range(2):
+            small = socket.socket()
+            small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            small.connect(("127.0.0.1", router.port))
+            _, writer = await asyncio.open_connection(sock=small, limit=1024)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
+            writers.append(writer)
+        await asyncio.sleep(0.3)
+        await wait_until(lambda: len(servers[0].connections) == left, 3)
+        for writer in writers:
+            writer.transport.abort()
 
 
 @pytest.mark.slow
@@ -307,6 +386,16 @@ async def raw(router: RouterUnderTest, request: bytes) -> bytes:
     answer = await asyncio.wait_for(reader.read(), 5)
     writer.close()
     return answer
+
+
+async def test_a_stream_on_which_the_router_fails_has_no_second_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with router_over(Script()) as router:
+        monkeypatch.setattr("specdecode_router.relay.worker_choice.WorkerChoice.record_end", None)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        content = body(stream=True)
+        answer = await raw(router, head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert (answer.count(b"HTTP/1.1"), answer.count(b"internal_error")) == (1, 0)
 
 
 async def test_headers_that_are_no_utf8() -> None:

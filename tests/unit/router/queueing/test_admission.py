@@ -262,6 +262,18 @@ async def test_a_full_queue_of_limited_tenants_refuses_no_request_that_a_place_i
 
 
 @virtual
+async def test_a_raised_limit_of_a_tenant_applies_to_its_waiting_requests_first() -> None:
+    queue = admission(8)
+    tasks = [start(queue, Tenant("a", max_in_flight=1)) for _ in range(2)]
+    await settle()
+    for limit, running in ((2, 2), (None, 4)):
+        tasks.append(start(queue, Tenant("a", max_in_flight=limit)))
+        await settle()
+        assert [task.done() for task in tasks] == [True] * running + [False] * (len(tasks) - running)
+    assert (queue.running, queue.waiting) == (4, 0)
+
+
+@virtual
 async def test_interactive_tenants_come_before_batch() -> None:
     queue = admission(1)
     place = await queue.acquire(A, None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -25,6 +28,16 @@ OPEN = Open(
     stream=True,
     opening=b"o",
 )
+
+
+def memory_of(work: Callable[[], object]) -> int:
+    """Return the bytes that some work leaves allocated."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
 
 
 def step(index: int, *ids: int, choice: int = 0, **fields: object) -> Step:
@@ -75,3 +88,30 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WorkerFailed):
         journal.add(step(10, 1))
     assert len(journal.resume().choices[0].ids) == 10
+
+
+def test_log_probabilities_take_little_memory() -> None:
+    journal = Journal(OPEN)
+    one = (-0.5, 1, tuple(range(100_000, 100_020)), tuple(-0.5 - rank for rank in range(20)))
+    frames = [msgspec.msgpack.encode(step(index, 3, logprobs=[one])) for index in range(1000)]
+
+    def add() -> None:
+        for frame in frames:
+            journal.add(msgspec.msgpack.decode(frame, type=Step))
+
+    assert memory_of(add) < 500_000
+    assert journal.resume().choices[0].logprobs == (one,) * 1000
+
+
+def test_a_prompt_takes_four_bytes_a_token() -> None:
+    opened = msgspec.structs.replace(OPEN, prompts=(tuple(range(1000, 101_000)),))
+    frame = msgspec.msgpack.encode(opened)
+    journals: list[Journal] = []
+    assert memory_of(lambda: journals.append(Journal(msgspec.msgpack.decode(frame, type=Open)))) < 500_000
+    assert journals[0].resume().open == opened
+    assert journals[0].prompt_tokens == 200_000
+
+
+def test_a_prompt_with_an_id_that_is_no_token() -> None:
+    with pytest.raises(WorkerFailed):
+        Journal(msgspec.structs.replace(OPEN, prompts=((1, 2**32),)))

@@ -148,6 +148,15 @@ async def test_a_connection_that_breaks_while_the_client_does_not_read_is_no_fau
         assert over.client.text() == TEXT
 
 
+async def test_a_continuation_that_no_worker_could_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdecode_router.relay.relay.MAX_FRAME_BYTES", 600)
+    async with harness(Script(tokens=400, per_step=20, close_at=200), Script(tokens=400)) as over:
+        with pytest.raises(ApiError) as failed:
+            await over.run(BODY)
+        assert (failed.value.status, failed.value.code) == (500, "worker_failed")
+        assert not over.workers[1].requests
+
+
 async def test_another_key_never_continues_the_text() -> None:
     async with harness(Script(close_at=5), Script(key="key-2")) as over:
         with pytest.raises(ApiError) as failed:
@@ -313,6 +322,27 @@ async def test_second_worker_that_appears_later_is_used() -> None:
         asyncio.get_running_loop().call_later(0.9, over.registry.update, both)
         assert (await over.run(BODY)).text() == TEXT
         assert over.workers[1].requests
+
+
+async def test_a_stream_that_is_too_long_for_a_second_attempt_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdecode_router.relay.relay.MAX_FRAME_BYTES", 600)
+    async with harness(Script(tokens=400, per_step=20, silent_at=200), Script(tokens=400)) as over:
+        task = asyncio.create_task(over.run(BODY))
+        await wait_until(lambda: over.registry.counts()["suspect"])
+        await asyncio.sleep(0.1)
+        over.workers[0].voice.set()
+        assert (await task).text() == text_of(BODY, 400)
+        assert not over.workers[1].requests
+
+
+async def test_two_silent_workers_make_room_for_a_third_one() -> None:
+    second = Script(resumed_delay_seconds=30, alive_seconds=30)
+    async with harness(Script(silent_at=5), second, Script()) as over:
+        client = await asyncio.wait_for(over.run(BODY), 5)
+        assert client.text() == TEXT
+        assert [len(worker.requests) for worker in over.workers] == [1, 1, 1]
+        await wait_until(lambda: [worker.cancelled for worker in over.workers[:2]] == [1, 1])
+        assert over.metric("hedges_total", outcome="won") == 1
 
 
 async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:

@@ -37,6 +37,14 @@ def test_the_number_of_tenant_labels_is_bounded() -> None:
     assert value(metrics, "requests_total", tenant="tenant-0", code="200") == 2
 
 
+def test_requests_without_a_tenant_leave_the_labels_to_tenants() -> None:
+    metrics = RouterMetrics()
+    for name in ("", *(f"tenant-{number}" for number in range(MAX_TENANTS))):
+        metrics.count_request(name, 401)
+    assert value(metrics, "requests_total", tenant="other", code="401") is None
+    assert value(metrics, "requests_total", tenant="", code="401") == 1
+
+
 def test_running_requests_are_counted_down_on_errors_too() -> None:
     metrics = RouterMetrics()
 
