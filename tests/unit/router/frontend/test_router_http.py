@@ -211,7 +211,7 @@ async def test_requests_behind_a_running_one_wait_unread(request_bytes: bytes) -
         await wait_until(lambda: router.workers[0].running)
         writer.write(request_bytes * 40)
         await asyncio.sleep(0.5)
-        assert writer.transport.get_write_buffer_size() > 10_000_000, "the router has read 32 requests"
+        assert writer.transport.get_write_buffer_size() > 6_000_000, "the kernel holds ten megabytes at most"
         # The router does not read, so it only learns from the next write that the connection was reset.
         no_linger = struct.pack("ii", 1, 0)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
