@@ -1,4 +1,4 @@
-"""Checks that the examples and the CRD agree with the models in the code."""
+"""Checks that the examples and the CRD agree with the models in the code, and that bare pods run on any cluster."""
 
 from __future__ import annotations
 

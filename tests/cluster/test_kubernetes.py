@@ -1,4 +1,4 @@
-"""A feature of the cluster that the project needs and no other test would miss: limits of memory."""
+"""A feature of the cluster that the project needs, and that no other test would find missing: limits of memory."""
 
 from __future__ import annotations
 

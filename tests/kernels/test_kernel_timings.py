@@ -1,4 +1,4 @@
-"""File of kernel timings and the choice from it, and memory of packed weights, which no processor multiplies here."""
+"""The file of kernel timings, the choice from it, and the memory of weights packed in formats that only others use."""
 
 from __future__ import annotations
 

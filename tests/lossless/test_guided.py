@@ -297,7 +297,7 @@ def test_forced_tokens_do_not_count_as_drafts(guided_engine: Any) -> None:
 def test_wrong_forced_tokens_are_rejected(
     guided_engine: Any, plain: GuidedDecoding, graphs: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text stays the same; only the steps are more."""
+    """The text stays the same; only more steps are taken."""
     submits = [r for r in requests() if r.sampling.grammar]
     right, _ = steps_of(guided_engine(graphs=graphs), submits)
     monkeypatch.setattr(step_launcher, "given_tokens", lambda request, tree: ())

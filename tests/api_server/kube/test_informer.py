@@ -1,4 +1,4 @@
-"""Informers on a real API server: changes in time, dead connections, expired versions."""
+"""Informers on a real API server: an object that leaves the selection, and a half-open connection."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_two_ranks_emit_the_same_tokens_as_one(
 
 
 def test_prompt_logprobs_are_equal_on_one_and_two_ranks(whole: Engine, split: Engine) -> None:
-    """Their logits are computed separately from those of the pass."""
+    """The logits of a prompt are computed separately from those of the pass."""
     logprobs = []
     for engine in (whole, split):
         engine.add(submit("prompt", PROMPTS[3], prompt_logprobs=2, max_tokens=1))
@@ -92,7 +92,7 @@ def test_prompt_logprobs_are_equal_on_one_and_two_ranks(whole: Engine, split: En
 
 
 def test_siblings_of_the_main_path_were_accepted(split: Engine) -> None:
-    """Otherwise no key would have moved on the other rank, and the tests above would prove nothing."""
+    """Without accepted siblings, no key would have moved on the other rank, and the tests above would prove nothing."""
     before = split.report()
     serve(split, "tree:3,2,1")
     after = split.report()

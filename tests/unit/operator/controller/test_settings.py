@@ -11,6 +11,7 @@ from specdecode_operator.settings import read_settings
 
 def test_settings_have_defaults() -> None:
     assert read_settings({"PATH": "/bin", "SPECDECODE_OPERATOR_LOG_LEVEL": ""}).poll_seconds == 5
+    assert read_settings({"SPECDECODE_OPERATOR_WATCH_NAMESPACES": "a, b,"}).watch_namespaces == ("a", "b")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Outliers among the workers: detected by their past and their peers, without speculation, evicted, replaced."""
+"""Slow workers are detected by their past and their peers, run without speculation, and are evicted and replaced."""
 
 from __future__ import annotations
 

@@ -258,6 +258,7 @@ def test_a_status_of_a_newer_operator_is_read_all_the_same(deepened: Loop) -> No
 )
 def test_ages(seconds: float, text: str) -> None:
     assert age("1970-01-01T00:00:00Z", seconds) == text
+    assert age("yesterday", 0) == age(None, 0) == "-"
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,9 @@ def test_a_changed_mix_leaves_the_draft_fresh() -> None:
     served.serve(3000)
     served.shares.update(chat=0.1, code=0.9)
     served.serve(2400)
-    record = served.records[-1]
+    (record,) = served.records
     assert (record.load, record.cause) == ("all tasks", "mix")
+    assert "the mix of tasks changed" in record.reason
     assert states(shown(served))["DraftFresh"] == ("True", "MixChanged")
     assert "(all)" in explanation(served)
     assert set(series(DRIFT_LOSS)) == {("chat",), ("code",)}

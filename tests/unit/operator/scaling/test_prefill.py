@@ -1,4 +1,4 @@
-"""Tests of prefill workers in the operator: pods, network policy, addresses in the plan, and their number."""
+"""Tests of prefill workers in the operator: pods, addresses in the plan, and their number."""
 
 from __future__ import annotations
 

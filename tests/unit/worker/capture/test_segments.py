@@ -1,4 +1,4 @@
-"""Segments: a crash loses at most the last record, bounds hold across writers, and expired records and a user's go."""
+"""Segments: a crash loses at most the last record, bounds hold across writers, deletion by age and by user."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def of_user(number: int, user: str) -> Record:
 
 
 def writer_with_key(folder: Path) -> SegmentWriter:
-    """Return a writer_with_key to a folder that holds the key of `of_user`."""
+    """Return a writer to a folder that holds the key of `of_user`."""
     folder.mkdir(parents=True, exist_ok=True)
     subjects = SubjectKeys(folder, lambda: "token")
     subjects.store_for(subjects.hash_of("ann"))

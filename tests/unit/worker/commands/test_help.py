@@ -68,6 +68,7 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():
+                child.format_help()  # a % in a text that is no format raises
                 yield from actions(child)
         else:
             yield action
@@ -76,6 +77,7 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 @pytest.mark.parametrize(("name", "parser"), parsers().items(), ids=parsers())
 def test_every_flag_has_a_help_text(name: str, parser: argparse.ArgumentParser) -> None:
     assert parser.description
+    parser.format_help()
     assert [action.dest for action in actions(parser) if not action.help] == [], name
 
 

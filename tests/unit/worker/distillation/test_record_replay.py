@@ -183,7 +183,7 @@ def test_counted_steps_equal_engine_steps(
     engine.run_shape(TreeShape.parse(shape))
     prompts = [TokenizedPrompt(record.tokens[: record.prompt_length]) for record in chosen]
     answers, _ = engine.answer(prompts, [record.sampling for record in chosen])
-    drafted = accepted = 0
+    accepted = 0
     for record, answer in zip(chosen, answers, strict=True):
         replayed = replay(target, record)
         assert isinstance(replayed, Replayed)
@@ -193,8 +193,8 @@ def test_counted_steps_equal_engine_steps(
         assert tally.tokens == len(answer.tokens) - 1
         # The engine may draft beyond the end of the answer, which can add one step.
         assert tally.steps == pytest.approx(answer.drafts, abs=1), record.sampling
-        drafted, accepted = drafted + tally.steps, accepted + tally.tokens - tally.steps
-    assert accepted > min(10, 0.02 * drafted), "a draft that is never right would prove nothing"
+        accepted += tally.tokens - tally.steps
+    assert accepted > 10, "a draft that is never right would prove nothing"
 
 
 @pytest.mark.parametrize("method", ["medusa"])

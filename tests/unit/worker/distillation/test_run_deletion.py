@@ -17,6 +17,8 @@ from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import Conversation, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.deletion import delete_expired_from_runs
 from specdecode_worker.training.distillation.pool import read_pool
+from specdecode_worker.training.distillation.publication import Ancestor, check_same_target
+from specdecode_worker.training.errors import ResumeMismatch
 from support.worker.captured_folders import write
 
 KEY = derived_key("token")
@@ -169,3 +171,10 @@ def test_a_run_that_goes_on_deletes_the_segments_that_have_expired(run: Path) ->
     assert len(list(fetched.glob("*.segment"))) == 1
     delete_expired_from_runs([run], 1e11, print)
     assert not list(fetched.glob("*.segment"))
+
+
+def test_a_run_does_not_go_on_with_another_target(tmp_path: Path) -> None:
+    for _ in range(2):
+        check_same_target(tmp_path, Ancestor("s3://models/m", tmp_path, "a" * 16))
+    with pytest.raises(ResumeMismatch, match="another --out"):
+        check_same_target(tmp_path, Ancestor("s3://models/m", tmp_path, "b" * 16))

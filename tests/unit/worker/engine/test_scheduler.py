@@ -149,7 +149,7 @@ def test_one_block_more_than_the_largest_request_needs_is_enough(ahead: int, chu
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_request_as_long_as_the_cache_finishes(ahead: int) -> None:
-    """Its trees no longer fit towards the end; if it gave up its blocks for them, it would restart forever."""
+    """The trees of the request no longer fit towards the end; giving up blocks for them, it would restart forever."""
     device = SimulatedDevice(Limits(2, 200), blocks=1 + 6, trees=[tree_of(TreeShape.chain(6))], ahead=ahead)
     long = device.arrive("long", [1] * 50, 6 * BLOCK_SIZE - 50)
     device.drain(200)

@@ -240,7 +240,7 @@ RULES = "\n".join(["start: a0", *(f"a{i}: ((((((a{i + 1}))))))" for i in range(2
 
 @pytest.mark.parametrize("deep", [lambda: json_grammar(REFERENCES), lambda: context_free_grammar(RULES)])
 def test_a_grammar_of_long_chains_does_not_end_the_process(compiler: GrammarCompiler, deep: Any) -> None:
-    """On the usual stack of a thread, the library's calls of itself do."""
+    """The library's recursion overflows the usual stack of a thread, which would end the process."""
     compiler.compiles(deep())
 
 

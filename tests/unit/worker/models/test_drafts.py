@@ -168,6 +168,8 @@ def test_draft_model_with_other_added_tokens_is_resized(folders: Folders, load: 
     draft = load("draft-model", folders["draft-model"])
     assert isinstance(draft, CausalLM)
     assert (draft.config.vocab_size, draft.config.max_position_embeddings) == (97, 64)
+    out = draft(torch.tensor([96]), torch.tensor([63]), dense)
+    assert draft.logits(out.hidden_TE).shape == (1, 97)
     check_draft("draft-model", folders["draft-model"], target_folder)
 
 

@@ -1,6 +1,6 @@
 """Every family against transformers: same folder, same logits, before and after fusion.
 
-Drafts read the target's states in order, also its final state, and several drafts per pass.
+Drafts read the target's states in order, also its final one, and one pass returns the states of several drafts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tests that the parts of a split target together compute the whole, for each family.
 
-The ranks are threads. In a rehearsal a rank leaves collectives out.
+The ranks are threads. In a rehearsal, a rank runs alone and leaves collectives out.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def test_gains_add_no_budget(payments: list[float]) -> None:
 
 
 def test_burst_waits_until_its_expected_loss_is_affordable() -> None:
-    """Half of the share must cover the loss of all its steps, so a worker that has just started does not explore."""
+    """Half of the share must cover the loss of a whole burst, so a worker that has just started does not explore."""
     account, share, steps = Exploration(), 0.1, 0
     while account.burst_for(0, RUNNING, RUNNING, 5, share) is None:
         account.passed(0, 0.01, 1.0, explores=False)

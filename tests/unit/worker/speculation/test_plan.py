@@ -201,7 +201,7 @@ def run(selector: ShapeSelector, steps: int) -> tuple[float, int]:
 
 
 def test_probes_and_bursts_share_one_exploration_budget() -> None:
-    """It is half a percent, once the guard has stopped a losing shape; two such budgets would lose 0.7 %."""
+    """The budget is half a percent, once the guard has stopped a losing shape; two such budgets would lose 0.7 %."""
     plan = Plan(draft="d", initial=CHAIN_OF_TWO, max_depth=2, explore=0.01, guard=True)
     selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
     selector.set_plain_step_time(1, 0.01)

@@ -268,13 +268,13 @@ def test_medusa_draft_uses_its_own_vocabulary(target: CausalLM) -> None:
     assert vocabulary_of(new_draft_model(target, 2), 64).tolist() == list(range(64))
 
 
-AIM = LossSettings(depth=3, decay=0.8, divergence=0.5, sample_seed=4)
+AIM = LossSettings(depth=DEPTH, decay=0.8, divergence=0.5, sample_seed=4)
 
 
 @pytest.fixture(params=["eagle3", "peagle", "dflash"])
-def trained(request: pytest.FixtureRequest, target: CausalLM) -> Draft:
+def learning(request: pytest.FixtureRequest, target: CausalLM) -> Draft:
     """Return a draft with random weights."""
-    return shaken(MAKERS[request.param](target, 3)).requires_grad_(True)
+    return shaken(MAKERS[request.param](target, DEPTH)).requires_grad_(True)
 
 
 def gradients(draft: Draft, conversations: list[Conversation], output_VE: Tensor) -> tuple[float, list[Tensor]]:
@@ -285,9 +285,9 @@ def gradients(draft: Draft, conversations: list[Conversation], output_VE: Tensor
 
 
 def test_attention_in_parts_has_the_same_loss_and_gradients(
-    trained: Draft, target: CausalLM, conversations: list[Conversation], monkeypatch: pytest.MonkeyPatch
+    learning: Draft, target: CausalLM, conversations: list[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss, whole = gradients(trained, conversations, target.lm_head.weight)
+    loss, whole = gradients(learning, conversations, target.lm_head.weight)
     calls: list[int] = []
     original = unrolling.checkpoint
 
@@ -297,7 +297,7 @@ def test_attention_in_parts_has_the_same_loss_and_gradients(
 
     monkeypatch.setattr(unrolling, "checkpoint", counted)
     monkeypatch.setattr(unrolling, "MOST_SCORES", 6 * 4 * 29 * 5)
-    in_parts, parts = gradients(trained, conversations, target.lm_head.weight)
+    in_parts, parts = gradients(learning, conversations, target.lm_head.weight)
     assert len(calls) > 4
     assert in_parts == pytest.approx(loss, rel=1e-5)
     for one, other in zip(whole, parts, strict=True):

@@ -212,7 +212,7 @@ def test_a_kernel_that_does_not_fit_the_device_leaves_its_steps_without_a_graph(
 
 
 def test_the_loss_of_a_rank_is_no_failed_capture() -> None:
-    """Its signal may arrive during a capture, and is sent once."""
+    """The signal of the loss is sent once, and a capture during which it arrives must not swallow it."""
     with pytest.raises(RankLost):
         BrokenOff(RankLost("rank 1: ended")).capture(lambda: None)
 

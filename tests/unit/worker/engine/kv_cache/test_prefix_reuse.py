@@ -92,7 +92,7 @@ def test_requests_do_not_wait_for_blocks_that_no_request_fills() -> None:
 
 
 def test_a_preempted_request_reuses_its_own_blocks() -> None:
-    """Only the one block that was missing at the preemption has been taken meanwhile."""
+    """Others have taken only the one block that was missing at the preemption."""
     simulated = device(blocks=1 + 8)
     old = simulated.arrive("old", [1] * 30, new=30)
     young = simulated.arrive("young", PROMPT, new=30)
@@ -230,7 +230,7 @@ def test_a_block_that_the_draft_had_not_reached_is_recomputed_and_earlier_blocks
 
 
 def test_a_prefix_without_draft_keys_is_recomputed_once_draft_prefill_is_on() -> None:
-    """Otherwise it would be hidden from drafts for as long as it is cached."""
+    """A prefix that was not recomputed would be hidden from drafts for as long as it is cached."""
     simulated = device()
     served(simulated, name="plain")
     scheduler = simulated.scheduler

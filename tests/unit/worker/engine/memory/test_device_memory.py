@@ -1,4 +1,7 @@
-"""The memory budget equals what an engine allocates, to the byte, and nothing is loaded that does not fit."""
+"""The memory budget equals what an engine allocates, to the byte, and nothing is loaded that does not fit.
+
+An engine also takes its device, the order of its blocks and its threads from where it runs.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +91,7 @@ def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, d
 def test_quantised_weights_are_counted_at_their_stored_size(
     tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any
 ) -> None:
-    """On a CPU they are stored as plain weights. For a GPU only the calculation is checked."""
+    """On a CPU quantized weights are stored as plain ones. For a GPU only the calculation is checked."""
     monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
     folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
@@ -341,7 +344,7 @@ def test_blocks_are_kept_contiguous_on_cpus_alone() -> None:
 
 
 def test_processes_with_gpus_have_the_threads_of_their_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one for each core of a large node, what torch computes on the host takes the time of the container at once.
+    """With a thread for each core of a large node, torch would use up the container's CPU quota, and be throttled.
 
     The container has eight cores, for two ranks.
     """

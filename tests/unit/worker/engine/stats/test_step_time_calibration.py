@@ -24,7 +24,7 @@ def test_every_load_is_timed_and_only_step_times_remain(pipelined: bool) -> None
 
 
 def test_the_first_report_has_step_times_with_drafts() -> None:
-    """They are of the deepest and the shallowest chain at every load, without the steps of the warm-up."""
+    """The times are of the deepest and the shallowest chain at every load, without the steps of the warm-up."""
     engine = small_engine(max_num_seqs=4)
     plan = plan_of("chain:3", guard=True, max_depth=3, explore=0.01)
     engine.set_plan(plan)
