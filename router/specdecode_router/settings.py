@@ -95,7 +95,7 @@ class RouterSettings(BaseModel):
     """Time for a client to read output that is ready. Less than the worker's, which waits for the router meanwhile."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1)
     max_unfinished_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1)
-    """Bodies that are still arriving. Those of forwarded requests have as much apart, until they are answered."""
+    """Bodies that are still arriving. Those of forwarded requests have as much apart, until clients have answers."""
     max_unsent_bytes: int = Field(default=64 * 1024, ge=1)
     """Output of one stream that waits for its client. Beyond it the worker's frames are not read."""
     endpoint_delay_seconds: float = Field(default=5, ge=0)

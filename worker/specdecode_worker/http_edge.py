@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class BodyBudget:
-    """Bytes that all bodies may hold together while they arrive. The default has no bound."""
+    """Bytes that all bodies may hold together, each until its reservation ends. The default has no bound."""
 
     def __init__(self, max_bytes: float = math.inf) -> None:
         self.max_bytes = max_bytes

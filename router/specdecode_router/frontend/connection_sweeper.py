@@ -1,6 +1,7 @@
 """Bound of the connections: those without a request are closed after a time, or when there are too many.
 
-A request counts until its handler is done. Its answer may be unread then: probes and errors are written behind it.
+A connection has a request until its handler is done. aiohttp writes the answers of probes and errors only then, so that
+a connection without a request may have unread output.
 """
 
 from __future__ import annotations
@@ -69,6 +70,5 @@ class ConnectionSweeper:
             is_late = one not in self._served and seconds > self._settings.header_timeout_seconds
             if count < surplus or is_late or (unsent and seconds > self._settings.write_timeout_seconds):
                 one.force_close()
-                if unsent:
-                    connections[one].abort()  # else it stays open until its client has read the rest
+                connections[one].abort()  # else it stays open until its client has read the rest, or ends TLS
                 del self._idle[one]

@@ -23,7 +23,8 @@ _OPEN_PATHS = frozenset({"/version", "/openapi.json"})
 _FORWARD_SECONDS = 30.0
 _MAX_ATTEMPTS = 3
 _MAX_AT_ONCE = 64
-"""Requests that are forwarded at a time. A worker keeps 256 connections for all but streams, its load's included."""
+"""Requests that this router forwards at a time. A worker's admin port has 256 connections besides streams, for the
+forwarded requests and the load polls of all routers."""
 _PASSED_HEADERS = ("Content-Type", "Retry-After", "WWW-Authenticate", "Allow", "X-Should-Retry",
                    "X-Specdecode-Ignored")  # fmt: skip
 """Headers of an answer that the client gets; the others concern the connection."""

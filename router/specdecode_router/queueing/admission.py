@@ -162,8 +162,8 @@ class Admission:
             raise refusals.deadline_passed(deadline_seconds)
         queue = self._queue.of(batch=tenant.priority > 0)
         if self.running < self._capacity and self._may_run(tenant) and not self._queue.length_of(tenant.name):
-            # Requests that wait although a place is free are of tenants at their own limit. It may have been raised, so
-            # a new request of such a tenant does not pass those that wait: it takes the new limit to them.
+            # Requests that wait although a place is free are of tenants at their own limit. It may have been raised: a
+            # new request of such a tenant joins its line, which gives the line the new limit, and the oldest enters.
             return self._enter(tenant, queue, prompt_tokens)
         self._check_bounds(tenant, body_bytes)
         waiter = self._add(tenant, queue, prompt_tokens, body_bytes, deadline_seconds)

@@ -210,7 +210,7 @@ class Relay:
         attempt = Attempt(endpoint, request, self._context, self._take, self._headers)
         if len(attempt.body) > MAX_FRAME_BYTES:
             self._next_hedge = math.inf
-            message = "its worker failed, and this request has too much output to be continued on another one"
+            message = "this request must go on on another worker, and has too much output for that"
             raise ApiError(500, message, code="worker_failed", headers={"X-Should-Retry": "false"})
         self._context.workers.begin_stream(endpoint.name, self._request.tenant)
         task = asyncio.create_task(attempt.run())
@@ -221,8 +221,8 @@ class Relay:
     def _hedge(self) -> None:
         """Start a second attempt if every running one is silent. Two that stay silent make room for another one.
 
-        Enough refusals and crashes of further workers end the request only before a worker has accepted it: later they
-        would end a stream that may only be slow, as would a journal that is too long.
+        Once a worker has accepted the request, refusals and crashes of further workers do not end it here, nor does a
+        journal that is too long: the stream may only be slow.
         """
         now, running = self._clock(), self._running
         if not running or now < self._next_hedge or not all(self._is_silent(one, now) for one in running.values()):
@@ -233,6 +233,7 @@ class Relay:
             if now - attempt.signs.last_frame > _LOST_FACTOR * self._limits.max_silence_seconds:
                 self._context.workers.record_failure(attempt.endpoint.name)
                 self._history.add_failure(attempt.endpoint.name, now, crashed=False)
+                self._log.lose(attempt)
                 task.cancel()
             return
         try:

@@ -113,9 +113,13 @@ class WorkerRegistry:
     def capacity(self) -> int:
         """Requests that this router may have on the workers: its share of their places, and what it may borrow."""
         by_routers: dict[tuple[str, ...], list[WorkerState]] = {}
-        for state in self._used():
-            by_routers.setdefault(_routers(state), []).append(state)
-        return sum(
+        apart = 0  # requests that still run where no further ones go
+        for state in filter(_accepts, self._workers.values()):
+            if self.has_share(state.endpoint.deployment):
+                by_routers.setdefault(_routers(state), []).append(state)
+            else:
+                apart += state.own.total()
+        return (apart if by_routers else 0) + sum(
             self._share_among(routers).places(
                 sum(map(_places, states)),
                 lendable=sum(map(_lendable, states)),
@@ -127,7 +131,7 @@ class WorkerRegistry:
 
     def tenant_limit(self, tenant: str, limit: int) -> int:
         """Return the requests that a tenant with a limit for all routers may have at this one."""
-        states = self._used()
+        states = list(filter(_accepts, self._workers.values()))
         routers = sorted({router for state in states for router in _routers(state)})
         own = sum(state.own[tenant] for state in states)
         used = sum(max(state.own[tenant], state.clients[tenant]) for state in states)
@@ -137,11 +141,9 @@ class WorkerRegistry:
     @property
     def has_free_rows(self) -> bool:
         """True if the workers had fewer requests than rows in their batches at their last loads."""
-        states = self._used()
+        workers = filter(_accepts, self._workers.values())
+        states = [one for one in workers if self.has_share(one.endpoint.deployment)]
         return sum(map(_requests, states)) < sum(map(_lendable, states))
-
-    def _used(self) -> list[WorkerState]:
-        return [one for one in self._workers.values() if _accepts(one) and self.has_share(one.endpoint.deployment)]
 
     def is_settled(self, name: str) -> bool:
         """Return whether a worker knows all of its routers."""

@@ -280,7 +280,7 @@ class EagerReason(StrEnum):
     NEW = "new"
     """The graph is not captured yet."""
     LIMIT = "limit"
-    """The graph is not captured, and fewer steps needed it than any of those that are."""
+    """The graph is not captured, and too few steps since the last plan needed it to replace one of those that are."""
     FAILED = "failed"
     """The graph could not be captured; on several devices, no graph is used after one that a rank could not capture."""
 
@@ -784,6 +784,8 @@ class StepGraphs:
         if isinstance(graph, EagerReason):
             return graph
         drafts = self._graph(plan.drafts.key, beside=plan.key) if plan.drafts is not None else None
+        if self._failed:  # that capture discarded all graphs
+            return EagerReason.FAILED
         if isinstance(drafts, EagerReason):
             plan, drafts = plan.without_drafts(), None
         decoding = decoding_rows(rows)
@@ -801,7 +803,7 @@ class StepGraphs:
     def _graph(self, key: GraphKey, beside: GraphKey | None = None) -> Graph | EagerReason:
         """Return a graph, captured now if it is needed often enough, or the reason why there is none.
 
-        Beyond MOST_GRAPHS, the one that the fewest steps needed gives way to one that more of them needed. That is
+        Beyond MOST_GRAPHS, the one that the fewest steps needed gives way to one that over twice as many needed. It is
         neither the one of ``beside``, which runs in the same step, nor one of plain steps, whose times are needed.
         """
         self._key_counts[key] += 1
@@ -815,8 +817,8 @@ class StepGraphs:
         rarest = None
         if len(self._graphs) >= MOST_GRAPHS:
             others = (one for one in self._graphs if one != beside and not one.is_plain)
-            rarest = min(others, key=self._key_counts.__getitem__, default=None)
-            if rarest is None or self._key_counts[rarest] >= self._key_counts[key]:
+            rarest = min(others, key=lambda one: (self._key_counts[one], self._graphs[one].replays), default=None)
+            if rarest is None or 2 * self._key_counts[rarest] >= self._key_counts[key]:
                 return EagerReason.LIMIT
         graph = self._capture(key)
         if graph is None:

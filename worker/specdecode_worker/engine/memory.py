@@ -344,7 +344,7 @@ def device_memory(device: torch.device, count: int = 1) -> Device:
 def free_bytes(device: torch.device, step_bytes: int) -> int:
     """Return the bytes that the running process can still allocate, unused memory of torch's allocator included.
 
-    On a GPU, ``step_bytes`` are left for the activations of a step, and the pool of CUDA graphs serves nothing else.
+    On a GPU, ``step_bytes`` stay free for a step, and unused memory of the CUDA graphs' pool does not count.
     """
     if device.type == "cuda":
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]

@@ -546,8 +546,9 @@ class RankGroup:
         self._closing.set()
         for pipe in self._pipes:
             pipe.close()
+        deadline = time.monotonic() + 5
         for process in self._processes:
-            process.join(5)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
         try:
@@ -576,7 +577,7 @@ class RankGroup:
         """Read the messages of all ranks in a thread until one of them ends, which ends the replica."""
         numbers = {pipe: number for number, pipe in enumerate(self._pipes, start=1)}
         loading = set(numbers.values())
-        while not self._lost:
+        while not self._closing.is_set():
             for pipe in self._readable_pipes(numbers):
                 match self._read_message(numbers[pipe], pipe):
                     case RankReady():
@@ -584,12 +585,12 @@ class RankGroup:
                     case CaptureState() as state:
                         self._states[numbers[pipe] - 1].put(state)
                     case RankFailed(reason):
-                        self._lost = self._lost or f"rank {numbers[pipe]}: {reason}"
-            if self._closing.is_set():
-                return
+                        if not self._closing.is_set():
+                            self._lost = f"rank {numbers[pipe]}: {reason}"
+                            self._end()
+                        return
             if not loading:
                 self._loaded.set()
-        self._end()
 
     @staticmethod
     def _readable_pipes(pipes: Iterable[Connection]) -> list[Connection]:
@@ -614,8 +615,6 @@ class RankGroup:
 
     def _end(self) -> None:
         """Raise RankLost in the main thread by a signal; exit if the main thread does not close the group in time."""
-        if self._closing.is_set():
-            return
         os.kill(os.getpid(), signal.SIGUSR1)
         if not (self._closing.wait(_STUCK_SECONDS) and self._closed.wait(_STUCK_SECONDS)):
             print(f"specdecode-worker: {self._lost}", file=sys.stderr, flush=True)

@@ -196,13 +196,14 @@ With more white space, models can fill an answer with it up to ``max_tokens``.
 Schema = Mapping[str, Any] | bool
 T = TypeVar("T")
 _LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")
-"""Pattern by which llguidance tells Lark's notation from GBNF's. Its own takes the square of the number of lines."""
+"""A line with `%llguidance` or `start:` marks Lark's notation, as in llguidance, whose own pattern for it takes time by
+the square of the number of lines."""
 _MOST_GBNF_WORK = 2**24
 """Most characters times lines of a text in GBNF's notation, which llguidance converts in Python: seconds of work."""
 
 
 def check_size(*texts: str, most: int | None = None) -> None:
-    """Raise GrammarRefused for texts that make too large a grammar, before any other work on them."""
+    """Raise GrammarRefused for texts that are too long together, before any other work on them."""
     most = most or MAX_GRAMMAR_BYTES
     if sum(map(len, texts)) > most:
         raise GrammarRefused(f"the grammar has more than {most} bytes")
@@ -359,14 +360,19 @@ class _TokenTexts:
         return ids
 
 
+_stack_size = threading.Lock()
+"""Held while the size of new stacks, which is that of the process, is changed."""
+
+
 def _on_large_stack(work: Callable[[], T]) -> T:
     """Return the result of ``work`` from a thread of its own, whose memory is free afterwards."""
     with ThreadPoolExecutor(1, "grammar") as thread:
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            future = thread.submit(work)
-        finally:
-            threading.stack_size(usual)
+        with _stack_size:
+            usual = threading.stack_size(STACK_BYTES)
+            try:
+                future = thread.submit(work)
+            finally:
+                threading.stack_size(usual)
         return future.result()
 
 

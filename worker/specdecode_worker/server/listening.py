@@ -455,7 +455,8 @@ def _longest_without_request(connections: Iterable[BoundedHttpProtocol]) -> Boun
 
 _LATE = (Cut.HEADERS_LATE, Cut.BODY_LATE)
 MAX_PIPELINED = 16
-"""Requests of a connection that may wait for the answers before theirs. uvicorn reads on whenever it serves one."""
+"""Requests of a connection that may wait for the answers before theirs. uvicorn pauses reading for them, but reads on
+at each answer, so it has no bound itself."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

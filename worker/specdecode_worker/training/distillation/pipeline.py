@@ -270,7 +270,7 @@ class Distillation:
         if frozen != golden.sha256:
             raise TrainingError(
                 f"{job.golden} is not the golden set that the deployed draft was judged by (its lineage.json says "
-                f"{frozen[:12]}); it is frozen, so that generations can be compared: name the same file"
+                f"{frozen[:12]}); it is frozen, so that generations can be compared: name that file, and another --out"
             )
         return golden
 
