@@ -118,7 +118,7 @@ class WorkerRegistry:
             if self.has_share(state.endpoint.deployment):
                 by_routers.setdefault(_routers(state), []).append(state)
             else:
-                apart += state.own.total()
+                apart += state.streams.total()
         return (apart if by_routers else 0) + sum(
             self._share_among(routers).places(
                 sum(map(_places, states)),

@@ -146,6 +146,20 @@ def test_a_router_that_workers_do_not_list_yet_counts_itself() -> None:
     assert registry.capacity == 5
 
 
+def test_requests_on_a_trial_that_lost_its_share_take_no_places_of_other_workers() -> None:
+    registry, _ = registry_of(A, Endpoint("b", "http://b", deployment="trial"))
+    for name in "ab":
+        report(registry, name, 8, clients={})
+    places = registry.capacity // 2
+    for _ in range(places):
+        registry.begin_stream("b", "t")
+    registry.has_share = lambda deployment: deployment != "trial"
+    assert registry.capacity == 2 * places
+    for _ in range(places):
+        registry.end_stream("b", "t")
+    assert registry.capacity == places
+
+
 def test_free_rows_are_borrowed_and_given_back() -> None:
     registry = shared(2, 0)
     for name in "ab":
