@@ -44,7 +44,7 @@ class Tuning:
     freeze_errors: float = 2.0
     """Standard errors below the expectation at which the past is frozen, so that a collapse does not lower it."""
     outlier_polls: int = 2
-    """Consecutive polls with an outlier before it counts as a collapse; one poll may be an odd batch of requests."""
+    """Polls with drafts in a row that find an outlier before it is a collapse; one may be an odd batch of requests."""
     min_peers: int = 2
     """Peers needed to judge a worker without a past."""
 
@@ -91,7 +91,7 @@ class _Comparison(NamedTuple):
 
 
 def learn_pods(
-    learned: LearnedState, deltas: Iterable[WorkerDelta], *, present: Collection[str] = (), now: float
+    learned: LearnedState, deltas: Sequence[WorkerDelta], *, present: Collection[str] = (), now: float
 ) -> tuple[PodState, ...]:
     """Return the states of all pods after one poll. Differences from another draft are ignored.
 
@@ -102,12 +102,16 @@ def learn_pods(
         now: Present time, in seconds since the epoch.
     """
     pods = {pod.uid: pod for pod in learned.pods if pod.uid in present or now - pod.at < TUNING.forget_seconds}
+    drafted = {uid for uid, _, delta in deltas if any(hits.total for hits in delta.acceptance.values())}
     for uid, boot, delta in deltas:
         if delta.draft == learned.draft:
             known = pods.get(uid, PodState(uid=uid, draft=learned.draft))
             pods[uid] = _updated(_for_boot(known, boot, learned.draft), delta, learned, now)
     peers = {uid: pod for uid, pod in pods.items() if not present or uid in present}
-    return tuple(_judged(pods[uid], [peers[other] for other in peers if other != uid], now) for uid in sorted(pods))
+    return tuple(
+        _judged(pods[uid], [peers[other] for other in peers if other != uid], now, has_drafted=uid in drafted)
+        for uid in sorted(pods)
+    )
 
 
 def suspected(learned: LearnedState) -> frozenset[str]:
@@ -210,11 +214,12 @@ def _log_step_time(steps: Mapping[CellKey, Moments], learned: LearnedState) -> f
 # --- verdicts -----------------------------------------------------------------------------------------------------
 
 
-def _judged(pod: PodState, peers: Sequence[PodState], now: float) -> PodState:
+def _judged(pod: PodState, peers: Sequence[PodState], now: float, *, has_drafted: bool) -> PodState:
     """Return the state with a new verdict, if this poll had a reading of the pod.
 
     The variance between requests comes from the healthy peers. The requests of a collapsing worker differ from its
-    earlier ones, and the larger variance would hide the collapse.
+    earlier ones, and the larger variance would hide the collapse. Without new drafts (``has_drafted``) the evidence is
+    that of an earlier poll, and is not counted as another outlier.
     """
     if pod.at != now:
         return pod
@@ -222,7 +227,7 @@ def _judged(pod: PodState, peers: Sequence[PodState], now: float) -> PodState:
     effect = effect_of(RequestSums(*peer.requests) for peer in healthy)
     own, others = _against_past(pod, effect), _against_peers(pod, healthy, effect)
     collapsed = pod.collapsed_since
-    polls = pod.doubts + 1 if _is_outlier(own, others, len(healthy)) else 0
+    polls = pod.doubts + has_drafted if _is_outlier(own, others, len(healthy)) else 0
     if collapsed is None and polls >= TUNING.outlier_polls:
         collapsed = now
     elif collapsed is not None and _has_recovered(own, others):

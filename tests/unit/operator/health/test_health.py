@@ -210,6 +210,17 @@ def test_a_collapse_is_detected_after_a_short_history_that_includes_it() -> None
     assert suspected(learned) == {"p2"}
 
 
+def test_an_odd_batch_before_a_pause_is_one_outlier_and_no_collapse() -> None:
+    learned, now = LearnedState(draft="d"), 0.0
+    idle, odd = Delta(draft="d", seconds=2), replace(_poll(0.5), acceptance={("other", 1): Hits(0, 300)})
+    for second in (*[_poll(0.5)] * 60, odd, *[idle] * 30, odd):
+        assert not suspected(learned)
+        now += 2
+        deltas = [("p1", "b", _poll(0.5)), ("p2", "b", second)]
+        learned = learned.model_copy(update={"pods": learn_pods(learned, deltas, now=now)})
+    assert suspected(learned) == {"p2"}, "with a second batch"
+
+
 def _poll(chance: float) -> Delta:
     """Return the delta of one poll: 13 drafts, and a third of a request of 40 drafts."""
     accepted = 40 * 1.6 * chance
