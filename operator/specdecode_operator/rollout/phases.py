@@ -713,7 +713,9 @@ def _run_canary(walk: _Walk) -> None:
         return
     spec = facts.deployment.spec.draft_rollout
     trial = record.trial or TrialRecord(block_requests=spec.block_requests, min_gain=spec.min_gain_percent / 100)
-    worker = None if trial.pod else choose_canary(facts.observed, record.current or record.spec_hash)
+    is_off = facts.deployment.spec.speculation.mode == "Off"
+    trial = _without_pod(trial) if is_off else trial  # Without drafts both blocks of a pair are alike.
+    worker = None if is_off or trial.pod else choose_canary(facts.observed, record.current or record.spec_hash)
     if worker is not None and worker.report is not None:
         # Another id for every pod: a worker that restarted may run counted pairs again, by the plan that it mounts.
         chosen = {

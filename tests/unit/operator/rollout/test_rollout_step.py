@@ -319,6 +319,21 @@ def test_a_trial_ends_with_its_time() -> None:
     assert outcomes(canary) == [("Expired", NEW)]
 
 
+def test_a_trial_without_drafts_waits_and_goes_on_with_its_evidence() -> None:
+    canary = trying()
+    canary.finish_pairs(3, 0.1)
+    canary.change(speculation={"mode": "Off"})
+    canary.ticks(3)
+    assert (canary.phase, canary.record.trial.pod) == ("Canary", "")
+    assert canary.decision.plan.assignment.trial is None
+    assert [pod.trial for pod in canary.pods] == [None, None], "no pair runs in which neither draft is used"
+    canary.change()
+    canary.tick()
+    assert (len(canary.record.trial.pairs), canary.tries.trial.pair) == (3, 3)
+    canary.finish_pairs(60, 0.1)
+    assert canary.phase == "Promoting"
+
+
 def test_a_removed_candidate_ends_its_trial_and_may_be_offered_again() -> None:
     canary = trying()
     first = canary.record.trial.id
