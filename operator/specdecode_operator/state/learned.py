@@ -687,7 +687,7 @@ def render_training(record: DraftRecord) -> dict[str, str]:
     """Return the entry of the ConfigMap; none where no draft was ever offered or trained."""
     training = TrainingRecord(**{name: getattr(record, name) for name in TrainingRecord.model_fields})
     text = training.model_dump_json(by_alias=True, exclude_defaults=True)
-    return {TRAINING_KEY: text} if record.is_used or record.request else {}
+    return {TRAINING_KEY: text} if text != "{}" else {}
 
 
 def parse_training(data: Mapping[str, str]) -> DraftRecord:

@@ -29,7 +29,7 @@ from specdecode_operator.api.draft import (
 )
 from specdecode_operator.api.schema import GROUP, NAME_LABEL, VERSION
 from specdecode_operator.api.v1alpha1 import Condition, DraftLineageStatus, NameRef
-from specdecode_operator.errors import ClusterError, Refused
+from specdecode_operator.errors import ClusterError, NotFound, Refused
 from specdecode_operator.kube.apply import ChildApplier, text_digest
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import CONFIG_MAPS, DRAFTS
@@ -197,9 +197,11 @@ def with_writes(drafts: Iterable[SpecDecodeDraft], writes: Iterable[DraftWrite])
     return tuple(by_name[name] for name in sorted(by_name))
 
 
-def surplus(drafts: Iterable[SpecDecodeDraft]) -> list[SpecDecodeDraft]:
-    """Return the trained drafts that ended so long ago that no lineage has them any more."""
-    ended = [draft for draft in drafts if draft.spec.role == draft.status.phase == "Retired"]
+def surplus(drafts: Sequence[SpecDecodeDraft]) -> list[SpecDecodeDraft]:
+    """Return the trained drafts that ended so long ago that no lineage has them, but not what a rollback restores."""
+    previous = {draft.spec.replaces for draft in drafts if draft.spec.role == "Serving"}
+    retired = [draft for draft in drafts if draft.spec.role == draft.status.phase == "Retired"]
+    ended = [draft for draft in retired if draft.id not in previous]
     ended.sort(key=lambda draft: draft.status.outcome_time or "", reverse=True)
     return [draft for draft in ended[LINEAGE:] if _TRAINED.items() <= (draft.metadata.get("labels") or {}).items()]
 
@@ -250,7 +252,9 @@ def _has_ended(draft: SpecDecodeDraft, record: DraftRecord, one: str) -> bool:
     """Return whether an offer ended with this record: refused, or replaced by the draft that serves now."""
     entry = next((entry for entry in record.lineage if entry.hash == one), None)
     is_news = entry is not None and (entry.outcome, entry.time) != (draft.status.outcome, draft.status.outcome_time)
-    return is_news or (draft.spec.role == "Serving" and one == record.previous)
+    # A retired draft that a user makes Serving again is another offer, which may wait.
+    is_replaced = draft.spec.role == "Serving" and draft.status.phase != "Retired" and one == record.previous
+    return is_news or is_replaced
 
 
 def _with_status(draft: SpecDecodeDraft, record: DraftRecord, one: str, now: float) -> SpecDecodeDraft:
@@ -441,6 +445,8 @@ class StateStore:
             try:
                 await self._write_draft(write)
             except ClusterError as error:
+                if write.before is not None and isinstance(error, NotFound):
+                    continue  # a user deleted it, which the watch will show
                 is_refused = isinstance(error, Refused)
                 name = write.after.name
                 return ChildProblem(DRAFTS.kind, name, "Refused" if is_refused else "Unavailable", error.sentence)

@@ -7,7 +7,15 @@ import json
 import pytest
 
 from specdecode_operator.api.draft import CountedPair, SpecDecodeDraft, TrialRecord
-from specdecode_operator.state.learned import LINEAGE, TRAINING_KEY, UNUSED, parse_training, render_training
+from specdecode_operator.state.learned import (
+    LINEAGE,
+    TRAINING_KEY,
+    UNUSED,
+    DraftRecord,
+    RunRecord,
+    parse_training,
+    render_training,
+)
 from specdecode_operator.state.store import draft_writes, manifest_of, record_of, surplus
 from support.operators.canary import NEW, TRAINED, Canary, distilling, offer_another, promoted, trying, verdict
 
@@ -85,3 +93,30 @@ def test_the_draft_of_a_run_has_its_evaluation_and_is_deleted_when_it_is_old() -
     assert surplus([ended, *later]) == [ended]
     own = ended.model_copy(update={"metadata": {"name": "mine"}})
     assert surplus([own, *later]) == [], "a draft that a user offered is not deleted"
+    serving = ended.spec.model_copy(update={"role": "Serving", "hash": NEW, "replaces": ended.id})
+    others = [
+        one.model_copy(update={"spec": ended.spec.model_copy(update={"hash": f"h{day}"})})
+        for day, one in enumerate(later)
+    ]
+    assert surplus([ended, ended.model_copy(update={"spec": serving}), *others]) == [], "a rollback would restore it"
+
+
+def test_a_run_whose_folder_is_not_deleted_yet_is_stored_though_nothing_is_trained_any_more() -> None:
+    run = RunRecord(id="6740f2a1", started=1.0)
+    assert parse_training(render_training(DraftRecord(undeleted_run=run))).undeleted_run == run
+    assert render_training(UNUSED) == {}
+
+
+def test_the_draft_before_is_an_offer_again_if_a_user_says_so() -> None:
+    """While another run is under way it waits, as any other offer."""
+    canary = promoted()
+    offer_another(canary)
+    canary.finish_pairs(60, 0.10)
+    canary.until("Cooldown")
+    assert canary.record.previous == NEW
+    canary.offer({"uri": "file:///fourth", "hash": "fourth0fourth"})
+    canary.until("Canary")
+    canary.set_role(NEW, "Serving")
+    canary.tick()
+    (draft,) = [one for one in canary.drafts if one.id == NEW]
+    assert draft.spec.role == "Serving"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator import manifests
-from specdecode_operator.errors import Conflict
+from specdecode_operator.errors import Conflict, NotFound
 from specdecode_operator.state import learned as learned_module
 from specdecode_operator.state.learned import (
     STATE_KEY,
@@ -27,7 +27,7 @@ from specdecode_operator.state.learned import (
     render_state,
     render_training,
 )
-from specdecode_operator.state.store import StateStore, draft_writes
+from specdecode_operator.state.store import DraftWrite, StateStore, draft_writes
 from specdecode_operator.types import Deployment
 from specdecode_worker.contract import Plan, TreeShape
 from support.operators.canary import canary_with, trying
@@ -103,6 +103,11 @@ async def test_drafts_are_written_as_they_differ_and_what_the_server_returns_is_
     cluster.down, cluster.refusal = {"draft-0"}, Conflict("the object has been modified")
     problem = await store.save_drafts(canary.deployment, writes, ())
     assert (problem.reason, "modified" in problem.message) == ("Unavailable", True)
+    cluster.refusal, present = NotFound("no such draft"), canary.drafts[0]
+    changed = DraftWrite(
+        present, present.model_copy(update={"spec": present.spec.model_copy(update={"role": "Retired"})})
+    )
+    assert await store.save_drafts(canary.deployment, [changed], ()) is None, "a deletion that the watch shows later"
 
 
 async def test_nothing_is_written_of_drafts_without_a_candidate() -> None:
