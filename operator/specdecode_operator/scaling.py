@@ -122,6 +122,9 @@ class Tuning:
     """Consecutive polls with more demand than workers before workers are added; one poll may be a burst."""
     headroom: float = 1.1
     """Factor on demand before a worker is removed; the others must carry a tenth more than was measured."""
+    watched_seconds: float = 120.0
+    """Longest time between two polls of one scale-down window: the state is stored once a minute, and a new operator
+    takes some time to start."""
 
 
 TUNING = Tuning()
@@ -543,7 +546,9 @@ def _fall(
         return _result(state, replicas, need.wanted)
     window = spec.scale_down_window_seconds
     pause = 0 if is_measured else seconds
-    since = now if state.below_since is None else min(now, state.below_since + pause)
+    # The last need is that of the poll before. What nobody watched, such as while the operator was away, is unknown.
+    is_watched = not state.low_needs or now - state.low_needs[-1][0] <= TUNING.watched_seconds
+    since = min(now, state.below_since + pause) if is_watched and state.below_since is not None else now
     earlier = [(min(now, at + pause), lasting) for at, lasting in state.low_needs if lasting > need.lasting]
     needs = tuple((at, lasting) for at, lasting in (*earlier, (now, need.lasting)) if now - at <= window)
     if is_measured and now - since >= window:
@@ -667,6 +672,8 @@ def size(
         load = _service_load(worker, window, now) if worker else None
         demand = _demand(deployment, observed, delta, window, load, are_all_placed=problem is None)
         activity = Activity()
+        if spec.paused or (delta is None and not window):  # After a start nobody knows of the requests before it.
+            state = state.model_copy(update={"idle_since": None})
         if not spec.paused:
             activity = activity_of(observed.workers, delta, held_requests(observed.demand, now))
         after, reason = scale_to_activity(spec.scaling, state, demand, activity, now=now)
@@ -685,7 +692,7 @@ def prefill_replicas(
     """Return the prefill workers that compute all prompt tokens that no cache has, within the bounds of the spec.
 
     They are busy for PREFILL_BUSY of the time at most, because a prompt that has to wait is better computed at once.
-    One is taken away only if the others would be busy for less than PREFILL_IDLE.
+    One is taken away only if all workers have reported, and the others would be busy for less than PREFILL_IDLE.
     """
     spec, running = deployment.spec.prefill, observed.prefill_workload.wanted if observed.prefill_workload else 0
     if spec.max_replicas is None:
@@ -694,7 +701,9 @@ def prefill_replicas(
     if worker is not None and not deployment.spec.paused:
         rate = arrival_rate(window, now=now, within=WINDOW_SECONDS)
         busy = rate * worker.mix.prompt_busy_seconds
-        wanted = max(math.ceil(busy / PREFILL_BUSY), min(running, math.ceil(busy / PREFILL_IDLE)))
+        # Workers that did not report have prompts too.
+        fewest = math.ceil(busy / PREFILL_IDLE) if is_complete(observed.workload, observed.workers) else running
+        wanted = max(math.ceil(busy / PREFILL_BUSY), min(running, fewest))
     return max(spec.replicas, min(spec.max_replicas, wanted))
 
 
