@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 
-from specdecode_operator.api.v1alpha1 import ScalingSpec, SpeculationSpec
+from specdecode_operator.api.speculation import Pin, read_pin
+from specdecode_operator.api.v1alpha1 import DepthSpec, ScalingSpec, SpeculationSpec, TaskDepthSpec
 from specdecode_operator.planning.acceptance import (
     AcceptanceModel,
     Objective,
@@ -49,6 +50,26 @@ def drafting_share(
     load = times.typical(found, *at, max_num_seqs)
     passes = bounds_of(speculation, learned.load.task).passes(shape.depth)
     return times.drafting_share(load, Batch(passes, 1 + shape.nodes)) if times.near(load) else None
+
+
+def as_pinned(speculation: SpeculationSpec, pin: Pin | None) -> SpeculationSpec:
+    """Return the spec with pinned tasks static at the depth of their pin, which they run. A tree counts as a chain."""
+    if pin is None:
+        return speculation
+    tasks = tuple(
+        task
+        if (shape := pin.shape_of(task.name)) is None
+        else task.model_copy(update={"mode": "Static", "depth": TaskDepthSpec(**_depth_of(shape))})
+        for task in speculation.tasks
+    )
+    update: dict[str, Any] = {"tasks": tasks}
+    if pin.every is not None:
+        update |= {"mode": "Static", "depth": DepthSpec(**_depth_of(pin.every))}
+    return speculation.model_copy(update=update)
+
+
+def _depth_of(shape: TreeShape) -> dict[str, int]:
+    return dict.fromkeys(("min", "max", "initial"), shape.depth)
 
 
 def step_pace(
@@ -723,7 +744,9 @@ def _worker_model(deployment: Deployment, observed: Observation, learned: Learne
     request = request_of(learned)
     if request is None:
         return None
-    speculation = deployment.spec.speculation
+    # A paused deployment keeps a pin that its spec may not have any more.
+    pin = None if deployment.spec.paused else read_pin(learned.pin, deployment.spec.speculation)
+    speculation = as_pinned(deployment.spec.speculation, pin)
     cache = kv_tokens(observed)
     buckets = buckets_for(deployment.spec.engine.max_num_seqs)
     objective = objective_of(speculation.objective, learned, observed.last_reports, deployment.spec.step_tokens)
