@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 
-from specdecode_operator.api.v1alpha1 import ScalingSpec, SpeculationSpec
+from specdecode_operator.api.speculation import Pin, read_pin
+from specdecode_operator.api.v1alpha1 import DepthSpec, ScalingSpec, SpeculationSpec, TaskDepthSpec
 from specdecode_operator.planning.acceptance import (
     AcceptanceModel,
     Objective,
@@ -49,6 +50,26 @@ def drafting_share(
     load = times.typical(found, *at, max_num_seqs)
     passes = bounds_of(speculation, learned.load.task).passes(shape.depth)
     return times.drafting_share(load, Batch(passes, 1 + shape.nodes)) if times.near(load) else None
+
+
+def as_pinned(speculation: SpeculationSpec, pin: Pin | None) -> SpeculationSpec:
+    """Return the spec with pinned tasks static at the depth of their pin, which they run. A tree counts as a chain."""
+    if pin is None:
+        return speculation
+    tasks = tuple(
+        task
+        if (shape := pin.shape_of(task.name)) is None
+        else task.model_copy(update={"mode": "Static", "depth": TaskDepthSpec(**_depth_of(shape))})
+        for task in speculation.tasks
+    )
+    update: dict[str, Any] = {"tasks": tasks}
+    if pin.every is not None:
+        update |= {"mode": "Static", "depth": DepthSpec(**_depth_of(pin.every))}
+    return speculation.model_copy(update=update)
+
+
+def _depth_of(shape: TreeShape) -> dict[str, int]:
+    return dict.fromkeys(("min", "max", "initial"), shape.depth)
 
 
 def step_pace(
@@ -122,6 +143,9 @@ class Tuning:
     """Consecutive polls with more demand than workers before workers are added; one poll may be a burst."""
     headroom: float = 1.1
     """Factor on demand before a worker is removed; the others must carry a tenth more than was measured."""
+    watched_seconds: float = 120.0
+    """Longest time between two polls of one scale-down window: the state is stored once a minute, and a new operator
+    takes some time to start."""
 
 
 TUNING = Tuning()
@@ -543,7 +567,9 @@ def _fall(
         return _result(state, replicas, need.wanted)
     window = spec.scale_down_window_seconds
     pause = 0 if is_measured else seconds
-    since = now if state.below_since is None else min(now, state.below_since + pause)
+    # The last need is that of the poll before. What nobody watched, such as while the operator was away, is unknown.
+    is_watched = not state.low_needs or now - state.low_needs[-1][0] <= TUNING.watched_seconds
+    since = min(now, state.below_since + pause) if is_watched and state.below_since is not None else now
     earlier = [(min(now, at + pause), lasting) for at, lasting in state.low_needs if lasting > need.lasting]
     needs = tuple((at, lasting) for at, lasting in (*earlier, (now, need.lasting)) if now - at <= window)
     if is_measured and now - since >= window:
@@ -667,6 +693,8 @@ def size(
         load = _service_load(worker, window, now) if worker else None
         demand = _demand(deployment, observed, delta, window, load, are_all_placed=problem is None)
         activity = Activity()
+        if spec.paused or (delta is None and not window):  # After a start nobody knows of the requests before it.
+            state = state.model_copy(update={"idle_since": None})
         if not spec.paused:
             activity = activity_of(observed.workers, delta, held_requests(observed.demand, now))
         after, reason = scale_to_activity(spec.scaling, state, demand, activity, now=now)
@@ -685,7 +713,7 @@ def prefill_replicas(
     """Return the prefill workers that compute all prompt tokens that no cache has, within the bounds of the spec.
 
     They are busy for PREFILL_BUSY of the time at most, because a prompt that has to wait is better computed at once.
-    One is taken away only if the others would be busy for less than PREFILL_IDLE.
+    One is taken away only if all workers have reported, and the others would be busy for less than PREFILL_IDLE.
     """
     spec, running = deployment.spec.prefill, observed.prefill_workload.wanted if observed.prefill_workload else 0
     if spec.max_replicas is None:
@@ -694,7 +722,9 @@ def prefill_replicas(
     if worker is not None and not deployment.spec.paused:
         rate = arrival_rate(window, now=now, within=WINDOW_SECONDS)
         busy = rate * worker.mix.prompt_busy_seconds
-        wanted = max(math.ceil(busy / PREFILL_BUSY), min(running, math.ceil(busy / PREFILL_IDLE)))
+        # Workers that did not report have prompts too.
+        fewest = math.ceil(busy / PREFILL_IDLE) if is_complete(observed.workload, observed.workers) else running
+        wanted = max(math.ceil(busy / PREFILL_BUSY), min(running, fewest))
     return max(spec.replicas, min(spec.max_replicas, wanted))
 
 
@@ -714,7 +744,9 @@ def _worker_model(deployment: Deployment, observed: Observation, learned: Learne
     request = request_of(learned)
     if request is None:
         return None
-    speculation = deployment.spec.speculation
+    # A paused deployment keeps a pin that its spec may not have any more.
+    pin = None if deployment.spec.paused else read_pin(learned.pin, deployment.spec.speculation)
+    speculation = as_pinned(deployment.spec.speculation, pin)
     cache = kv_tokens(observed)
     buckets = buckets_for(deployment.spec.engine.max_num_seqs)
     objective = objective_of(speculation.objective, learned, observed.last_reports, deployment.spec.step_tokens)

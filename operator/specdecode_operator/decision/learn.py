@@ -372,7 +372,7 @@ def learn(deployment: Deployment, observed: Observation, buckets: Buckets, *, no
         learned=_moved(judged, observed, delta, others, buckets, deployment.spec, now),
         delta=delta,
         baselines=baselines,
-        window=tuple(item for item in window if item.at > now - WINDOW_SECONDS),
+        window=tuple(item for item in window if now - WINDOW_SECONDS < item.at <= now),
         silent=count_silent(observed, now),
     )
 

@@ -422,7 +422,7 @@ def _after_trial(
         better = (one for one in options if rule.bound(kept.best, one.best, PLANNING.z) > 0)
         best = min(better, key=lambda one: one.best.rank, default=kept)
         return _changed(known, rule, options, best, best.best, now, known.moves)
-    if age < PLANNING.window_seconds:
+    if 0 <= age < PLANNING.window_seconds:
         return Step(known)
     return Step(known.model_copy(update={"drafts": before, "before": None, "since": now}), "trial")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from pydantic import ValidationError
@@ -19,7 +19,7 @@ from specdecode_operator.planning.acceptance import bounds_of, follows, names, o
 from specdecode_operator.planning.estimates import TUNING, bucket_of, bucket_text, present_row
 from specdecode_operator.planning.search import Change, Chosen, choose
 from specdecode_operator.rollout.runs import assignment_of
-from specdecode_operator.scaling import kv_tokens
+from specdecode_operator.scaling import as_pinned, kv_tokens
 from specdecode_operator.state.learned import (
     AcceptanceCell,
     DraftRecord,
@@ -42,6 +42,7 @@ from specdecode_operator.telemetry.counters import (
 from specdecode_operator.times import iso, seconds_of
 from specdecode_operator.types import Deployment, Figures, Observation, ReplicaDecision, Speed, TaskFigures
 from specdecode_worker.contract import (
+    OTHER_TASK,
     Buckets,
     Method,
     Plan,
@@ -547,6 +548,8 @@ def plan(
     is_measured = follows(speculation) and not deployment.spec.paused
     advised = speculation.mode == "Advisory" or (speculation.mode == "Auto" and pin is not None)
     recommended = _recommended(chosen, learned, buckets) if advised else None
+    if is_measured and pin is not None and pin.every is None and pin.shape_of(OTHER_TASK) is None:
+        chosen = _beside_pins(deployment, observed, learned, buckets, pin, chosen, now)
     paused_plan = learned.plan if deployment.spec.paused else None
     rows = without_pinned(chosen.rows, learned.rows, pin) if is_measured else learned.rows
     moved = [change for change in chosen.changes if pin is None or pin.shape_of(change.row.task) is None]
@@ -576,6 +579,27 @@ def _choose(
         kv_tokens=kv_tokens(observed),
         objective=objective_of(speculation.objective, learned, observed.last_reports, step_tokens),
     )
+
+
+def _beside_pins(
+    deployment: Deployment,
+    observed: Observation,
+    learned: LearnedState,
+    buckets: Buckets,
+    pin: Pin,
+    without: Chosen,
+    now: float,
+) -> Chosen:
+    """Choose the rows of tasks without a pin for batches in which the others run theirs.
+
+    Rows of pinned tasks are those ``without`` pins. Where ``other`` is pinned, rows that follow it would move.
+    """
+    speculation = as_pinned(deployment.spec.speculation, pin)
+    deployment = replace(deployment, spec=deployment.spec.model_copy(update={"speculation": speculation}))
+    free = tuple(row for row in learned.rows if pin.shape_of(row.task) is None)
+    beside = _choose(deployment, observed, learned.model_copy(update={"rows": free}), buckets, now)
+    pinned = (row for row in without.rows if pin.shape_of(row.task) is not None)
+    return replace(beside, rows=(*pinned, *(row for row in beside.rows if pin.shape_of(row.task) is None)))
 
 
 def _next_plan(

@@ -416,7 +416,7 @@ class LoadDecision:
         since = max(row.since for row in self.rows if row.trial)
         now, _, choices = self._best(self.rows)
         is_timed = now.is_timed and now.seconds.at - since > TUNING.recent_seconds
-        if not (is_timed or self.is_suspended) and self.now - since < TUNING.window_seconds:
+        if not (is_timed or self.is_suspended) and 0 <= self.now - since < TUNING.window_seconds:
             return []
         # The spec may have changed since the trial began.
         bounds = {row.task: bounds_of(self.speculation, row.task) for row in self.rows}
@@ -508,7 +508,7 @@ class LoadDecision:
             return False
         if self.is_suspended:
             return self._is_active(row)
-        return self.now - row.since >= limits.min_dwell_seconds
+        return not 0 <= self.now - row.since < limits.min_dwell_seconds
 
     def _is_active(self, row: RowState | MergeChoice) -> bool:
         """Return whether the row's task was drafted for about as recently as any."""
@@ -518,7 +518,7 @@ class LoadDecision:
     def _is_outdated(self, row: RowState) -> bool:
         """Return whether a change point invalidated the row's evidence lately, and no change came shortly before it."""
         age, changed_at = HOUR_SECONDS / self.speculation.limits.max_changes_per_hour, self._changed_at(row)
-        return self.now - changed_at < age and not any(self.now - age < at < changed_at for at in row.moves)
+        return 0 <= self.now - changed_at < age and not any(self.now - age < at < changed_at for at in row.moves)
 
     def _changed_at(self, row: RowState) -> float:
         """Return the time of the last change point of the task's acceptance or of step times here; 0 is never."""
@@ -582,8 +582,8 @@ def next_row(row: RowState, shape: TreeShape, now: float, *, is_trial: bool = Fa
 
 
 def recent_changes(moves: tuple[float, ...], now: float) -> tuple[float, ...]:
-    """Return the times of changes within the last hour."""
-    return tuple(at for at in moves if now - at < HOUR_SECONDS)
+    """Return the times of changes within the last hour. Later ones are of a clock that was ahead."""
+    return tuple(at for at in moves if 0 <= now - at < HOUR_SECONDS)
 
 
 # All rows of a plan: which there are, when their loads are decided again, and the published plan.

@@ -316,6 +316,9 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
         return None
     # Counters of other drafts than those that run do not change.
     drafts = {after.draft.hash, *(draft.hash for draft in after.named_drafts)}
+    output = _output(after) - _output(before)
+    steps = after.drafts - before.drafts + after.plain_steps - before.plain_steps
+    most = 2 * max(output, steps)  # of what a depth counts; twice, for drafts of before that are scored now
     same_buckets = after.plan.buckets.context == before.plan.buckets.context == buckets.context
     return Delta(
         at=at,
@@ -324,14 +327,14 @@ def difference(before: Report, after: Report, *, at: float, buckets: Buckets) ->
         draft_tokens=after.draft_tokens - before.draft_tokens,
         accepted_tokens=after.accepted_tokens - before.accepted_tokens,
         plain_steps=after.plain_steps - before.plain_steps,
-        output_tokens=_output(after) - _output(before),
+        output_tokens=output,
         running=(after.running_request_seconds - before.running_request_seconds) / seconds,
         waiting=(after.waiting_request_seconds - before.waiting_request_seconds) / seconds,
         seconds=seconds,
-        acceptance=_difference(_hits(before, drafts, "main"), _hits(after, drafts, "main")),
-        siblings=_difference(_hits(before, drafts, "sibling"), _hits(after, drafts, "sibling")),
-        credit=_difference(_credit(before, drafts), _credit(after, drafts)),
-        contexts=_difference(_contexts(before, drafts), _contexts(after, drafts)) if same_buckets else {},
+        acceptance=_hits_difference(_hits(before, drafts, "main"), _hits(after, drafts, "main"), most),
+        siblings=_hits_difference(_hits(before, drafts, "sibling"), _hits(after, drafts, "sibling"), most),
+        credit=_hits_difference(_credit(before, drafts), _credit(after, drafts), most),
+        contexts=_hits_difference(_contexts(before, drafts), _contexts(after, drafts), most) if same_buckets else {},
         traffic=_difference(_traffic(before), _traffic(after)),
         requests=_difference(_requests(before, drafts), _requests(after, drafts)),
         tasks=_difference(_tasks(before), _tasks(after)),
@@ -511,6 +514,14 @@ def _difference(before: Mapping[Key, Sum], after: Mapping[Key, Sum]) -> dict[Key
     """
     differences = {key: value.minus(before[key]) if key in before else value for key, value in after.items()}
     return {key: value for key, value in differences.items() if _has_risen(value)}
+
+
+def _hits_difference(before: Mapping[Key, Hits], after: Mapping[Key, Hits], most: float) -> dict[Key, Hits]:
+    """Return the difference of cells of acceptance, each of which counts a step once.
+
+    A cell that rose by more than ``most`` was left out of ``before``, whose size is limited, and is skipped.
+    """
+    return {key: hits for key, hits in _difference(before, after).items() if hits.total <= most}
 
 
 def _has_risen(value: Hits | RequestSums | TrafficSums | Moments | TaskSums) -> bool:

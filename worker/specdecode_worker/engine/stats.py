@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple
@@ -162,12 +162,17 @@ class StepCosts:
 
     def add(self, context_bucket: int, size: StepSize, emitted: int, wall_seconds: float) -> None:
         """Add one step to its cell. ``emitted`` is the number of tokens that the step emitted."""
-        self._cells.setdefault(size.cell_key(context_bucket), _Sums()).add(size, emitted, wall_seconds)
+        key = size.cell_key(context_bucket)
+        self._cells[key] = sums = self._cells.pop(key, None) or _Sums()  # the cell of the latest step is the last one
+        sums.add(size, emitted, wall_seconds)
 
     def cells(self, most: int) -> tuple[StepCell, ...]:
-        """Return the at most ``most`` cells with the most steps, sorted by key. The report size is limited."""
-        largest = sorted(self._cells.items(), key=lambda item: -item[1].count)[:most]
-        return tuple(_cell(cell_key, sums) for cell_key, sums in sorted(largest))
+        """Return the at most ``most`` cells with the latest steps, sorted by key. The report size is limited.
+
+        By their number of steps, a shape that begins to run would stay behind those of weeks, and seem never timed.
+        """
+        latest = [*reversed(self._cells)][:most]
+        return tuple(_cell(cell_key, self._cells[cell_key]) for cell_key in sorted(latest))
 
 
 def _cell(cell_key: CellKey, sums: _Sums) -> StepCell:
@@ -368,17 +373,21 @@ class Statistics:
         for i, value in enumerate((1, accepted, drafts, accepted**2, accepted * drafts, drafts**2)):
             sums[i] += value
 
-    def acceptance_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
-        """Return the at most ``most`` acceptance cells with the highest counts, highest first."""
-        return _cells(self._ranks, most)
+    def acceptance_cells(self, most: int, drafts: Collection[str] = ()) -> tuple[AcceptanceCell, ...]:
+        """Return the at most ``most`` acceptance cells with the highest counts, highest first.
 
-    def credit_cells(self, most: int) -> tuple[AcceptanceCell, ...]:
-        """Return the at most ``most`` cells of `credit` with the highest counts, highest first."""
-        return _cells(self._credit, most)
+        Those of ``drafts``, the hashes of the drafts that run, come before those of drafts that are gone.
+        """
+        return _cells(self._ranks, most, drafts)
 
-    def context_cells(self, most: int) -> tuple[ContextCell, ...]:
-        """Return the at most ``most`` cells of first draft tokens by context with the highest counts, highest first."""
-        counts = sorted(self._contexts.items(), key=lambda item: -item[1][0])[:most]
+    def credit_cells(self, most: int, drafts: Collection[str] = ()) -> tuple[AcceptanceCell, ...]:
+        """Return the at most ``most`` cells of `credit`, in the order of `acceptance_cells`."""
+        return _cells(self._credit, most, drafts)
+
+    def context_cells(self, most: int, drafts: Collection[str] = ()) -> tuple[ContextCell, ...]:
+        """Return the at most ``most`` cells of first draft tokens by context, in the order of `acceptance_cells`."""
+        order = sorted(self._contexts.items(), key=lambda item: (item[0][0].draft not in drafts, -item[1][0]))
+        counts = order[:most]
         return tuple(
             ContextCell(draft=category.draft, task=category.task, context=context, total=total, hits=hits)
             for (category, context), (total, hits) in counts
@@ -426,9 +435,12 @@ class Statistics:
         return task
 
 
-def _cells(counters: Mapping[AcceptanceCategory, RankCounts], most: int) -> tuple[AcceptanceCell, ...]:
-    """Return the at most ``most`` cells of the counters with the highest counts, highest first."""
+def _cells(
+    counters: Mapping[AcceptanceCategory, RankCounts], most: int, drafts: Collection[str]
+) -> tuple[AcceptanceCell, ...]:
+    """Return the at most ``most`` cells of the counters, in the order of `Statistics.acceptance_cells`."""
     cells = [(category, *cell) for category, counts in counters.items() for cell in counts.cells()]
+    cells.sort(key=lambda cell: (cell[0].draft not in drafts, -sum(cell[-1])))
     return tuple(
         AcceptanceCell(
             **category._asdict(),
@@ -436,7 +448,7 @@ def _cells(counters: Mapping[AcceptanceCategory, RankCounts], most: int) -> tupl
             parent="main" if main else "sibling",
             ranks=tuple(ranks),
         )
-        for category, depth, main, ranks in sorted(cells, key=lambda cell: -sum(cell[-1]))[:most]
+        for category, depth, main, ranks in cells[:most]
     )
 
 
@@ -651,11 +663,11 @@ class WorkerIdentity:
 def build_report(state: Report, statistics: Statistics) -> Report:
     """Return the report of a worker in this state with its statistics, in at most MAX_REPORT_BYTES bytes of JSON.
 
-    If the report is too large, step and acceptance cells with the lowest counts are left out. Their counters continue
-    to accumulate, so a later report can include them again.
+    If the report is too large, the step cells that ran least recently are left out, and the acceptance cells of drafts
+    that are gone, or with the lowest counts. Their counters continue, so a later report can include them again.
     """
     share, most_bytes = 1, MAX_REPORT_BYTES - _SERVER_FIELD_BYTES
-    tasks = statistics.task_cells()
+    tasks, drafts = statistics.task_cells(), {state.draft.hash, *(draft.hash for draft in state.named_drafts)}
     while True:
         counted = {
             "running_request_seconds": statistics.running_request_seconds,
@@ -664,9 +676,9 @@ def build_report(state: Report, statistics: Statistics) -> Report:
             "draft_tokens": sum(cell.draft_tokens for cell in tasks),
             "accepted_tokens": sum(cell.accepted_tokens for cell in tasks),
             "plain_steps": statistics.plain_steps,
-            "acceptance": statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share),
-            "credit": statistics.credit_cells(MAX_ACCEPTANCE_CELLS // share),
-            "contexts": statistics.context_cells(MAX_STEP_CELLS // share),
+            "acceptance": statistics.acceptance_cells(MAX_ACCEPTANCE_CELLS // share, drafts),
+            "credit": statistics.credit_cells(MAX_ACCEPTANCE_CELLS // share, drafts),
+            "contexts": statistics.context_cells(MAX_STEP_CELLS // share, drafts),
             "requests": statistics.request_cells(),
             "steps": statistics.costs.cells(MAX_STEP_CELLS // share),
             "traffic": statistics.traffic_cells(),

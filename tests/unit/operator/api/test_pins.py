@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdecode_operator.api.speculation import Pin, pin_operations, pin_text, read_pin
+from specdecode_operator.decision.plan import plan
 from specdecode_operator.errors import SpecError
+from specdecode_operator.planning.estimates import buckets_for
+from specdecode_operator.state.learned import LearnedState, TrafficCell
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
-from support.operators.estimates import spec
-from support.operators.fleet import Loop, Truth, loop_over, with_pause, with_pin
+from support.operators.estimates import chances, cost, spec
+from support.operators.fleet import Loop, Truth, deployment_with, loop_over, observation_with, with_pause, with_pin
 
 TASKS = [{"name": "code"}, {"name": "chat"}]
 SPEC = spec(tasks=TASKS)
@@ -127,6 +130,30 @@ def test_a_pin_of_one_task_does_not_change_the_rows_of_others() -> None:
     assert len(plan.rows) == len(loads) + 1
     assert plan.shape(0, 0, "chat") == rows[1].shape
     assert (plan.initial, plan.max_depth) == (chain(3), 6)
+
+
+def test_other_tasks_are_chosen_for_batches_in_which_the_pinned_one_runs_its_pin() -> None:
+    """Code drafts deep, and chat with it; where code decodes plainly, a step would make its passes for chat alone."""
+    learned = LearnedState(
+        uid="u1",
+        draft="d",
+        acceptance=(*chances(0.95, task="code"), *chances(0.3, task="chat")),
+        costs=tuple(cost(n, d, 0.02 + 0.01 * d + 0.0001 * n * (d + 1)) for n in (1, 4, 16) for d in range(6)),
+        wander=0.0,
+        traffic=tuple(TrafficCell(task=task, sums=(n, n, n, 0, n)) for task, n in (("code", 9e5), ("chat", 1e5))),
+    )
+    deployment = deployment_with(speculation={"tasks": TASKS})
+
+    def depths(**pins: str) -> dict[str, int]:
+        found = plan(with_pin(deployment, None, **pins), observation_with(), learned, buckets_for(16), now=2000.0)
+        rows = {row.task: row.shape.depth for row in found.rows if row.load == (4, 0)}
+        assert found.plan.shape(4, 0, "chat").depth == rows["chat"]
+        return rows
+
+    assert depths()["chat"] > 0
+    pinned_rows = depths(code="none")
+    assert pinned_rows["chat"] == 0
+    assert pinned_rows["code"] > 0, "what the pinned task would run is kept for the time after"
 
 
 def test_a_task_may_be_pinned_to_another_shape_than_the_rest() -> None:

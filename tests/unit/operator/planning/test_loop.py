@@ -38,6 +38,14 @@ def test_a_load_of_slow_steps_is_seen() -> None:
     assert loop.memory.learned.load.sequences == 2
 
 
+def test_the_last_minute_has_no_polls_of_a_clock_that_was_ahead() -> None:
+    loop = loop_over()
+    loop.polls(6)
+    loop.now -= 3600
+    loop.polls(2)
+    assert [delta.at for delta in loop.memory.window] == [loop.now - 5, loop.now]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_constant_input_reaches_a_fixed_point(seed: int) -> None:
     loop = loop_over(Truth(noise=0.2), seed=seed)

@@ -371,6 +371,18 @@ def test_changes_are_forgotten_after_an_hour() -> None:
     assert recent_changes(DRAFTING.moves, 3700.0) == ()
 
 
+def test_times_of_a_clock_that_was_ahead_hold_nothing() -> None:
+    """The node of the leader before was a day ahead."""
+    ahead = 5000.0 + 86_400
+    row = RowState(concurrency=0, context=0, task="other", depth=2, since=ahead, moves=(ahead,) * 3)
+    better = LearnedState(acceptance=chances(0.95), costs=FULL, rows=(row,))
+    limited = spec(limits={"min_dwell_seconds": 60, "max_changes_per_hour": 3})
+    assert depths_of(limited, better, now=5000)[0] == 5
+    trial = row.model_copy(update={"before": (), "moves": ()})
+    after = planned(spec(), off(5000).model_copy(update={"rows": (trial,)}), 5000).rows[0]
+    assert (after.depth, after.trial) == (0, False)
+
+
 # --- trials and probes: what begins them, how often they are repeated, and what ends them -----------------------------
 
 

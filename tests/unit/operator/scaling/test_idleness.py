@@ -90,6 +90,16 @@ def test_a_worker_without_a_report_may_be_busy() -> None:
     assert decision.replicas == 0, "the silence only delays it"
 
 
+@pytest.mark.parametrize("fields", [{"delta": None}, {"paused": True}], ids=str)
+def test_the_idle_time_begins_anew_where_nobody_counted_requests(fields: dict[str, Any]) -> None:
+    """After a start of the operator, and after a pause, there may have been any since the last poll."""
+    _, state = sized(0, worker())
+    _, state = sized(500, worker(), state=state, **fields)
+    decision, state = sized(505, worker(), state=state)
+    assert decision.replicas == 1
+    assert state.idle_since in (500, 505)
+
+
 def test_workers_that_start_are_waited_for() -> None:
     state: ScalingState | None = None
     for now in (0, 200, 400):

@@ -105,7 +105,11 @@ def test_a_plan_names_no_more_prefill_workers_than_a_worker_reads() -> None:
     assert len(decision.plan.prefill) == 256
 
 
-def wanted_by(rate: float, running: int, spec: PrefillSpec, *, is_known: bool = True, **fields: Any) -> int:
+def wanted_by(
+    rate: float, running: int, spec: PrefillSpec, *, is_known: bool = True, away: int = 0, **fields: Any
+) -> int:
+    """Return the prefill workers beside two workers, of which some are away."""
+
     class Traffic:
         arrivals = rate * 60
 
@@ -115,7 +119,8 @@ def wanted_by(rate: float, running: int, spec: PrefillSpec, *, is_known: bool = 
     object.__setattr__(delta, "traffic", {"other": Traffic()})
     mix = scaling.Mix(prompt_tokens=0, output_tokens=10, context_tokens=10, prompt_busy_seconds=0.5)
     worker = scaling.WorkerModel(mix=mix, step_model=None, limits=None)  # type: ignore[arg-type]
-    observed = Observation(workload=None, workers=(), session=fresh(), prefill_workload=workload_with(running))
+    workload, prefill = workload_with(2, available=2 - away), workload_with(running)
+    observed = Observation(workload=workload, workers=(), session=fresh(), prefill_workload=prefill)
     deployment = with_spec(deployment_with(**fields), prefill=spec)
     return prefill_replicas(deployment, observed, worker if is_known else None, (delta,), 1000.0)
 
@@ -137,6 +142,11 @@ BOUNDS = PrefillSpec(replicas=1, max_replicas=4)
 )
 def test_prefill_workers_follow_the_prompts_that_no_cache_has(rate: float, running: int, wanted: int) -> None:
     assert wanted_by(rate, running, BOUNDS) == wanted
+
+
+def test_no_prefill_worker_is_taken_away_while_workers_do_not_report() -> None:
+    assert (wanted_by(0.0, 4, BOUNDS), wanted_by(0.0, 4, BOUNDS, away=1)) == (1, 4)
+    assert wanted_by(4.0, 2, BOUNDS, away=1) == 3, "what the others need is added"
 
 
 def test_prefill_workers_stay_while_nothing_is_known_or_the_deployment_is_paused() -> None:

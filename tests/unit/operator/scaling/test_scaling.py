@@ -60,6 +60,14 @@ def test_a_need_that_rises_within_the_window_is_the_highest() -> None:
     assert replicas[11:] == [4] + [3] + [2] * 11 + [1] * 8
 
 
+def test_the_window_begins_anew_after_a_time_that_nobody_watched() -> None:
+    """The operator was away for ten minutes: what it remembers says nothing of the demand meanwhile."""
+    replicas = polls([0.0] * 14, ScalingState(replicas=4, below_since=0.0, low_needs=((400.0, 3),)))
+    assert replicas == [4] * 12 + [3, 2]
+    seen = ScalingState(replicas=4, below_since=0.0, low_needs=((950.0, 1),))
+    assert polls([0.0], seen) == [3], "a minute away is none"
+
+
 def test_the_remembered_needs_are_few() -> None:
     state = ScalingState(replicas=4)
     for index in range(500):

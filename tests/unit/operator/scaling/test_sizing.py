@@ -90,3 +90,12 @@ def test_a_tighter_objective_means_less_capacity() -> None:
     )
     assert tight.rate < 0.8 * loose.rate
     assert tight.limited_by == "itl"
+
+
+def test_the_capacity_is_that_of_the_pinned_shape() -> None:
+    """A plain step takes some 20 ms, and speculation half of that a token."""
+    free, plain = (
+        after_polls(4, speculation={"objective": {"itl": "15ms"}, "pin": pin}, **OPERATOR).scale.capacity
+        for pin in (None, "none")
+    )
+    assert (free.attainable, plain.attainable) == (True, False)

@@ -72,6 +72,17 @@ def test_a_kind_of_step_that_a_reading_left_out_is_not_counted_from_zero(share: 
     assert bool(result.steps) == is_counted
 
 
+def test_a_cell_of_acceptance_that_a_reading_left_out_is_not_counted_from_zero() -> None:
+    before, after = readings()
+    first = after.acceptance[0]
+    old = first.model_copy(update={"ranks": tuple(1000 * count for count in first.ranks)})
+    without = before.model_copy(update={"acceptance": ()})
+    new = difference(without, after.model_copy(update={"acceptance": (first,)}), at=100, buckets=BUCKETS)
+    assert new.acceptance["other", 1].total == first.total
+    found = difference(without, after.model_copy(update={"acceptance": (old,)}), at=100, buckets=BUCKETS)
+    assert found.acceptance == {}
+
+
 def test_acceptance_of_another_draft_is_no_evidence() -> None:
     before, after = readings()
     other = tuple(cell.model_copy(update={"draft": "old"}) for cell in after.acceptance)

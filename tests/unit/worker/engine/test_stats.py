@@ -472,7 +472,21 @@ def test_nothing_is_left_out_of_a_small_report() -> None:
     assert (len(report.acceptance), len(report.steps)) == (2 * 2 * 6 * 2, 30)
 
 
-def test_cells_with_the_fewest_steps_are_left_out() -> None:
-    report = build_report(MOMENT, busy(1, 1, 200))
+def test_the_cells_that_ran_least_recently_are_left_out() -> None:
+    """A shape that begins to run is timed at once, however many steps of others there were before."""
+    statistics = busy(1, 1, 200)
+    statistics.costs.add(0, size_of_kind(0), 7, 0.01)
+    report = build_report(MOMENT, statistics)
     assert len(report.steps) <= MAX_STEP_CELLS
-    assert sum(cell.count == 2 for cell in report.steps) == 3
+    counts = {(c.tokens_bucket, c.draft_passes, c.prefill, c.context_bucket): c.count for c in report.steps}
+    assert counts[size_of_kind(199).cell_key(199 % 3)] == 1
+    assert counts[size_of_kind(0).cell_key(0)] == 3, "an old kind that runs again"
+    assert size_of_kind(1).cell_key(1) not in counts
+
+
+def test_cells_of_drafts_that_are_gone_are_left_out_first() -> None:
+    statistics = busy(MAX_TASKS, 16, 0)
+    statistics.record_rank(AcceptanceCategory(OTHER_TASK, False, "d"), 1, main=True, rank=0)
+    report = build_report(MOMENT, statistics)
+    assert len(report.acceptance) < MAX_TASKS * 2 * 16 * 2
+    assert [(cell.draft, cell.total) for cell in report.acceptance[:1]] == [("d", 1)]
