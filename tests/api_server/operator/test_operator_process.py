@@ -192,7 +192,7 @@ def test_the_operator_waits_for_an_api_server_that_starts_later(
             operator.process.wait(timeout=6)
         proxy.mend()
         cluster.apply(resource("early"), namespace=own_namespace)
-        wait_for("the workload", lambda: cluster.get("deploy", "early-worker", own_namespace), timeout_s=45)
+        wait_for("the workload", lambda: cluster.get("deploy", "early-worker", own_namespace), timeout_s=90)
 
 
 # --- two replicas -----------------------------------------------------------------------------------------------------
