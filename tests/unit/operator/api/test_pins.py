@@ -137,7 +137,7 @@ def test_other_tasks_are_chosen_for_batches_in_which_the_pinned_one_runs_its_pin
     learned = LearnedState(
         uid="u1",
         draft="d",
-        acceptance=(*chances(0.95, task="code"), *chances(0.3, task="chat")),
+        acceptance=(*chances(0.95, task="code"), *chances(0.7, task="chat")),
         costs=tuple(cost(n, d, 0.02 + 0.01 * d + 0.0001 * n * (d + 1)) for n in (1, 4, 16) for d in range(6)),
         wander=0.0,
         traffic=tuple(TrafficCell(task=task, sums=(n, n, n, 0, n)) for task, n in (("code", 9e5), ("chat", 1e5))),
