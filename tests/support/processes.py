@@ -40,7 +40,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    """Return different ports of an address that nobody listens on."""
+    """Return the numbers of free ports of an address, each of them once."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -195,6 +195,10 @@ With more white space, models can fill an answer with it up to ``max_tokens``.
 
 Schema = Mapping[str, Any] | bool
 T = TypeVar("T")
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""Largest grammar. The largest schemas of public collections that compile at all have about 200 KB."""
+MAX_TEXT_BYTES = 64 * 1024
+"""Largest grammar that a client writes in Lark's or GBNF's notation."""
 _LARK = re.compile(r"(?m)^[^\S\n]*(%llguidance\b|start\s*:)")
 """A line with `%llguidance` or `start:` marks Lark's notation, as in llguidance, whose own pattern for it takes time by
 the square of the number of lines."""
@@ -202,9 +206,8 @@ _MOST_GBNF_WORK = 2**24
 """Most characters times lines of a text in GBNF's notation, which llguidance converts in Python: seconds of work."""
 
 
-def check_size(*texts: str, most: int | None = None) -> None:
+def check_size(*texts: str, most: int = MAX_GRAMMAR_BYTES) -> None:
     """Raise GrammarRefused for texts that are too long together, before any other work on them."""
-    most = most or MAX_GRAMMAR_BYTES
     if sum(map(len, texts)) > most:
         raise GrammarRefused(f"the grammar has more than {most} bytes")
 
@@ -293,10 +296,6 @@ def lark_grammar(text: str) -> str:
 
 # Compiler of grammars for one tokenizer, with bounds on time and memory, and a cache of what it compiled.
 
-MAX_GRAMMAR_BYTES = 256 * 1024
-"""Largest grammar. The largest schemas of public collections that compile at all have about 200 KB."""
-MAX_TEXT_BYTES = 64 * 1024
-"""Largest grammar that a client writes in Lark's or GBNF's notation."""
 STACK_BYTES = 256 * 2**20
 """Stack of a thread that compiles. The library calls itself for each rule or reference within another, with some
 kilobytes each, and the usual 8 MiB would end the process; grammars of the largest sizes take up to 100 MiB of it."""

@@ -108,7 +108,7 @@ def test_a_plan_names_no_more_prefill_workers_than_a_worker_reads() -> None:
 def wanted_by(
     rate: float, running: int, spec: PrefillSpec, *, is_known: bool = True, away: int = 0, **fields: Any
 ) -> int:
-    """Return the prefill workers beside two workers, of which some are away."""
+    """Return how many prefill workers are wanted for two workers, of which ``away`` are not available."""
 
     class Traffic:
         arrivals = rate * 60
