@@ -61,9 +61,9 @@ PARTS = (
     ),
     (
         Stage("copy", "kernels.copy", 20),
-        Stage("engine-scout-int4", "steps.engine_scout_int4", 90),
-        Stage("engine-maverick-eighth", "steps.engine_maverick_eighth", 90),
-        Stage("engine-scout-fp8", "steps.engine_scout_fp8", 90),
+        Stage("engine-scout-int4", "steps.engine_scout_int4", 110),
+        Stage("engine-maverick-eighth", "steps.engine_maverick_eighth", 100),
+        Stage("engine-scout-fp8", "steps.engine_scout_fp8", 100),
         Stage("trees", "comparisons.trees", 50),
         Stage("engine-8b-int4-draft", "steps.engine_8b_int4_draft", 40),
         Stage("multi-round", "comparisons.multi_round", 40),
