@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
 import subprocess
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
+
+_ROOT = Path(__file__).parents[2]
+_MEASURED = ("benchmarks/gpu", "kernels", "worker", "tests/gpu")
+"""Folders with the code that figures depend on."""
 
 
 def described(dry: bool) -> dict[str, Any]:
@@ -23,10 +29,11 @@ def described(dry: bool) -> dict[str, Any]:
         "memory_gigabytes": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1),
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": _triton(),
         "python": platform.python_version(),
         "commit": os.environ.get("SPECDECODE_COMMIT", "unknown"),
+        "sources": _sources(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
     }
 
@@ -36,6 +43,12 @@ def clocks() -> dict[str, str]:
     asked = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
     said = _said("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader").split(", ")
     return dict(zip(asked.split(","), said, strict=False))
+
+
+def _sources() -> str:
+    """Return a hash of the code that is measured, which may differ from that of the commit."""
+    paths = [path for folder in _MEASURED for path in sorted((_ROOT / folder).rglob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
 def _triton() -> str:

@@ -30,7 +30,7 @@ def run_tests(log: Path, seconds: float, *, processes: int, dry: bool) -> dict[s
     logs = [log.with_name(f"{log.stem}-{part}.log") for part in range(processes)]
     started = [_start(out, settings, f"{part}/{processes}") for part, out in enumerate(logs)]
     codes = [_wait(one, began + seconds - time.monotonic()) for one in started]
-    text = "".join(out.read_text() for out in logs)
+    text = "".join(out.read_text(errors="replace") for out in logs)
     log.write_text(text)
     for out in logs:
         out.unlink()

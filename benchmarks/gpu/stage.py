@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from given import Run
-from stages import STAGES, Stage
+from stages import STAGES, Run, Stage
 
 
 def main() -> None:

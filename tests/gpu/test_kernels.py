@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from specdecode_kernels.draft_input import op as draft_input
 from specdecode_kernels.draft_input import reference as draft_input_reference
+from specdecode_kernels.grouped_linear import op as grouped_linear
+from specdecode_kernels.grouped_linear import reference as grouped_linear_reference
 from specdecode_kernels.kv_keep import op as kv_keep
 from specdecode_kernels.kv_keep import reference as kv_keep_reference
 from specdecode_kernels.noise import op as noise
@@ -18,6 +22,7 @@ from specdecode_kernels.rms_norm import op as rms_norm
 from specdecode_kernels.rms_norm import reference as rms_norm_reference
 from specdecode_kernels.rope_cache import op as rope_cache
 from specdecode_kernels.rope_cache import reference as rope_cache_reference
+from specdecode_kernels.rope_cache.reference import FP8, UNSCALED, Scales
 from specdecode_kernels.sample import op as sample
 from specdecode_kernels.sample import reference as sample_reference
 from specdecode_kernels.silu_mul import op as silu_mul
@@ -63,10 +68,14 @@ def ancestors(parents: list[int] | None, rows: int) -> list[int]:
     return [mask - (1 << 64) if mask >> 63 else mask for mask in masks]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(torch.bfloat16, None), (torch.float16, None), (torch.float32, None), (torch.bfloat16, FP8)],
+    ids=["bf16", "fp16", "fp32", "fp8 cache"],
+)
 @pytest.mark.parametrize(("heads", "kv", "size"), [(32, 8, 128), (9, 3, 64), (32, 32, 96)])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_attention(name: str, heads: int, kv: int, size: int, dtype: torch.dtype) -> None:
+def test_attention(name: str, heads: int, kv: int, size: int, dtype: torch.dtype, stored: torch.dtype | None) -> None:
     """Attention equals the fp32 reference that reads sequence by sequence; unowned slots hold NaN."""
     sequences = MIXTURES[name]
     counts = [len(parents) if parents else rows for _, parents, rows in sequences]
@@ -79,13 +88,17 @@ def test_attention(name: str, heads: int, kv: int, size: int, dtype: torch.dtype
     for owned, bound in zip(blocks, bounds, strict=True):
         if bound % PAGE:
             cache[:, owned[-1], bound % PAGE :] = torch.nan
+    read, scales = cache.float(), UNSCALED
+    if stored is not None:
+        cache = read = cache.to(stored)
+        scales = Scales(0.5, 2.0)
     table = torch.zeros(len(blocks), max(needed), dtype=torch.int64)
     for b, owned in enumerate(blocks):
         table[b, : len(owned)] = torch.tensor(owned)
     q = random(sum(counts), heads, size, dtype=dtype, seed=2)
     masks = [mask for _, parents, rows in sequences for mask in ancestors(parents, rows)]
 
-    def prepared(one_by_one: bool | None, dtype: torch.dtype) -> Prepared:
+    def prepared(one_by_one: bool, dtype: torch.dtype) -> Prepared:
         return prepare(
             blocks=blocks,
             block_table_BM=table.to(CUDA),
@@ -102,10 +115,10 @@ def test_attention(name: str, heads: int, kv: int, size: int, dtype: torch.dtype
             kv_heads=kv,
         )
 
-    actual = attend(q, cache, prepared(None, dtype))
-    wanted = attend(q.float(), cache.float(), prepared(True, torch.float32))
+    actual = attend(q, cache, prepared(False, dtype), scales)
+    wanted = attend(q.float(), read, prepared(True, torch.float32), scales)
     close(actual, wanted, dtype)
-    assert torch.equal(actual, attend(q, cache, prepared(None, dtype))), "a second run is the same"
+    assert torch.equal(actual, attend(q, cache, prepared(False, dtype), scales)), "a second run is the same"
 
 
 ROWS = 64
@@ -185,7 +198,7 @@ def test_multi_round() -> None:
     seeds = torch.arange(16, device=CUDA) + 99
     actual = verify.multi_round(parents, tokens, logp, logq, seeds, seeds, 5)
     wanted = verify.multi_round(*(x.cpu() for x in (parents, tokens, logp, logq, seeds, seeds)), 5)
-    for name in ("path_BD", "count_B", "bonus_B", "last_B"):
+    for name in ("path_BD", "count_B", "bonus_B"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(wanted, name))
 
 
@@ -215,6 +228,11 @@ def test_small_kernels() -> None:
     ]
     close(*turned, torch.bfloat16)
     close(*caches, torch.bfloat16)
+    stored = [torch.zeros_like(caches[0]).to(FP8) for _ in range(2)]
+    for rope, cache in zip((rope_cache.rope_cache, rope_cache_reference.rope_cache), stored, strict=True):
+        rope(*heads, *tables, at, at + PAGE, cache, Scales(0.25, 2.0))
+    same = torch.eq(*(cache.view(torch.uint8) for cache in stored))
+    assert same.float().mean() > 0.999, "a number that lies between two may be rounded to the other one"
 
 
 def test_captured_graph_serves_other_lengths() -> None:
@@ -263,3 +281,27 @@ def test_quantised_linear(outputs: int, inputs: int, kind: quantised_linear_refe
         actual = quantised_linear.linear(x, weight)
         close(actual, quantised_linear_reference.linear(x, weight), dtype)
         assert torch.equal(actual, quantised_linear.linear(x, weight)), "a second run is the same"
+
+
+@pytest.mark.parametrize("kind", [None, "int4", "fp8"])
+@pytest.mark.parametrize("rows", [1, 6, 64, 600])
+def test_products_of_experts(rows: int, kind: quantised_linear_reference.Kind | None) -> None:
+    """An eighth of a layer of Scout: rows are grouped by expert, and multiplied with gate and up, then with down."""
+    experts, size, inner = 16, 5120, 1024
+    logits = random(rows, experts, dtype=torch.float32, seed=3)
+    groups, wanted = grouped_linear.group(logits), grouped_linear_reference.group(logits)
+    assert torch.equal(groups.order_T, wanted.order_T)
+    assert torch.equal(groups.tiles_M3, wanted.tiles_M3)
+    close(groups.score_T, wanted.score_T, torch.float32)
+    groups, x = replace(groups, score_T=groups.score_T.bfloat16()), random(rows, size, seed=rows)
+    gate_up = random(experts * 2 * inner, size, seed=4) / size**0.5
+    down = random(experts * size, inner, seed=5) / inner**0.5
+    for matrices, given, more in (
+        (gate_up, x, {"scored": True, "gated": True}),
+        (down, x[:, :inner], {"residual_TN": x}),
+    ):
+        held = matrices if kind is None else quantised_linear_reference.quantise(matrices, kind)
+        actual = grouped_linear.grouped_linear(given, held, groups, **more)
+        close(actual, grouped_linear_reference.grouped_linear(given, held, groups, **more), torch.bfloat16)
+        again = grouped_linear.grouped_linear(given, held, groups, **more)
+        assert torch.equal(actual, again), "a second run is the same"

@@ -16,8 +16,7 @@ from typing import Any
 import stage
 import stand_in
 import torch
-from given import Run
-from stages import STAGES, TESTS
+from stages import STAGES, TESTS, Run
 
 
 def main() -> None:

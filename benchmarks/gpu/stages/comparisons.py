@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from given import Run
 from harness import Bench, build
 from shapes import LLAMA_8B
 
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.sampling.params import Sampling
+from stages import Run
 from stages.profiles import parse
 from stages.steps import Wanted, asked_of, steps_of
 
@@ -31,7 +31,7 @@ def trees(run: Run) -> Iterator[Row]:
 
 
 def multi_round(run: Run) -> Iterator[Row]:
-    """Multi-round sampling, which keeps the distribution and not the text; its steps are eager."""
+    """Multi-round sampling, which keeps the distribution and not the text."""
     wanted = Wanted(shapes=("plain", "chain:3", "tree:4,2,1"), batches=(64, 16, 1), context=TREES_CONTEXT)
     yield from _memory(run, wanted, "mss")
 

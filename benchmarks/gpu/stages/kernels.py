@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from card import clocks
-from given import Run
+
+from stages import Run
 
 Row = dict[str, Any]
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from card import clocks
-from given import Run
 from shapes import LLAMA_8B, TINY
 from torch import Tensor
 from torch.nn import functional as F
+
+from stages import Run
 
 Row = dict[str, Any]
 CONTEXT, LENGTH, STEPS = 128, 512, 200

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from given import Run
 from harness import Bench
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from specdecode_worker.contract import TreeShape
+from stages import Run
 
 Row = dict[str, Any]
 STEPS = 24

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from given import Run
 from harness import Bench, build
 from shapes import LLAMA_8B
 
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.sampling.params import Sampling
+from stages import Run
 from stages.profiles import parse
 from stages.steps import CONTEXT, Wanted, asked_of
 

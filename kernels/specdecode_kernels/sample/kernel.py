@@ -354,8 +354,8 @@ def cuts(
 ) -> Cuts:
     """Compute the thresholds of rows of temperature > 0.
 
-    ``truncation`` None truncates nothing. All sizes and sums of a row
-    are independent of the other rows of the batch. A row's logits must be contiguous.
+    ``truncation`` None truncates nothing. All sizes and sums of a row are independent of the other rows of the batch. A
+    row's logits must be contiguous.
     """
     rows, vocab_size = logits_RV.shape
     assert logits_RV.stride(1) == 1, "a row's logits must be contiguous"

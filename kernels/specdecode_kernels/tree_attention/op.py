@@ -4,10 +4,9 @@ The prefix and the keys of the tree occupy consecutive positions of a sequence, 
 the merged two passes of the reference. `prepare` computes the cache rows to read and the visible keys, which are the
 same in every layer, once per pass.
 
-`attend` then runs one of three paths. On a CPU it runs one attention per sequence and layer. It reads the cache in
-place if the blocks of the sequence are contiguous; otherwise it copies them (a shared prefix, or a nearly full cache).
-On a GPU it runs the Triton kernel, and for long prompt chunks what was measured to be faster (prefill.py). On any other
-device it gathers the keys of all sequences and runs one padded attention.
+`attend` then runs one of two paths. On a CPU it runs one attention per sequence and layer. It reads the cache in place
+if the blocks of the sequence are contiguous; otherwise it copies them (a shared prefix, or a nearly full cache). On a
+GPU it runs the Triton kernel, and for long prompt chunks what was measured to be faster (prefill.py).
 
 Tensor suffixes as in reference.py; L keys of a sequence, R rows of the cache, G query heads per key-value head.
 """
@@ -48,20 +47,6 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """Indices and mask of one padded attention over all sequences.
-
-    ``query_BQ`` and ``row_BL`` index packed queries and cache rows, padded to the largest counts of the batch.
-    ``back_T`` maps the padded output back to packed queries.
-    """
-
-    query_BQ: Tensor
-    row_BL: Tensor
-    mask_B1QL: Tensor
-    back_T: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class PerQueryRows:
     """Cache rows of the sequence of each query, [T, L], and a mask of the rows that the query sees."""
 
@@ -71,14 +56,13 @@ class PerQueryRows:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Layer-independent input of `attend`: exactly one of `runs`, `gathered`, `per_query` and the kernel's `plan`.
+    """Layer-independent input of `attend`: exactly one of `runs`, `per_query` and the kernel's `plan`.
 
     ``chunks`` are the last queries of a pass, if they take another way than the kernel; ``plan`` is then that of the
     queries before them, or None.
     """
 
     runs: tuple[Run, ...] = ()
-    gathered: Gathered | None = None
     per_query: PerQueryRows | None = None
     plan: Plan | None = None
     chunks: tuple[Chunk, ...] = ()
@@ -97,7 +81,7 @@ def prepare(
     dense: bool,
     groups: int,
     dtype: torch.dtype,
-    one_by_one: bool | None = None,
+    one_by_one: bool = False,
     kv_heads: int = 8,
     head_dim: int = 0,
     chunk_keys: Sequence[int] = (),
@@ -119,12 +103,12 @@ def prepare(
         dense: True if the bounds are exact and every query sees every key from the start of its sequence.
         groups: Query heads per key-value head, H / K.
         dtype: Type of the additive masks.
-        one_by_one: Attend sequence by sequence. None does so on a CPU only.
+        one_by_one: Attend sequence by sequence on a GPU too, where tests compare the kernel with it.
         kv_heads: Number of key-value heads, used to size the grid on a GPU.
         head_dim: Head dimension, by which a GPU looks up measured times.
         chunk_keys: Exact number of keys of each sequence that is a chunk of a prompt, else 0. Chunks are last.
     """
-    if one_by_one is None and dispatch.on_gpu(block_table_BM):
+    if not one_by_one and dispatch.on_gpu(block_table_BM):
         plan, chunks = plan_pass(
             block_table_BM=block_table_BM,
             block_size=block_size,
@@ -139,15 +123,9 @@ def prepare(
         return Prepared(plan=plan, chunks=chunks)
     if isinstance(key_starts, Tensor):
         key_starts = key_starts.tolist()
-    if one_by_one is None:
-        one_by_one = block_table_BM.device.type == "cpu"
     visible_TL = None
-    # A single sequence expresses its window as a slice. In a batch, the window and the padding need a mask.
-    if not (dense and (one_by_one or (len(blocks) == 1 and not any(key_starts)))):
+    if not dense:
         visible_TL = _visible(query_counts, max(key_bounds), prefix_len_B, ancestors_T, key_starts)
-    if not one_by_one:
-        gathered = _gathered(block_table_BM, block_size, query_counts, max(key_bounds), visible_TL, dtype)
-        return Prepared(gathered=gathered)
     runs = []
     end = 0
     for owned, count, first, bound in zip(blocks, query_counts, key_starts, key_bounds, strict=True):
@@ -220,8 +198,6 @@ def _attend(q_THD: Tensor, cache_2NPKD: Tensor, prepared: Prepared) -> Tensor:
     k_RKD, v_RKD = cache_2NPKD.flatten(1, 2)
     if prepared.per_query is not None:
         return _attend_per_query(q_THD, k_RKD, v_RKD, prepared.per_query)
-    if prepared.gathered is not None:
-        return _attend_gathered(q_THD, k_RKD, v_RKD, prepared.gathered)
     parts = []
     for run in prepared.runs:
         k_LKD, v_LKD = (_picked(rows, run.rows, q_THD.dtype) for rows in (k_RKD, v_RKD))
@@ -250,21 +226,6 @@ def _attend_run(q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, mask: Tensor | None
     if queries == 1:
         return out.reshape(1, heads, size)
     return out.view(kv, heads // kv, queries, size).permute(2, 0, 1, 3).reshape(queries, heads, size)
-
-
-def _attend_gathered(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: Gathered) -> Tensor:
-    """Attend all sequences in one padded attention."""
-    batch, keys = plan.row_BL.shape
-    groups = q_THD.shape[1] // k_RKD.shape[1]
-    k, v = (
-        _picked(rows, plan.row_BL.flatten(), q_THD.dtype).view(batch, keys, *rows.shape[1:]).transpose(1, 2)
-        for rows in (k_RKD, v_RKD)
-    )
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    q_BHQD = q_THD[plan.query_BQ].transpose(1, 2)
-    out = F.scaled_dot_product_attention(q_BHQD, k, v, attn_mask=plan.mask_B1QL)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, plan.back_T)
 
 
 def _attend_per_query(q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, plan: PerQueryRows) -> Tensor:
@@ -315,33 +276,6 @@ def _rows(blocks: Sequence[int], block_size: int, first: int, bound: int, device
         return slice(read[0] * block_size + first, read[0] * block_size + bound)
     key_L = torch.arange(first, bound, device=device)
     return torch.tensor(read, device=device)[key_L // block_size] * block_size + key_L % block_size
-
-
-def _gathered(
-    block_table_BM: Tensor,
-    block_size: int,
-    query_counts: Sequence[int],
-    keys: int,
-    visible_TL: Tensor | None,
-    dtype: torch.dtype,
-) -> Gathered:
-    """Compute indices and mask of one padded attention over all sequences."""
-    device = block_table_BM.device
-    most = max(query_counts)
-    starts = [sum(query_counts[:b]) for b in range(len(query_counts))]
-    query = [
-        [start + min(i, count - 1) for i in range(most)] for start, count in zip(starts, query_counts, strict=True)
-    ]
-    back = [b * most + i for b, count in enumerate(query_counts) for i in range(count)]
-    query_BQ = torch.tensor(query, device=device)
-    key_L = torch.arange(keys, device=device)
-    row_BL = block_table_BM[:, key_L // block_size] * block_size + key_L % block_size
-    if visible_TL is None:
-        mask = torch.zeros(1, 1, 1, keys, dtype=dtype, device=device)
-    else:
-        # A padding query repeats the last query of its sequence, so that it sees some key and yields no NaN.
-        mask = _additive(visible_TL[query_BQ][:, None], dtype)
-    return Gathered(query_BQ, row_BL, mask, torch.tensor(back, device=device))
 
 
 def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,6 @@
-"""Verification on a GPU: the target's token after every node, and the coupled walk (README.md).
+"""Verification on a GPU: the target's token after every node (README.md).
 
-Multi-round sampling is in rounds.py. Tensor suffixes: R rows, V vocabulary, S splits of a row, B sequences, N nodes, D
-depth.
+Multi-round sampling is in rounds.py. Tensor suffixes: R rows, V vocabulary, S splits of a row.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from torch import Tensor
 from specdecode_kernels.dispatch import processors
 from specdecode_kernels.noise.kernel import exact_gumbel, quick_gumbel, words
 from specdecode_kernels.sample.kernel import Cuts, passes_cuts, scaled
-from specdecode_kernels.verify.reference import Accepted
 
 BLOCK = 1024
 
@@ -87,33 +85,6 @@ def _combine_kernel(best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S: tl.co
     tl.store(chosen_R + row, tl.where(at < vocab_size, at, 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["parents_BN", "tokens_BN", "chosen_BN", "nodes", "depth"])
-def _walk_kernel(
-    parents_BN, tokens_BN, chosen_BN, path_BD, count_B, bonus_B, last_B, nodes, depth, BLOCK_N: tl.constexpr
-):
-    """Walk one tree along the chosen tokens."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK_N)
-    real = n < nodes
-    parent_N = tl.load(parents_BN + row * nodes + n, mask=real, other=-1)
-    token_N = tl.load(tokens_BN + row * nodes + n, mask=real, other=-1)
-    chosen_N = tl.load(chosen_BN + row * nodes + n, mask=real, other=-1)
-    at = tl.min(n, 0)
-    count = tl.min(n, 0)
-    for step in range(depth):
-        wanted = tl.sum(tl.where(n == at, chosen_N, 0), 0)
-        hit_N = real & (parent_N == at) & (token_N == wanted)
-        child = tl.min(tl.where(hit_N, n, BLOCK_N), 0)
-        # A walk that has stopped stops in every later step too, since its node and wanted token do not change.
-        goes = child < BLOCK_N
-        tl.store(path_BD + row * depth + step, tl.where(goes, child, -1).to(tl.int64))
-        at = tl.where(goes, child, at)
-        count += tl.where(goes, 1, 0)
-    tl.store(count_B + row, count.to(tl.int64))
-    tl.store(bonus_B + row, tl.sum(tl.where(n == at, chosen_N, 0), 0))
-    tl.store(last_B + row, at.to(tl.int64))
-
-
 def choose(
     logits_RV: Tensor,
     temperature_R: Tensor,
@@ -157,25 +128,3 @@ def choose(
         best_RS, at_RS, chosen_R, vocab_size, splits, BLOCK_S=triton.next_power_of_2(blocks), num_warps=1
     )
     return chosen_R
-
-
-def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
-    """Walk the trees as `reference.walk` does, one program per sequence."""
-    batch, nodes = parents_BN.shape
-    path_BD = torch.empty(batch, max_depth, dtype=torch.int64, device=parents_BN.device)
-    count_B, bonus_B, last_B = (torch.empty(batch, dtype=torch.int64, device=parents_BN.device) for _ in range(3))
-    if batch:
-        _walk_kernel[(batch,)](
-            parents_BN.contiguous(),
-            tokens_BN.contiguous(),
-            chosen_BN.contiguous(),
-            path_BD,
-            count_B,
-            bonus_B,
-            last_B,
-            nodes,
-            max_depth,
-            BLOCK_N=triton.next_power_of_2(nodes),
-            num_warps=1,
-        )
-    return Accepted(path_BD, count_B, bonus_B, last_B)

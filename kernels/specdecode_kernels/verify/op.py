@@ -1,7 +1,7 @@
-"""Batched verification of draft trees: choice of the target's tokens, coupled walk, and multi-round sampling.
+"""Batched verification of draft trees: choice of the target's tokens, and multi-round sampling.
 
 Multi-round sampling makes exactly the decisions of the reference, since its coins come from the same counters, without
-a loop over sequences. On a GPU all three operations run as kernels.
+a loop over sequences. On a GPU both operations run as kernels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ from specdecode_kernels.noise.op import gumbel
 from specdecode_kernels.noise.reference import COIN_STREAM, RESIDUAL_STREAM, uniform
 from specdecode_kernels.sample import op as sample
 from specdecode_kernels.sample.reference import Truncation
-from specdecode_kernels.verify import reference
 from specdecode_kernels.verify.reference import Accepted
-
-__all__ = ["Accepted", "choose", "multi_round", "walk"]
 
 
 def choose(
@@ -46,15 +43,6 @@ def choose(
 
     row_cuts = None if truncation is None else cuts(logits_RV, temperature_R, truncation)
     return kernel.choose(logits_RV, temperature_R, seed_R, position_R, row_cuts)
-
-
-def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: int) -> Accepted:
-    """Walk the trees as `reference.walk` does."""
-    if not dispatch.on_gpu(parents_BN):
-        return reference.walk(parents_BN, tokens_BN, chosen_BN, max_depth)
-    from specdecode_kernels.verify import kernel
-
-    return kernel.walk(parents_BN, tokens_BN, chosen_BN, max_depth)
 
 
 def multi_round(
@@ -111,7 +99,7 @@ def multi_round(
         path.append(torch.where(goes_B, taken_B, -1))
         at_B = torch.where(goes_B, taken_B, at_B)
     path_BD = torch.stack(path[:depth], dim=-1) if depth else at_B.new_empty((len(rows), 0))
-    return Accepted(path_BD, (path_BD >= 0).sum(-1), bonus_B, at_B)
+    return Accepted(path_BD, (path_BD >= 0).sum(-1), bonus_B)
 
 
 def _children(parents_BN: Tensor, width: int) -> Tensor:

@@ -21,14 +21,12 @@ class Accepted:
     """Accepted paths of a batch of trees.
 
     ``path_BD`` holds the accepted nodes after the root, in order, padded with -1, and ``count_B`` their number.
-    ``bonus_B`` is the token that the target emits after the last accepted node, and ``last_B`` that node (0 is the
-    root).
+    ``bonus_B`` is the token that the target emits after the last accepted node.
     """
 
     path_BD: Tensor
     count_B: Tensor
     bonus_B: Tensor
-    last_B: Tensor
 
 
 def coupled_tokens(logp_RV: Tensor, seed_R: Tensor, position_R: Tensor) -> Tensor:
@@ -74,7 +72,7 @@ def walk(parents_BN: Tensor, tokens_BN: Tensor, chosen_BN: Tensor, max_depth: in
         at_B = torch.where(alive_B, hit_BN.int().argmax(-1), at_B)
         path.append(torch.where(alive_B, at_B, -1))
     path_BD = torch.stack(path, dim=-1) if path else at_B.new_empty((len(rows), 0))
-    return Accepted(path_BD, (path_BD >= 0).sum(-1), chosen_BN[rows, at_B], at_B)
+    return Accepted(path_BD, (path_BD >= 0).sum(-1), chosen_BN[rows, at_B])
 
 
 def multi_round(

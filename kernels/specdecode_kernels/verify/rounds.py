@@ -85,7 +85,6 @@ def _rounds_kernel(
     path_BD,
     count_B,
     bonus_B,
-    last_B,
     nodes,
     drawn_nodes,
     vocab_size,
@@ -151,7 +150,6 @@ def _rounds_kernel(
             if level < depth:
                 tl.store(path_BD + row * depth + level, tl.min(n, 0).to(tl.int64) - 1)
     tl.store(count_B + row, count.to(tl.int64))
-    tl.store(last_B + row, at.to(tl.int64))
 
 
 def multi_round(
@@ -170,7 +168,7 @@ def multi_round(
     """Run `op.multi_round` as one launch. ``drawn_BM`` must be given if ``logq_BMV`` is."""
     (batch, nodes), vocab_size, device = parents_BN.shape, logp_BNV.shape[-1], parents_BN.device
     path_BD = torch.empty(batch, depth, dtype=torch.int64, device=device)
-    count_B, bonus_B, last_B = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(3))
+    count_B, bonus_B = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     left_2BV = torch.empty(2, batch, vocab_size, dtype=logp_BNV.dtype, device=device)
     logq = logp_BNV if logq_BMV is None else logq_BMV.to(logp_BNV.dtype)
     drawn = parents_BN if drawn_BM is None else drawn_BM.to(torch.int32)
@@ -188,7 +186,6 @@ def multi_round(
             path_BD,
             count_B,
             bonus_B,
-            last_B,
             nodes,
             logq.shape[1],
             vocab_size,
@@ -202,4 +199,4 @@ def multi_round(
             BLOCK=block,
             num_warps=8,
         )
-    return Accepted(path_BD, count_B, bonus_B, last_B)
+    return Accepted(path_BD, count_B, bonus_B)

@@ -24,9 +24,8 @@ def _modules_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(GPU)
 
 
-def hack_gpu(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable}
-    environment.pop("OUT", None)
+def hack_gpu(out: Path, *flags: str, OUT: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "OUT": OUT}
     command = [ROOT / "hack" / "gpu", "--dry-run", "--out", out, *flags]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
@@ -73,6 +72,75 @@ def test_run_without_time_reports_that_no_time_was_left(tmp_path: Path) -> None:
     assert ran.returncode == 1
     assert {stage["status"] for stage in document["stages"]} == {"no time was left"}
     assert all(target["met"] is None for target in document["targets"])
+
+
+@pytest.mark.timeout(300)
+def test_a_repeated_run_keeps_what_the_same_code_has_measured(tmp_path: Path) -> None:
+    path, returned = tmp_path / "dry-run.json", tmp_path / "returned"
+
+    def copy_rate(*flags: str) -> float:
+        ran = hack_gpu(tmp_path, *flags, OUT=str(returned))
+        assert ran.returncode == 0, ran.stderr
+        (row,) = (row for row in json.loads(path.read_text())["rows"] if row["kind"] == "copy")
+        assert (returned / path.name).read_text() == path.read_text()
+        return float(row["gigabytes_per_second"])
+
+    copy_rate("--stage", "copy")
+    document = json.loads(path.read_text())
+    document["rows"][0]["gigabytes_per_second"] = 0.125
+    path.write_text(json.dumps(document))
+    assert copy_rate("--stage", "sampling") == 0.125
+    stages = {stage["name"]: stage["status"] for stage in json.loads(path.read_text())["stages"]}
+    assert stages == {"copy": "done", "sampling": "done"}
+    assert copy_rate("--stage", "copy") != 0.125, "it was asked for"
+    document["machine"]["sources"] = "other code"
+    path.write_text(json.dumps(document))
+    assert copy_rate("--stage", "sampling") != 0.125
+
+
+def test_rows_of_a_stage_for_which_no_time_is_left_again_stay(tmp_path: Path) -> None:
+    assert hack_gpu(tmp_path, "--stage", "copy").returncode == 0
+    path = tmp_path / "dry-run.json"
+    document = json.loads(path.read_text())
+    document["stages"][0]["status"] = "out of time"
+    path.write_text(json.dumps(document))
+    assert hack_gpu(tmp_path, "--seconds", "0", "--stage", "sampling").returncode == 1
+    after = json.loads(path.read_text())
+    assert [stage["status"] for stage in after["stages"]] == ["out of time", "no time was left"]
+    assert after["rows"] == document["rows"]
+
+
+def test_the_stages_of_a_part_fit_into_a_run() -> None:
+    import stages
+
+    assert len(stages.PARTS) == 3
+    for part in stages.PARTS:
+        assert sum(stage.budget_seconds for stage in part) <= stages.SECONDS < 600
+
+
+def test_an_error_of_one_layer_does_not_count_as_one_of_the_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token may choose another expert there, by rounding. A wrong product is wrong in all layers."""
+    import harness
+    import torch
+    from networks import random_target
+    from shapes import TINY
+    from stages.steps import MOST_PRODUCTS_ERROR
+
+    fuse = harness.fuse
+
+    def error(layers: tuple[int, ...]) -> float:
+        def fuse_wrongly(model: Any) -> None:
+            fuse(model)
+            for layer in layers:
+                model.model.layers[layer].mlp.down_proj.weight.neg_()
+
+        monkeypatch.setattr(harness, "fuse", fuse_wrongly)
+        found: float = harness.products_error(random_target(TINY, torch.float32, torch.device("cpu")))
+        return found
+
+    assert error(()) < 1e-5
+    assert error((1,)) < 1e-5
+    assert error((0, 1, 2)) > MOST_PRODUCTS_ERROR
 
 
 STEP = {

@@ -110,13 +110,13 @@ def test_differences_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_stage_that_dies_takes_no_other_along(tmp_path: Path) -> None:
-    """The process of the first stage is ended by a signal; the next stage runs."""
+    """The process of the first stage is ended by a signal, and has said what is no text; the next stage runs."""
     copied = tmp_path / "gpu"
     shutil.copytree(GPU, copied)
     kernels = copied / "stages" / "kernels.py"
     right = "from timing import copy_rate"
     assert kernels.read_text().count(right) == 1
-    kernels.write_text(kernels.read_text().replace(right, "import os; os.abort()"))
+    kernels.write_text(kernels.read_text().replace(right, r'import os; os.write(2, b"\xff"); os.abort()'))
     ran = subprocess.run(
         [sys.executable, copied, "--dry-run", "--out", tmp_path, "--stage", "sampling"],
         capture_output=True,

@@ -330,7 +330,6 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "noise": lambda: noise.gumbel(ints(2), ints(2), VOCABULARY, 1),
     "sampling, bf16": lambda: sampling(torch.bfloat16, truncated=True),
     "sampling, fp32": lambda: sampling(torch.float32, truncated=False),
-    "walk": lambda: verify.walk(ints(4, 64), ints(4, 64), ints(4, 64), 8),
     "rounds of what was drawn": lambda: multi_round(64, drawn=True),
     "rounds of the best": lambda: multi_round(4, drawn=False),
     "rms_norm": lambda: rms_norm.rms_norm(zeros(3, 4096), zeros(4096), 1e-5, zeros(3, 4096)),

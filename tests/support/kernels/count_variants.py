@@ -140,7 +140,6 @@ def trees(batch: int, nodes: int, depth: int) -> None:
     width = max(nodes - 1, 1)
     law = floats(batch, nodes, VOCABULARY, dtype=torch.float32)
     for table, drawn, row in zip(tables(batch, nodes), tables(batch, nodes), tables(batch), strict=True):
-        verify.walk(table, table, table, depth)
         rounds.multi_round(table, drawn, law, law, row, row, depth, torch.ones_like(drawn, dtype=torch.bool), width)
         for slots in tables(batch * depth):
             kv_keep.kv_keep(floats(LAYERS, 2, 4, 16, 2, 16), slots, slots, depth)
