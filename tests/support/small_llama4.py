@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.models.arch import causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import Attend
 from specdecode_worker.models.config import CausalLMConfig
+from specdecode_worker.models.unloaded import meta_init
 from support.small_model import END_ID, VOCAB_SIZE, byte_tokenizer, write_tokenizer
-from support.worker.quantized_folders import Rounding, write_quantized
+from support.worker.quantized_folders import Rounding, write_header, write_quantized
 from support.worker.small_folders import write_head
 
 SHAPE: dict[str, Any] = {
@@ -89,6 +91,22 @@ def write_quantized_llama4(folder: Path, rounding: Rounding, **changes: Any) -> 
         rename=lambda name: name.replace(".mlp.", ".feed_forward."),
         **SHAPE | QUANTIZED | changes,
     )
+
+
+def write_sparse_llama4(folder: Path, config: dict[str, Any], form: str) -> None:
+    """Write a target of real size without its numbers.
+
+    ``form`` is that of MLPs and experts: bf16, or fp8 with scales of rows. All else is in bf16, as in llm-compressor.
+    """
+    with meta_init():
+        network = new_network(causal_lm_config(config, 16384))
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    for name, tensor in network.state_dict().items():
+        is_fp8 = form == "fp8" and ".mlp." in name and ".router." not in name
+        tensors[name] = ("F8_E4M3" if is_fp8 else "BF16", list(tensor.shape))
+        if is_fp8:
+            tensors[f"{name}_scale"] = ("BF16", [tensor.shape[0], 1])
+    write_header(folder, config, tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,4 +64,31 @@ LAYOUTS: Mapping[str, Layout] = {
         f"as that of 8B: a public script fetches config.json and pytorch_model.bin from branch main; {_LOOKED_UP}",
         confirmed=True,
     ),
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8": Layout(
+        (
+            *("README.md", "config.json", "generation_config.json", "model-00001-of-00002.safetensors"),
+            *("model-00002-of-00002.safetensors", "model.safetensors.index.json", "recipe.yaml"),
+            *("special_tokens_map.json", "tokenizer.json", "tokenizer_config.json"),
+        ),
+        "named in vllm-project/recipes pull request 868 (2026-08-27) and in the fusion tests of vllm-project/vllm; the "
+        "shards follow from its size; looked up 2026-11-30",
+        confirmed=False,
+    ),
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": Layout(
+        (
+            *("LICENSE", "README.md", "USE_POLICY.md", "chat_template.jinja", "config.json", "generation_config.json"),
+            *(f"model-{i:05}-of-00050.safetensors" for i in range(1, 51)),
+            *("model.safetensors.index.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+        ),
+        "a public record of the hub's listing of 2026-09-26 names the 50 shards, all files here but the index, and 64 "
+        "files of 217 GB in all; looked up 2026-11-30",
+        confirmed=False,
+        gated=True,
+    ),
+    "lmsys/SGLang-EAGLE3-Llama-4-Scout-17B-16E-Instruct-SpecForge": Layout(
+        ("README.md", "config.json", "model.safetensors"),
+        "listed in the model tables of sgl-project/SpecForge, whose training script saves config.json and safetensors "
+        "without embeddings; looked up 2026-11-30",
+        confirmed=False,
+    ),
 }

@@ -242,7 +242,6 @@ def write_sparse(folder: Path, form: str, **shape: Any) -> None:
 
     ``form`` is fp8 (scales of rows) or awq (groups of 128), for the matrices of all blocks.
     """
-    folder.mkdir(parents=True)
     config = SHAPE | {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128} | shape
     width, inner = config["hidden_size"], config["intermediate_size"]
     queries, keys = config["num_attention_heads"] * 128, config["num_key_value_heads"] * 128
@@ -266,6 +265,12 @@ def write_sparse(folder: Path, form: str, **shape: Any) -> None:
                 held = {"qweight": ("I32", [columns, rows // 8]), "qzeros": ("I32", [groups, rows // 8])}
                 held["scales"] = ("F16", [groups, rows])
             tensors |= {f"model.layers.{layer}.{name}.{suffix}": header for suffix, header in held.items()}
+    write_header(folder, config, tensors)
+
+
+def write_header(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[str, list[int]]]) -> None:
+    """Write the config of a model and the header of its tensors, dtype and shape by name; the file has no blocks."""
+    folder.mkdir(parents=True, exist_ok=True)
     at, header = 0, {}
     for name, (dtype, sizes) in tensors.items():
         end = at + math.prod(sizes) * {"F8_E4M3": 1, "BF16": 2, "F16": 2, "I32": 4}[dtype]

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 
 from specdecode_operator.api.v1alpha1 import ConditionType
-from specdecode_operator.controller import status
+from specdecode_operator.controller import deployment_loop, status
 from specdecode_operator.types import ScalingLimit, UnhealthyWorker
 
 CONDITIONS: dict[str, Any] = yaml.safe_load(
@@ -40,12 +40,13 @@ def reasons() -> set[str]:
     foreign = {
         reason for kind in (ScalingLimit, UnhealthyWorker) for reason in get_args(get_type_hints(kind)["reason"])
     }
-    return literals | foreign | {"SpecRefused"}
+    failures = re.findall(r'_show_failure\(resource, observed, "(\w+)"', Path(deployment_loop.__file__).read_text())
+    return literals | foreign | set(failures)
 
 
 def test_every_reason_is_listed_and_no_other() -> None:
     listed = {one["reason"] for condition in CONDITIONS.values() for one in condition["reasons"]}
-    assert {"ChildRefused", "Paused", "SlowSteps"} <= reasons(), "the search works"
+    assert {"ChildRefused", "Paused", "SlowSteps", "SpecRefused"} <= reasons(), "the search works"
     assert reasons() - listed == set()
     assert listed - reasons() == set()
 

@@ -444,6 +444,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
 
 
 SIZES = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
     "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
     "405b": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128},
 }
@@ -453,6 +454,7 @@ SIZES = {
 @pytest.mark.parametrize(
     ("size", "form", "gpus", "weights", "fits"),
     [
+        ("8b", "fp8", 1, 8.46, True),
         ("70b", "fp8", 1, 67.69, False),
         ("70b", "fp8", 2, 34.83, True),
         ("70b", "awq", 1, 37.29, True),

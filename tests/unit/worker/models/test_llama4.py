@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.engine.memory import network_of
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
+from specdecode_worker.engine.memory import Device, network_of, take_inventory
 from specdecode_worker.models import linear
 from specdecode_worker.models.arch import causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import CausalLM, Experts
@@ -26,7 +27,7 @@ from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head
 from specdecode_worker.training.rollout import read_states
-from support.small_llama4 import SHAPE, dense_chunks, save_llama4, write_quantized_llama4
+from support.small_llama4 import SHAPE, dense_chunks, save_llama4, write_quantized_llama4, write_sparse_llama4
 from support.worker.quantized_folders import int4, pack_quantized
 
 CPU = torch.device("cpu")
@@ -357,3 +358,23 @@ def test_memory_counts_all_experts_and_the_widest_layer() -> None:
     assert sizes.weights == 2 * (matrices + 202048 * 5120 * 9 // 8 + 2 * 128 * 5120 + 9 * 5120)
     assert (sizes.intermediate_size, sizes.kv_heads, sizes.kv_layers) == (2048, 1, 4)
     assert sizes.tables < 64 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "form", "gpus", "weights", "tokens"),
+    [({}, "bf16", 4, 51.64, 219_488), ({}, "fp8", 2, 53.56, 88_496), (MAVERICK, "fp8", 8, 49.04, 552_784)],
+    ids=["scout", "scout-fp8", "maverick-fp8"],
+)
+def test_targets_of_real_size_are_budgeted_from_their_headers(
+    changes: dict[str, Any], form: str, gpus: int, weights: float, tokens: int, tmp_path: Path
+) -> None:
+    """Figures of docs/how-to/serve-quantized-and-llama-4.md: GPUs of 80 GiB, texts of 16,384 tokens, no draft."""
+    write_sparse_llama4(tmp_path, published(**changes), form)
+    model = ModelConfig(uri=str(tmp_path), served_name="m", max_model_len=16384)
+    engine = EngineConfig(device="cuda", tensor_parallel_size=gpus, max_num_seqs=16, gpu_memory_utilization=0.8)
+    config = WorkerConfig(model=model, draft=DraftConfig(method="none"), engine=engine)
+    memory = Device(kind="cuda", limit=80 * 2**30, free=80 * 2**30, source="GPU memory", count=gpus)
+    budget = take_inventory(config, Path, torch.device("cuda"), memory).budget
+    assert budget.target.weights / 2**30 == pytest.approx(weights, abs=0.01)
+    assert budget.room_tokens == pytest.approx(tokens, rel=0.005)
