@@ -54,7 +54,6 @@ from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    IgnoredFieldLog,
     NamedToolChoice,
     StreamOptions,
     ignored_header,
@@ -205,7 +204,6 @@ class Service:
         self.counts = ServerCounters(
             time.monotonic, recorder.counts if recorder else None, api_keys=config.server.api_key_metrics
         )
-        self.ignored_fields = IgnoredFieldLog()
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
@@ -536,7 +534,6 @@ async def start(service: Service, route: str, call: Call) -> StartedRequest:
     prompts, choices = await _prepared(service, call, body)
     writer.begin(prompts[0].ids)
     generations = service.start(call, body, choices)
-    service.ignored_fields.record(body.ignored_fields, time.monotonic())
     return StartedRequest(body, prompts, generations, writer)
 
 
@@ -574,7 +571,7 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
     Raises:
         BadRequest: The chat template takes no tools, or its tool call format is unknown.
     """
-    if not body.shown_tools:
+    if not body.tools or body.tool_choice == "none":
         return None
     template = service.model.tokenizer.template
     if template is None or not template.takes_tools:
