@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import math
@@ -14,14 +13,13 @@ import secrets
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
@@ -258,46 +256,6 @@ def prefix_salt(client: str, cache_salt: str, *, shared: bool, router_salt: str 
         return ""
     # JSON keeps the parts apart, so that no combination of values has the salt of another one.
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-# Checks against web pages that call the admin port through a user's browser.
-#
-# A page can reach loopback under a name of its own (DNS rebinding) or send requests across origins. The header ``Host``
-# reveals the first, the header ``Origin`` the second.
-
-
-def is_own_host(host: str, own_names: Container[str]) -> bool:
-    """Return whether ``host`` names this worker: an IP address, ``localhost`` or one of its names.
-
-    A page cannot choose any of these for its own address, whereas every DNS name may be under control of an attacker.
-
-    Args:
-        host: Value of the header ``Host``, with or without a port.
-        own_names: Names of this worker in lower case.
-    """
-    try:
-        parts = urlsplit(f"//{host}")
-        name = parts.hostname
-        _ = parts.port  # raises ValueError for an invalid port
-    except ValueError:
-        return False
-    if not name or parts.netloc != host or "@" in host:
-        return False
-    return name == "localhost" or name in own_names or _is_address(name)
-
-
-def is_own_origin(origin: str, host: str) -> bool:
-    """Return whether a request with these headers ``Origin`` and ``Host`` comes from a page of this worker itself."""
-    scheme, _, rest = origin.partition("://")
-    return scheme in ("http", "https") and rest.lower() == host.lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 # Secrets that are read again when their files change, by a thread of their own.
