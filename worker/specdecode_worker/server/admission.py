@@ -47,7 +47,7 @@ from specdecode_worker.version import VERSION
 
 log = logging.getLogger(__name__)
 
-# Scopes of admin tokens, and the one table of the routes that each scope may call.
+# Scopes of admin tokens, and the routes that each scope may call.
 
 
 class Scope(StrEnum):
@@ -64,26 +64,6 @@ class Scope(StrEnum):
 INTERNAL_PREFIX = "/internal/"
 """Paths between a router and its workers."""
 
-_OPERATOR = frozenset({Scope.operator})
-_OPERATOR_AND_ROUTER = frozenset({Scope.operator, Scope.router})
-_CAPTURE = frozenset({Scope.capture})
-
-ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
-    ("GET", Route.report): _OPERATOR,
-    ("GET", Route.plan): _OPERATOR,
-    ("PUT", Route.plan): _OPERATOR,
-    ("GET", Route.draft): _OPERATOR,
-    ("PUT", Route.draft): _OPERATOR,
-    ("GET", Route.synthetic): _OPERATOR,
-    ("PUT", Route.synthetic): _OPERATOR,
-    ("DELETE", Route.synthetic): _OPERATOR,
-    ("POST", Route.drain): _OPERATOR,
-    ("GET", Route.captures): _CAPTURE,
-    ("GET", f"{Route.captures}/{{name}}"): _CAPTURE,
-    ("POST", Route.capture_deletions): _OPERATOR,
-}
-"""Scopes that may call each route of the admin port."""
-
 
 def scope_of(name: str) -> Scope:
     """Return the scope of the admin token ``name``: the part before a slash."""
@@ -91,12 +71,12 @@ def scope_of(name: str) -> Scope:
 
 
 def allowed_scopes(method: str, path: str) -> frozenset[Scope]:
-    """Return the scopes that may call a route. A route that is not in the table is the operator's alone."""
+    """Return the scopes that may call a route of the admin port."""
     if path.startswith(INTERNAL_PREFIX):
-        return _OPERATOR_AND_ROUTER
-    if path.startswith(f"{Route.captures}/") and (method, path) not in ROUTE_SCOPES:
-        return _CAPTURE
-    return ROUTE_SCOPES.get((method, path), _OPERATOR)
+        return frozenset({Scope.operator, Scope.router})
+    if f"{path}/".startswith(f"{Route.captures}/") and (method, path) != ("POST", Route.capture_deletions):
+        return frozenset({Scope.capture})
+    return frozenset({Scope.operator})
 
 
 # Immutable set of named secrets: API keys by client name, or admin tokens by scope.
