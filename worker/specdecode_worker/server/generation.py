@@ -49,16 +49,6 @@ from specdecode_worker.server.tools import Tokenizer
 NO_COUNTS = ChoiceCounters()
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Output of a choice that an earlier attempt on another worker has emitted."""
-
-    ids: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-    counters: ChoiceCounters = NO_COUNTS
-
-
 class ChoiceOutput:
     """Converter of the tokens of one choice, with the counts of all attempts. ``counters`` are those of earlier ones.
 
@@ -120,7 +110,7 @@ class ChoiceOutput:
         self.finish_reason = piece.finish_reason
         return piece
 
-    def replay(self, progress: Progress, rule: FinishRule) -> list[ChoicePiece]:
+    def replay(self, progress: contract.ChoiceProgress, rule: FinishRule) -> list[ChoicePiece]:
         """Process the output of an earlier attempt token by token, and return its pieces.
 
         Raises:
@@ -129,7 +119,7 @@ class ChoiceOutput:
         if self._scores and len(progress.logprobs) != len(progress.ids):
             raise BadRequest("the progress of a choice lacks log-probabilities of its tokens", param="resume")
         pieces: list[ChoicePiece] = []
-        for tokens in _messages(progress, rule):
+        for tokens in _messages(progress, self._prompt.ids, rule):
             if self.finish_reason is not None:
                 raise BadRequest("the progress of a choice has tokens behind its end", param="resume")
             pieces.append(self.push(tokens))
@@ -176,27 +166,33 @@ def split(tokens: Tokens) -> Iterator[Tokens]:
         )
 
 
-def _messages(progress: Progress, rule: FinishRule) -> Iterator[Tokens]:
+def _messages(progress: contract.ChoiceProgress, prompt: Sequence[int], rule: FinishRule) -> Iterator[Tokens]:
     """Yield the messages in which the engine would have sent the output, one for each token."""
+    logprobs = _with_tokens(progress.ids, progress.logprobs)
     for index, token in enumerate(progress.ids):
         yield Tokens(
             request_id="",
             tokens=(token,),
             finish=rule.finish(token, index + 1),
-            logprobs=progress.logprobs[index : index + 1],
-            prompt_logprobs=progress.prompt_logprobs if index == 0 else (),
+            logprobs=logprobs[index : index + 1],
+            prompt_logprobs=() if index else _with_tokens(prompt[1:], progress.prompt_logprobs),
         )
 
 
-# Earlier attempt of a request on another worker, as a router sends it: checked and converted for the engine.
+def _with_tokens(ids: Sequence[int], logprobs: Sequence[contract.Logprobs]) -> tuple[Logprobs, ...]:
+    """Return log-probabilities with their tokens; none if there are none."""
+    return tuple(Logprobs(token, *one) for token, one in zip(ids, logprobs, strict=False))
+
+
+# Earlier attempt of a request on another worker, as a router sends it.
 
 _decode_sampling = msgspec.msgpack.Decoder(Sampling).decode
 
 
 def earlier_choices(
     request: GenerationRequest, resume: contract.Resume, key: str, limits: ModelLimits
-) -> list[tuple[Sampling, Progress]]:
-    """Return sampling parameters and output so far of each choice of an earlier attempt.
+) -> list[tuple[Sampling, contract.ChoiceProgress]]:
+    """Return sampling parameters and output so far of each choice of an earlier attempt, which are checked.
 
     Args:
         request: The validated request body.
@@ -231,7 +227,7 @@ def contract_logprobs(logprobs: Sequence[Logprobs]) -> tuple[contract.Logprobs, 
 
 def _earlier_choice(
     choice: contract.ChoiceStart, prompt: Sequence[int], progress: contract.ChoiceProgress, limits: ModelLimits
-) -> tuple[Sampling, Progress]:
+) -> tuple[Sampling, contract.ChoiceProgress]:
     try:
         sampling = _decode_sampling(choice.sampling)
     except msgspec.MsgspecError:
@@ -240,19 +236,10 @@ def _earlier_choice(
         raise Incompatible("this worker cannot continue the request: its context length is too small")
     if not all(0 <= token < limits.vocab_size for token in (*prompt, *progress.ids)):
         raise _no_attempt("a token id")
-    return sampling, Progress(
-        ids=progress.ids,
-        logprobs=_with_tokens(progress.ids, progress.logprobs),
-        prompt_logprobs=_with_tokens(prompt[1:], progress.prompt_logprobs),
-        counters=progress.counters,
-    )
-
-
-def _with_tokens(ids: Sequence[int], logprobs: Sequence[contract.Logprobs]) -> tuple[Logprobs, ...]:
-    """Return log-probabilities with their tokens; none if there are none."""
-    if logprobs and len(logprobs) != len(ids):
-        raise _no_attempt("the number of log-probabilities")
-    return tuple(Logprobs(token, *one) for token, one in zip(ids, logprobs, strict=False))
+    for count, logprobs in ((len(progress.ids), progress.logprobs), (len(prompt) - 1, progress.prompt_logprobs)):
+        if logprobs and len(logprobs) != count:
+            raise _no_attempt("the number of log-probabilities")
+    return sampling, progress
 
 
 def _no_attempt(what: str) -> BadRequest:
@@ -301,7 +288,7 @@ def continued_choices(
     model: Model,
     request: GenerationRequest,
     prompts: Sequence[Prompt],
-    earlier: Sequence[tuple[Sampling, Progress]],
+    earlier: Sequence[tuple[Sampling, contract.ChoiceProgress]],
 ) -> list[StartingChoice]:
     """Return the choices that continue an earlier attempt, whose output is replayed.
 
