@@ -470,13 +470,11 @@ class AdmissionQueue:
 
     def _count_active(self, now: float) -> int:
         """Return the number of clients that hold places or were seen recently, and forget the others."""
-        absent = [
-            client
+        self._last_seen = {
+            client: seen
             for client, seen in self._last_seen.items()
-            if client not in self._places and now - seen > _ACTIVE_SECONDS
-        ]
-        for client in absent:
-            del self._last_seen[client]
+            if client in self._places or now - seen <= _ACTIVE_SECONDS
+        }
         return len(self._last_seen)
 
     def wait_seconds(self, leaving: int, now: float) -> int:

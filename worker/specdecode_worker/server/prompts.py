@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -268,11 +267,9 @@ class PromptPreparation:
             )
 
     async def _rendered(self, body: ConversationRequest) -> str:
-        templates = self._templates
-        if templates is None:
-            self._tokenizer.chat_template()  # raises TokenizerProblem
-            raise AssertionError("a model without template pool has no template")
-        conversation = body.rendered()
+        self._tokenizer.chat_template()  # raises TokenizerProblem
+        templates, conversation = self._templates, body.rendered()
+        assert templates is not None, "a model with a template has a pool for it"
         return await self._threads.run(Lane.TEMPLATE, lambda _stopped: templates.render(conversation))
 
     @contextlib.contextmanager
@@ -465,9 +462,8 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket, answers: io.B
     """End a process and wait for it. A process that the kernel has ended already keeps its exit status."""
     answers.close()
     channel.close()
-    deadline = time.monotonic() + 0.05
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.05)
     pipe.close()
     process.wait()
 
