@@ -1,9 +1,8 @@
-"""OpenAI response objects as plain dicts with the fields in their order, and the text of a choice from its tokens."""
+"""OpenAI response objects as plain dicts with the fields in their order."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -11,13 +10,10 @@ from typing import Any
 
 import msgspec
 
-from specdecode_worker.core.messages import Logprobs, Tokens
-from specdecode_worker.server.requests import GenerationRequest
+from specdecode_worker.core.messages import Logprobs
 from specdecode_worker.server.tools import (
     Delta,
     ReasoningParser,
-    StopFinder,
-    Tokenizer,
     ToolParser,
     Vocabulary,
     WrittenCall,
@@ -444,68 +440,3 @@ class CompletionWriter(ResponseWriter):
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
         return completion_logprobs(scored, self.context.vocabulary) if self.context.logprobs else None
-
-
-# Incremental detokenization of one choice, with stop strings and log-probabilities.
-#
-# Tokens are processed one by one even if a step returns several, so that the text and the token counts are equal to
-# those of decoding without speculation.
-
-
-class ChoiceDetokenizer:
-    """Converter of the tokens of one choice into text pieces.
-
-    ``first_offset`` is the number of characters that precede the output in the text that the client receives: the
-    length of an echoed prompt, else 0.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], request: GenerationRequest, *, first_offset: int = 0
-    ) -> None:
-        self._min_tokens, self._scores = request.min_tokens, request.top_logprobs_count is not None
-        self._shows_stop = request.include_stop_str_in_output
-        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=request.skip_special_tokens)
-        self._stops = StopFinder(request.stop, shows_stop=self._shows_stop)
-        self._decoded = self._shown = first_offset
-        self._unsent: deque[ScoredToken] = deque()
-        self.count = 0
-        """Number of tokens so far. A stop token counts although its text is not returned."""
-
-    def push(self, tokens: Tokens) -> ChoicePiece:
-        """Return the piece that ``tokens`` add. A piece that reaches a stop string has a finish reason."""
-        text = ""
-        for i, token in enumerate(tokens.tokens):
-            self.count += 1
-            logprobs = tokens.logprobs[i] if tokens.logprobs else None
-            ends = tokens.finish == "stop" and i == len(tokens.tokens) - 1
-            if ends and not self._shows_stop:
-                break
-            text += self._push_token(token, logprobs)
-            if self._stops.matched is not None:
-                return self._piece(text, "stop")
-        if tokens.finish is None:
-            return self._piece(text, None)
-        text += self._search(self._text.flush())
-        text += self._stops.flush()
-        return self._piece(text, "stop" if self._stops.matched is not None else tokens.finish)
-
-    def _push_token(self, token: int, logprobs: Logprobs | None) -> str:
-        if self._scores:
-            self._unsent.append(ScoredToken(token, self._decoded, logprobs))
-        return self._search(self._text.push(token))
-
-    def _search(self, text: str) -> str:
-        self._decoded += len(text)
-        return self._stops.push(text, may_end=self.count > self._min_tokens)
-
-    def _piece(self, text: str, finish_reason: str | None) -> ChoicePiece:
-        """Build a piece with ``text`` and the scored tokens that begin in the text returned so far.
-
-        A token that begins behind a stop string is never returned.
-        """
-        self._shown += len(text)
-        send_all = finish_reason is not None and self._stops.matched is None
-        sendable = []
-        while self._unsent and (send_all or self._unsent[0].offset < self._shown):  # offsets never decrease
-            sendable.append(self._unsent.popleft())
-        return ChoicePiece(text, finish_reason, tuple(sendable))
