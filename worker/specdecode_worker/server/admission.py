@@ -557,7 +557,7 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Model
         BadRequest: The prompt is empty, has ids outside the vocabulary, or exceeds the context length together with
             the requested output.
     """
-    field = prompt_field(request)
+    field = "prompt" if isinstance(request, CompletionRequest) else "messages"
     if not prompt:
         raise invalid_value("the prompt is empty", field)
     wanted = max(request.token_limit or 1, request.min_tokens, 1)
@@ -607,11 +607,6 @@ def token_limits(request: GenerationRequest, prompts: Sequence[Sequence[int]], l
         "or send fewer prompts",
         "logprobs",
     )
-
-
-def prompt_field(request: object) -> str:
-    """Return the name of the field that has the prompt."""
-    return "prompt" if isinstance(request, CompletionRequest) else "messages"
 
 
 def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> None:

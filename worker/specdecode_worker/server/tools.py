@@ -695,7 +695,10 @@ class PythonicParser:
         text, self._held = self._held, ""
         try:
             calls = text.strip().removeprefix(_START).removesuffix(_END)
-            return [self._call(call) for call in _calls(calls)]
+            expression = ast.parse(calls.strip(), mode="eval").body
+            if not isinstance(expression, ast.List) or not expression.elts:
+                raise ValueError("no list of calls")
+            return [self._call(call) for call in expression.elts]
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return text_deltas(text)
 
@@ -720,21 +723,6 @@ class _Literals(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return the constant of a name such as `true`, else the name."""
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
-
-
-def _calls(text: str) -> list[ast.expr]:
-    """Parse a list of expressions.
-
-    Raises:
-        ValueError: The text is empty or no list.
-        SyntaxError: The text is no Python expression.
-    """
-    if not text.strip():
-        raise ValueError("empty")
-    expression = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(expression, ast.List) or not expression.elts:
-        raise ValueError("no list")
-    return expression.elts
 
 
 # Choice of the tool call parser for a model. The names are those of vLLM's --tool-call-parser.

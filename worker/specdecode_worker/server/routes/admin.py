@@ -274,7 +274,9 @@ def _add_plan(app: FastAPI, service: Service) -> None:
 def _add_draft(app: FastAPI, service: Service) -> None:
     @app.get(Route.draft)
     async def get_draft() -> Response:
-        return JSONResponse(await _drafts(service))
+        report = await service.report()
+        named = [draft.model_dump() for draft in report.named_drafts]
+        return JSONResponse({"draft": report.draft.model_dump(), "named_drafts": named})
 
     @app.put(Route.draft)
     async def put_draft(request: Request) -> Response:
@@ -282,14 +284,6 @@ def _add_draft(app: FastAPI, service: Service) -> None:
         expected = await service.begin_draft_swap(new.config(), new.name, new.expected_hash)
         body = {**new.model_dump(exclude={"expected_hash"}), "hash": expected, "status": Route.draft}
         return JSONResponse(body, status_code=202, headers={"Location": Route.draft})
-
-
-async def _drafts(service: Service) -> dict[str, object]:
-    report = await service.report()
-    return {
-        "draft": report.draft.model_dump(),
-        "named_drafts": [draft.model_dump() for draft in report.named_drafts],
-    }
 
 
 def _add_synthetic(app: FastAPI, service: Service) -> None:
