@@ -340,10 +340,9 @@ class ChatWriter(ResponseWriter):
 
     def _choice(self, index: int, choice: FinishedChoice) -> Json:
         turn = self._turn(index)
-        turn.read(choice.text, last=True)
         return {
             "index": index,
-            "message": turn.message(),
+            "message": turn.message(turn.read(choice.text, last=True)),
             "logprobs": self._logprobs(choice.scored),
             "finish_reason": turn.reason(choice.finish_reason),
         }
@@ -360,7 +359,7 @@ class ChatWriter(ResponseWriter):
 
 
 class _Turn:
-    """State of one choice: separates the text into content and tool calls, and collects the message."""
+    """State of one choice: separates the text into thinking, content and tool calls."""
 
     def __init__(
         self, tools: ToolCallOptions | None, reasoning: Callable[[], ReasoningParser] | None, identity: str
@@ -368,11 +367,9 @@ class _Turn:
         """Start with empty text. ``identity`` distinguishes the choice from all others; call ids depend on it."""
         self._identity = identity
         self._reasoning = None if reasoning is None else reasoning()
-        self._thought = ""
         self._parser = tools.parser() if tools is not None else None
         self._most_calls = None if tools is None or tools.parallel else 1
         self._reason_of_calls = "stop" if tools is not None and tools.named else "tool_calls"
-        self._text = ""
         self._calls: list[Json] = []
         self.unsent: tuple[ScoredToken, ...] = ()
         """Scored tokens that are not sent yet, because the parser holds back their text."""
@@ -380,7 +377,6 @@ class _Turn:
     def read(self, text: str, *, last: bool) -> list[Json]:
         """Return OpenAI's deltas for new text; ``last`` ends the text."""
         thought, text = ("", text) if self._reasoning is None else self._reasoning.push(text, last=last)
-        self._thought += thought
         if self._parser is None:
             deltas: list[Delta] = text_deltas(text)
         else:
@@ -388,13 +384,14 @@ class _Turn:
         read = [delta_json for delta in deltas if (delta_json := self._to_json(delta)) is not None]
         return [{"reasoning_content": thought}, *read] if thought else read
 
-    def message(self) -> Json:
-        """Return the complete message of the assistant."""
-        message: Json = {"role": "assistant", "content": self._text, "refusal": None}
+    def message(self, deltas: Sequence[Json]) -> Json:
+        """Return the message of the assistant that all deltas of the choice are parts of."""
+        text, thought = ("".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning_content"))
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._reasoning is not None:
-            message |= {"content": self._text or None, "reasoning_content": self._thought or None}
+            message |= {"content": text or None, "reasoning_content": thought or None}
         if self._calls:
-            message |= {"content": self._text or None, "tool_calls": self._calls}
+            message |= {"content": text or None, "tool_calls": self._calls}
         return message
 
     def reason(self, finish_reason: str) -> str:
@@ -404,7 +401,6 @@ class _Turn:
     def _to_json(self, delta: Delta) -> Json | None:
         """Return OpenAI's delta; None for a call that is dropped because parallel calls are off."""
         if not isinstance(delta, WrittenCall):
-            self._text += delta
             return {"content": delta}
         index = len(self._calls)
         if self._most_calls is not None and index >= self._most_calls:
