@@ -268,9 +268,9 @@ class PromptPreparation:
 
     async def _rendered(self, body: ConversationRequest) -> str:
         self._tokenizer.chat_template()  # raises TokenizerProblem
-        templates, conversation = self._templates, body.rendered()
+        templates = self._templates
         assert templates is not None, "a model with a template has a pool for it"
-        return await self._threads.run(Lane.TEMPLATE, lambda _stopped: templates.render(conversation))
+        return await self._threads.run(Lane.TEMPLATE, lambda _stopped: templates.render(body.rendered()))
 
     @contextlib.contextmanager
     def _counted(self, characters: int) -> Iterator[None]:

@@ -561,7 +561,7 @@ def _content(value: Any) -> Any:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
+            raise ValueError(f"only parts of type 'text' are supported, got {kind!r:.40}")
     return value
 
 

@@ -73,6 +73,9 @@ def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
 def test_message_content_may_be_a_list_of_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat(messages=[{"role": "user", "content": parts}]).messages[0].text == "a\nb"
+    with pytest.raises(BadRequest, match="only parts of type 'text' are supported, got 'xxx") as refused:
+        chat(messages=[{"role": "user", "content": ["x" * 10_000]}])
+    assert len(str(refused.value)) < 200, "the text is not sent back"
 
 
 def test_echoed_assistant_message_is_accepted() -> None:
