@@ -257,16 +257,12 @@ async def test_fields_without_effect_are_accepted(client: httpx.AsyncClient) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_unknown_fields_are_ignored_and_named_in_a_header(
-    client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, stream: bool
-) -> None:
+async def test_unknown_fields_are_ignored_and_named_in_a_header(client: httpx.AsyncClient, stream: bool) -> None:
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", PROMPT)):
         sent = {**body, "max_tokens": 5, "stream": stream}
         answer = await client.post(path, json={**sent, "foo": 1, "b\n": 2})
         assert (answer.status_code, answer.headers["X-Specdecode-Ignored"]) == (200, "foo, b%0A"), answer.text
         assert "X-Specdecode-Ignored" not in (await client.post(path, json=sent)).headers
-    (logged,) = [one.getMessage() for one in caplog.records if "ignored" in one.getMessage()]
-    assert logged == r"unknown fields of 1 requests were ignored: ['b\n', 'foo']"
     answer = await client.post("/tokenize", json={"prompt": "hi", "foo": 1})
     assert (answer.status_code, answer.headers["X-Specdecode-Ignored"]) == (200, "foo")
 

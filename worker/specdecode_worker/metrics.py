@@ -365,18 +365,22 @@ def _rank_counts(report: Report) -> Counter[tuple[str, ...]]:
 
 
 def _add_guard(add: FamilyList, report: Report) -> None:
+    """Add the metrics of the guard, by bucket.
+
+    Tasks may run several shapes in one bucket: it is suppressed if all of them are, and its time is that of the fastest.
+    """
+    suppressed: dict[tuple[str, str], bool] = {}
+    seconds: dict[tuple[str, ...], float] = {}
+    for cell in report.guard:
+        load = (str(cell.concurrency), str(cell.context))
+        suppressed[load] = suppressed.get(load, True) and cell.suppressed
+        for how, value in (("speculative", cell.speculative), ("plain", cell.plain)):
+            if value is not None:
+                seconds[*load, how] = min(value, seconds.get((*load, how), value))
     text = "Plan buckets in which the guard suppresses speculation."
-    add.gauge(Metric.guard_suppressed, text, sum(cell.suppressed for cell in report.guard))
-    cells = [((str(cell.concurrency), str(cell.context)), cell) for cell in report.guard]
+    add.gauge(Metric.guard_suppressed, text, sum(suppressed.values()))
     text = "1 if the guard suppresses speculation in this plan bucket, else 0."
-    state = [(load, cell.suppressed) for load, cell in cells]
-    add.gauge(Metric.guard_state, text, state, "concurrency", "context")
-    seconds = [
-        ((*load, how), value)
-        for load, cell in cells
-        for how, value in (("speculative", cell.speculative), ("plain", cell.plain))
-        if value is not None
-    ]
+    add.gauge(Metric.guard_state, text, suppressed, "concurrency", "context")
     text = "Seconds per token with and without speculation, as the guard compares them."
     add.gauge(Metric.guard_time_per_token_seconds, text, seconds, "concurrency", "context", "mode")
 

@@ -143,6 +143,11 @@ def test_text_of_some_contexts_is_bounded_too(worker: WorkerProcess) -> None:
     assert seconds <= 4 * REFUSAL_SECONDS
 
 
+def test_many_messages_are_refused_at_once(worker: WorkerProcess) -> None:
+    fields = {"messages": [{"role": "user", "content": ""}] * 120_000}
+    _assert_refused_at_once(worker, "/v1/chat/completions", fields, "at most 4096 messages", 4)
+
+
 def _assert_refused_at_once(worker: WorkerProcess, path: str, fields: dict[str, Any], reason: str, count: int) -> float:
     """Assert that requests at once are refused and delay no other one. Return the time of the refusals."""
     body = {"model": "small", **fields}

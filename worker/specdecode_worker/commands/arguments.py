@@ -24,6 +24,7 @@ from specdecode_worker.commands.flags import (
     add_shape_flags,
     add_tensor_parallel_flag,
     default_by_device,
+    positive,
 )
 from specdecode_worker.contract import (
     DRAFT_FREE,
@@ -170,7 +171,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``bench``."""
     text = "batch sizes, one row of the table each (default: 1)"
     add_flag(parser, "--concurrency", text, (1,), type=_counts, metavar="1,2,4")
-    add_flag(parser, "--rounds", "repetitions of plain, speculative, speculative, plain", 1)
+    add_flag(parser, "--rounds", "repetitions of plain, speculative, speculative, plain", 1, type=positive)
     add_model_flags(parser)
     add_placement_flag(parser)
     add_shape_flags(parser)
@@ -197,7 +198,7 @@ def _add_eval(parser: argparse.ArgumentParser) -> None:
     add_flag(parser, "--max-tokens", "length of an answer", 256)
     add_flag(parser, "--against", "target in another format, usually bf16, to measure the draft on too", metavar="URI")
     add_flag(parser, "--temperature", "of the answers (default: greedy)", (0.0,), type=_temperatures, metavar="T,T")
-    add_flag(parser, "--concurrency", "batch size", 8, metavar="N")
+    add_flag(parser, "--concurrency", "batch size", 8, type=positive, metavar="N")
     add_tensor_parallel_flag(parser)
 
 

@@ -21,8 +21,6 @@ def run(args: argparse.Namespace) -> int:
         method, _ = method_and_draft(args)
         if method == "none" or not args.prompts:
             raise ValueError("eval needs a draft and --prompts FILE.jsonl")
-        if args.concurrency < 1:
-            raise ValueError(f"--concurrency is {args.concurrency}; it must be at least 1")
     except ValueError as error:
         print(f"specdecode-worker eval: {error}", file=sys.stderr)
         return 2

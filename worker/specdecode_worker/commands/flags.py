@@ -85,7 +85,7 @@ def add_device_flag(parser: argparse.ArgumentParser) -> None:
 def add_tensor_parallel_flag(parser: argparse.ArgumentParser) -> None:
     """Add --tensor-parallel-size."""
     parser.add_argument(
-        "--tensor-parallel-size", "-tp", type=_positive, default=1, metavar="N", help="devices that share the target"
+        "--tensor-parallel-size", "-tp", type=positive, default=1, metavar="N", help="devices that share the target"
     )
 
 
@@ -163,7 +163,7 @@ def model_config(args: argparse.Namespace, served_name: str) -> ModelConfig:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     """Parse a number of at least 1. Raise ArgumentTypeError for other text."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")

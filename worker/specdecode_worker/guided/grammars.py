@@ -207,8 +207,8 @@ _MOST_GBNF_WORK = 2**24
 
 
 def check_size(*texts: str, most: int = MAX_GRAMMAR_BYTES) -> None:
-    """Raise GrammarRefused for texts that are too long together, before any other work on them."""
-    if sum(map(len, texts)) > most:
+    """Raise GrammarRefused for texts that have more than ``most`` bytes together, before any other work on them."""
+    if sum(len(text.encode()) for text in texts) > most:
         raise GrammarRefused(f"the grammar has more than {most} bytes")
 
 
@@ -431,10 +431,11 @@ class GrammarCompiler:
         """Return the matcher of a grammar, or the reason why it cannot be used."""
         if not self._end_tokens:
             return "the model has no end-of-text token, so a guided answer could not end"
-        if len(grammar.encode()) > MAX_GRAMMAR_BYTES:
-            return f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes"
         try:
+            check_size(grammar)
             return _on_large_stack(lambda: self._build(grammar))
+        except GrammarRefused as error:
+            return str(error)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library is not an Exception

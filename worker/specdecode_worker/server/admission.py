@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import ipaddress
 import json
 import logging
 import math
@@ -14,14 +13,13 @@ import secrets
 import tempfile
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
@@ -49,7 +47,7 @@ from specdecode_worker.version import VERSION
 
 log = logging.getLogger(__name__)
 
-# Scopes of admin tokens, and the one table of the routes that each scope may call.
+# Scopes of admin tokens, and the routes that each scope may call.
 
 
 class Scope(StrEnum):
@@ -66,26 +64,6 @@ class Scope(StrEnum):
 INTERNAL_PREFIX = "/internal/"
 """Paths between a router and its workers."""
 
-_OPERATOR = frozenset({Scope.operator})
-_OPERATOR_AND_ROUTER = frozenset({Scope.operator, Scope.router})
-_CAPTURE = frozenset({Scope.capture})
-
-ROUTE_SCOPES: Mapping[tuple[str, str], frozenset[Scope]] = {
-    ("GET", Route.report): _OPERATOR,
-    ("GET", Route.plan): _OPERATOR,
-    ("PUT", Route.plan): _OPERATOR,
-    ("GET", Route.draft): _OPERATOR,
-    ("PUT", Route.draft): _OPERATOR,
-    ("GET", Route.synthetic): _OPERATOR,
-    ("PUT", Route.synthetic): _OPERATOR,
-    ("DELETE", Route.synthetic): _OPERATOR,
-    ("POST", Route.drain): _OPERATOR,
-    ("GET", Route.captures): _CAPTURE,
-    ("GET", f"{Route.captures}/{{name}}"): _CAPTURE,
-    ("POST", Route.capture_deletions): _OPERATOR,
-}
-"""Scopes that may call each route of the admin port."""
-
 
 def scope_of(name: str) -> Scope:
     """Return the scope of the admin token ``name``: the part before a slash."""
@@ -93,12 +71,12 @@ def scope_of(name: str) -> Scope:
 
 
 def allowed_scopes(method: str, path: str) -> frozenset[Scope]:
-    """Return the scopes that may call a route. A route that is not in the table is the operator's alone."""
+    """Return the scopes that may call a route of the admin port."""
     if path.startswith(INTERNAL_PREFIX):
-        return _OPERATOR_AND_ROUTER
-    if path.startswith(f"{Route.captures}/") and (method, path) not in ROUTE_SCOPES:
-        return _CAPTURE
-    return ROUTE_SCOPES.get((method, path), _OPERATOR)
+        return frozenset({Scope.operator, Scope.router})
+    if f"{path}/".startswith(f"{Route.captures}/") and (method, path) != ("POST", Route.capture_deletions):
+        return frozenset({Scope.capture})
+    return frozenset({Scope.operator})
 
 
 # Immutable set of named secrets: API keys by client name, or admin tokens by scope.
@@ -258,46 +236,6 @@ def prefix_salt(client: str, cache_salt: str, *, shared: bool, router_salt: str 
         return ""
     # JSON keeps the parts apart, so that no combination of values has the salt of another one.
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-# Checks against web pages that call the admin port through a user's browser.
-#
-# A page can reach loopback under a name of its own (DNS rebinding) or send requests across origins. The header ``Host``
-# reveals the first, the header ``Origin`` the second.
-
-
-def is_own_host(host: str, own_names: Container[str]) -> bool:
-    """Return whether ``host`` names this worker: an IP address, ``localhost`` or one of its names.
-
-    A page cannot choose any of these for its own address, whereas every DNS name may be under control of an attacker.
-
-    Args:
-        host: Value of the header ``Host``, with or without a port.
-        own_names: Names of this worker in lower case.
-    """
-    try:
-        parts = urlsplit(f"//{host}")
-        name = parts.hostname
-        _ = parts.port  # raises ValueError for an invalid port
-    except ValueError:
-        return False
-    if not name or parts.netloc != host or "@" in host:
-        return False
-    return name == "localhost" or name in own_names or _is_address(name)
-
-
-def is_own_origin(origin: str, host: str) -> bool:
-    """Return whether a request with these headers ``Origin`` and ``Host`` comes from a page of this worker itself."""
-    scheme, _, rest = origin.partition("://")
-    return scheme in ("http", "https") and rest.lower() == host.lower()
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 # Secrets that are read again when their files change, by a thread of their own.
@@ -532,13 +470,11 @@ class AdmissionQueue:
 
     def _count_active(self, now: float) -> int:
         """Return the number of clients that hold places or were seen recently, and forget the others."""
-        absent = [
-            client
+        self._last_seen = {
+            client: seen
             for client, seen in self._last_seen.items()
-            if client not in self._places and now - seen > _ACTIVE_SECONDS
-        ]
-        for client in absent:
-            del self._last_seen[client]
+            if client in self._places or now - seen <= _ACTIVE_SECONDS
+        }
         return len(self._last_seen)
 
     def wait_seconds(self, leaving: int, now: float) -> int:
@@ -621,7 +557,7 @@ def token_limit(request: GenerationRequest, prompt: Sequence[int], limits: Model
         BadRequest: The prompt is empty, has ids outside the vocabulary, or exceeds the context length together with
             the requested output.
     """
-    field = prompt_field(request)
+    field = "prompt" if isinstance(request, CompletionRequest) else "messages"
     if not prompt:
         raise invalid_value("the prompt is empty", field)
     wanted = max(request.token_limit or 1, request.min_tokens, 1)
@@ -671,11 +607,6 @@ def token_limits(request: GenerationRequest, prompts: Sequence[Sequence[int]], l
         "or send fewer prompts",
         "logprobs",
     )
-
-
-def prompt_field(request: object) -> str:
-    """Return the name of the field that has the prompt."""
-    return "prompt" if isinstance(request, CompletionRequest) else "messages"
 
 
 def _check_tokens(tokens: Iterable[int], field: str, limits: ModelLimits) -> None:

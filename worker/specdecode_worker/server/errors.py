@@ -94,7 +94,7 @@ class Unauthorized(ApiError):
 
 
 class Forbidden(ApiError):
-    """Response 403: the admin port was called by a foreign web page, or with a token that lacks the scope."""
+    """Response 403: the admin port was called with a token that lacks the scope."""
 
     status, type, code = 403, "permission_error", "insufficient_scope"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,26 +38,19 @@ from specdecode_worker.server.errors import (
 from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import GenerationRequest
 from specdecode_worker.server.responses import (
-    ChoiceDetokenizer,
     ChoicePiece,
     ChoiceStatistics,
     FinishedChoice,
+    ScoredToken,
 )
-from specdecode_worker.server.tools import Tokenizer
+from specdecode_worker.server.tools import StopFinder, Tokenizer
 
 # Output of one choice: converts its tokens into pieces of text, whether they arrive or are replayed.
+#
+# Tokens are processed one by one even if a step returns several, so that the text and the token counts are equal to
+# those of decoding without speculation.
 
 NO_COUNTS = ChoiceCounters()
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Output of a choice that an earlier attempt on another worker has emitted."""
-
-    ids: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()
-    prompt_logprobs: tuple[Logprobs, ...] = ()
-    counters: ChoiceCounters = NO_COUNTS
 
 
 class ChoiceOutput:
@@ -77,14 +71,18 @@ class ChoiceOutput:
         self._prompt, self._echo = prompt, prompt.echo
         self._scores, self._counts_prompt = request.top_logprobs_count is not None, counts_prompt
         self.generates = request.generates
-        first_offset = len(prompt.echo.text) if prompt.echo is not None else 0
-        self._detokenizer = ChoiceDetokenizer(tokenizer, prompt.ids, request, first_offset=first_offset)
+        self._min_tokens, self._shows_stop = request.min_tokens, request.include_stop_str_in_output
+        self._text = tokenizer.detokenizer(prompt.ids, skip_special_tokens=request.skip_special_tokens)
+        self._stops = StopFinder(request.stop, shows_stop=self._shows_stop)
+        self._decoded = self._shown = 0 if prompt.echo is None else len(prompt.echo.text)
+        """Numbers of characters so far, with those of an echoed prompt: decoded ones, and those that pieces have."""
+        self._unsent: deque[ScoredToken] = deque()
         self._earlier, self.counters = counters, counters
         """Counts of the choice in earlier attempts, and so far."""
         self._drafts = self._accepted = 0
         """Totals of the engine's last message, which are those of this attempt."""
         self.length = 0
-        """Number of output tokens so far. Tokens behind a stop string are not part of the output."""
+        """Number of output tokens so far, with a stop token. Tokens behind a stop string are not part of the output."""
         self.finish_reason: str | None = None
 
     @property
@@ -93,7 +91,7 @@ class ChoiceOutput:
         now = self.counters
         return ChoiceStatistics(
             prompt_tokens=len(self._prompt.ids),
-            completion_tokens=self._detokenizer.count,
+            completion_tokens=self.length if self.generates else 0,
             cached_tokens=now.cached_tokens,
             draft_tokens=now.draft_tokens,
             acceptance=now.acceptance,
@@ -114,13 +112,12 @@ class ChoiceOutput:
             self.length += len(tokens.tokens)
             piece = ChoicePiece(echo.text, "length", echo.scored)
         else:
-            new = self._detokenizer.push(tokens)
-            self.length = self._detokenizer.count
+            new = self._decode(tokens)
             piece = ChoicePiece(echo.text + new.text, new.finish_reason, echo.scored + new.scored)
         self.finish_reason = piece.finish_reason
         return piece
 
-    def replay(self, progress: Progress, rule: FinishRule) -> list[ChoicePiece]:
+    def replay(self, progress: contract.ChoiceProgress, rule: FinishRule) -> list[ChoicePiece]:
         """Process the output of an earlier attempt token by token, and return its pieces.
 
         Raises:
@@ -129,11 +126,46 @@ class ChoiceOutput:
         if self._scores and len(progress.logprobs) != len(progress.ids):
             raise BadRequest("the progress of a choice lacks log-probabilities of its tokens", param="resume")
         pieces: list[ChoicePiece] = []
-        for tokens in _messages(progress, rule):
+        for tokens in _messages(progress, self._prompt.ids, rule):
             if self.finish_reason is not None:
                 raise BadRequest("the progress of a choice has tokens behind its end", param="resume")
             pieces.append(self.push(tokens))
         return pieces
+
+    def _decode(self, tokens: Tokens) -> ChoicePiece:
+        """Return the piece of the generated text. One that reaches a stop string has a finish reason."""
+        text = ""
+        for i, token in enumerate(tokens.tokens):
+            self.length += 1
+            ends = tokens.finish == "stop" and i == len(tokens.tokens) - 1
+            if ends and not self._shows_stop:
+                break
+            if self._scores:
+                self._unsent.append(ScoredToken(token, self._decoded, tokens.logprobs[i]))
+            text += self._search(self._text.push(token))
+            if self._stops.matched is not None:
+                return self._piece(text, "stop")
+        if tokens.finish is None:
+            return self._piece(text, None)
+        text += self._search(self._text.flush())
+        text += self._stops.flush()
+        return self._piece(text, "stop" if self._stops.matched is not None else tokens.finish)
+
+    def _search(self, text: str) -> str:
+        self._decoded += len(text)
+        return self._stops.push(text, may_end=self.length > self._min_tokens)
+
+    def _piece(self, text: str, finish_reason: str | None) -> ChoicePiece:
+        """Build a piece with ``text`` and the scored tokens that begin in the text returned so far.
+
+        A token that begins behind a stop string is never returned.
+        """
+        self._shown += len(text)
+        send_all = finish_reason is not None and self._stops.matched is None
+        sendable = []
+        while self._unsent and (send_all or self._unsent[0].offset < self._shown):  # offsets never decrease
+            sendable.append(self._unsent.popleft())
+        return ChoicePiece(text, finish_reason, tuple(sendable))
 
     def _count(self, tokens: Tokens) -> None:
         """Add the engine's counters, which are totals of this attempt, to those of earlier attempts."""
@@ -176,27 +208,33 @@ def split(tokens: Tokens) -> Iterator[Tokens]:
         )
 
 
-def _messages(progress: Progress, rule: FinishRule) -> Iterator[Tokens]:
+def _messages(progress: contract.ChoiceProgress, prompt: Sequence[int], rule: FinishRule) -> Iterator[Tokens]:
     """Yield the messages in which the engine would have sent the output, one for each token."""
+    logprobs = _with_tokens(progress.ids, progress.logprobs)
     for index, token in enumerate(progress.ids):
         yield Tokens(
             request_id="",
             tokens=(token,),
             finish=rule.finish(token, index + 1),
-            logprobs=progress.logprobs[index : index + 1],
-            prompt_logprobs=progress.prompt_logprobs if index == 0 else (),
+            logprobs=logprobs[index : index + 1],
+            prompt_logprobs=() if index else _with_tokens(prompt[1:], progress.prompt_logprobs),
         )
 
 
-# Earlier attempt of a request on another worker, as a router sends it: checked and converted for the engine.
+def _with_tokens(ids: Sequence[int], logprobs: Sequence[contract.Logprobs]) -> tuple[Logprobs, ...]:
+    """Return log-probabilities with their tokens; none if there are none."""
+    return tuple(Logprobs(token, *one) for token, one in zip(ids, logprobs, strict=False))
+
+
+# Earlier attempt of a request on another worker, as a router sends it.
 
 _decode_sampling = msgspec.msgpack.Decoder(Sampling).decode
 
 
 def earlier_choices(
     request: GenerationRequest, resume: contract.Resume, key: str, limits: ModelLimits
-) -> list[tuple[Sampling, Progress]]:
-    """Return sampling parameters and output so far of each choice of an earlier attempt.
+) -> list[tuple[Sampling, contract.ChoiceProgress]]:
+    """Return sampling parameters and output so far of each choice of an earlier attempt, which are checked.
 
     Args:
         request: The validated request body.
@@ -231,7 +269,7 @@ def contract_logprobs(logprobs: Sequence[Logprobs]) -> tuple[contract.Logprobs, 
 
 def _earlier_choice(
     choice: contract.ChoiceStart, prompt: Sequence[int], progress: contract.ChoiceProgress, limits: ModelLimits
-) -> tuple[Sampling, Progress]:
+) -> tuple[Sampling, contract.ChoiceProgress]:
     try:
         sampling = _decode_sampling(choice.sampling)
     except msgspec.MsgspecError:
@@ -240,19 +278,10 @@ def _earlier_choice(
         raise Incompatible("this worker cannot continue the request: its context length is too small")
     if not all(0 <= token < limits.vocab_size for token in (*prompt, *progress.ids)):
         raise _no_attempt("a token id")
-    return sampling, Progress(
-        ids=progress.ids,
-        logprobs=_with_tokens(progress.ids, progress.logprobs),
-        prompt_logprobs=_with_tokens(prompt[1:], progress.prompt_logprobs),
-        counters=progress.counters,
-    )
-
-
-def _with_tokens(ids: Sequence[int], logprobs: Sequence[contract.Logprobs]) -> tuple[Logprobs, ...]:
-    """Return log-probabilities with their tokens; none if there are none."""
-    if logprobs and len(logprobs) != len(ids):
-        raise _no_attempt("the number of log-probabilities")
-    return tuple(Logprobs(token, *one) for token, one in zip(ids, logprobs, strict=False))
+    for count, logprobs in ((len(progress.ids), progress.logprobs), (len(prompt) - 1, progress.prompt_logprobs)):
+        if logprobs and len(logprobs) != count:
+            raise _no_attempt("the number of log-probabilities")
+    return sampling, progress
 
 
 def _no_attempt(what: str) -> BadRequest:
@@ -301,7 +330,7 @@ def continued_choices(
     model: Model,
     request: GenerationRequest,
     prompts: Sequence[Prompt],
-    earlier: Sequence[tuple[Sampling, Progress]],
+    earlier: Sequence[tuple[Sampling, contract.ChoiceProgress]],
 ) -> list[StartingChoice]:
     """Return the choices that continue an earlier attempt, whose output is replayed.
 

@@ -35,7 +35,7 @@ from specdecode_worker.server.errors import (
 )
 from specdecode_worker.server.generation import Output, contract_logprobs
 from specdecode_worker.server.responses import ChoicePiece, usage
-from specdecode_worker.server.service import Call, EventEncoder, Service, StartedRequest, start
+from specdecode_worker.server.service import Call, Service, StartedRequest, start
 
 log = logging.getLogger(__name__)
 
@@ -154,14 +154,11 @@ class FrameStream(StreamingResponse):
             raise Unavailable("this worker is shutting down", code="draining")
         started = self._started = await start(self._service, request.route, _call_of(request, self._service))
         delivered = _delivered(request, len(started.generations))
-        encoder = EventEncoder(started)
-        await self._channel.put(_open_frame(started, encoder, self._service.compatibility_key))
-        readers = [
-            _ChoiceReader(started, encoder, index, self._channel, count) for index, count in enumerate(delivered)
-        ]
+        await self._channel.put(_open_frame(started, self._service.compatibility_key))
+        readers = [_ChoiceReader(started, index, self._channel, count) for index, count in enumerate(delivered)]
         await _all_or_first_error([reader.run() for reader in readers])
         if started.body.stream:
-            body = b"".join(encoder.closing())
+            body = b"".join(started.closing())
         else:
             choices = [one.choice(reader.pieces) for one, reader in zip(started.generations, readers, strict=True)]
             body = await started.encode_whole(choices)
@@ -177,11 +174,9 @@ class FrameStream(StreamingResponse):
 class _ChoiceReader:
     """Reader of one generation, which puts its steps on the channel. ``pieces`` has the output without a stream."""
 
-    def __init__(
-        self, started: StartedRequest, encoder: EventEncoder, index: int, channel: FrameChannel, delivered: int
-    ) -> None:
+    def __init__(self, started: StartedRequest, index: int, channel: FrameChannel, delivered: int) -> None:
         self._generation, self._index, self._channel = started.generations[index], index, channel
-        self._encoder = encoder if started.body.stream else None
+        self._streamed = started if started.body.stream else None
         self._delivered = delivered
         # Where text is held back, the boundaries of pieces decide which events a step has, and which log-probabilities
         # wait with the text. With one piece for each token, a continuation on another worker has the same events.
@@ -191,15 +186,15 @@ class _ChoiceReader:
 
     async def run(self) -> None:
         """Put all steps on the channel. Raises ApiError."""
-        if self._encoder is not None:
-            await self._encoder.skip(self._index, self._generation.replayed)
+        if self._streamed is not None:
+            await self._streamed.skip(self._index, self._generation.replayed)
         async for output in self._generation.outputs(one_by_one=self._one_by_one):
             events = b""
-            if output.piece.is_shown and self._encoder is not None:
+            if output.piece.is_shown and self._streamed is not None:
                 if output.index + output.count <= self._delivered:
-                    await self._encoder.skip(self._index, [output.piece])
+                    await self._streamed.skip(self._index, [output.piece])
                 else:
-                    events = b"".join(await self._encoder.encode(self._index, output.piece))
+                    events = b"".join(await self._streamed.events(self._index, output.piece))
             elif output.piece.is_shown:
                 self.pieces.append(output.piece)
             if output.count:
@@ -228,7 +223,7 @@ def error_frame(error: ApiError) -> contract.Error:
     )
 
 
-def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> contract.Open:
+def _open_frame(started: StartedRequest, key: str) -> contract.Open:
     made = started.body.n
     return contract.Open(
         compatibility_key=key,
@@ -239,7 +234,7 @@ def _open_frame(started: StartedRequest, encoder: EventEncoder, key: str) -> con
         ),
         created=started.writer.context.created,
         stream=started.body.stream,
-        opening=b"".join(encoder.opening()) if started.body.stream else b"",
+        opening=b"".join(started.opening()) if started.body.stream else b"",
         headers=tuple(started.headers.items()),
     )
 

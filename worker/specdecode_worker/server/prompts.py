@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -268,12 +267,10 @@ class PromptPreparation:
             )
 
     async def _rendered(self, body: ConversationRequest) -> str:
+        self._tokenizer.chat_template()  # raises TokenizerProblem
         templates = self._templates
-        if templates is None:
-            self._tokenizer.chat_template()  # raises TokenizerProblem
-            raise AssertionError("a model without template pool has no template")
-        conversation = body.rendered()
-        return await self._threads.run(Lane.TEMPLATE, lambda _stopped: templates.render(conversation))
+        assert templates is not None, "a model with a template has a pool for it"
+        return await self._threads.run(Lane.TEMPLATE, lambda _stopped: templates.render(body.rendered()))
 
     @contextlib.contextmanager
     def _counted(self, characters: int) -> Iterator[None]:
@@ -465,9 +462,8 @@ def _end(process: subprocess.Popen[bytes], channel: socket.socket, answers: io.B
     """End a process and wait for it. A process that the kernel has ended already keeps its exit status."""
     answers.close()
     channel.close()
-    deadline = time.monotonic() + 0.05
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.005)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(0.05)
     pipe.close()
     process.wait()
 

@@ -2,7 +2,7 @@
 
 There are four kinds of fields: supported fields (the models of this module), fields without effect on the output
 (dropped), fields of OpenAI or vLLM that would change the output and are not supported (refused unless neutral), and
-unknown fields, which are ignored, named in a header of the response and logged.
+unknown fields, which are ignored and named in a header of the response.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import logging
 from collections.abc import Container, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import quote
@@ -38,8 +37,6 @@ from specdecode_worker.contract import (
 )
 from specdecode_worker.server.errors import BadRequest, invalid_value, unsupported
 from specdecode_worker.server.tools import FUNCTION_NAME
-
-log = logging.getLogger(__name__)
 
 # Base class and shared types of the request models.
 #
@@ -181,8 +178,7 @@ def drop_neutral_fields(fields: dict[str, Any], known: Container[str]) -> dict[s
 IGNORED_HEADER = "X-Specdecode-Ignored"
 """Header of the response with the names of the fields that were ignored, percent-encoded."""
 _MAX_IGNORED, _MAX_NAME = 16, 64
-"""Names in the header and in a line of the log, and characters of one."""
-_LOG_SECONDS = 60.0
+"""Names in the header, and characters of one."""
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:
@@ -192,33 +188,14 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
     return {IGNORED_HEADER: ", ".join(quote(name[:_MAX_NAME], safe="") for name in names[:_MAX_IGNORED])}
 
 
-class IgnoredFieldLog:
-    """Log of the fields that were ignored: one line a minute."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._requests = 0
-        self._last = -_LOG_SECONDS
-
-    def record(self, names: Sequence[str], now: float) -> None:
-        """Record the ignored fields of a request at time ``now`` of a monotonic clock, and log if a minute is over."""
-        if not names:
-            return
-        self._requests += 1
-        self._names.update(name[:_MAX_NAME] for name in names[: _MAX_IGNORED - len(self._names)])
-        if now - self._last >= _LOG_SECONDS:
-            log.warning("unknown fields of %d requests were ignored: %s", self._requests, sorted(self._names))
-            self._last, self._requests = now, 0
-            self._names.clear()
-
-
 def _whole(value: Any) -> Any:
     """Convert integral floats to int, because JSON does not distinguish 5.0 from 5.
 
     Float fields are not affected, because they accept integers too.
     """
     if isinstance(value, list):
-        return [_whole(item) for item in value]
+        # Millions of token ids fit a body, so only those that need it are converted one by one.
+        return [_whole(item) for item in value] if float in set(map(type, value)) else value
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -584,21 +561,13 @@ def _content(value: Any) -> Any:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"only parts of type 'text' are supported, got {kind!r}")
+            raise ValueError(f"only parts of type 'text' are supported, got {kind!r:.40}")
     return value
 
 
-def _without_empty(value: Any) -> Any:
-    """Drop unused fields. Clients that send back a message of a response include them as null or as empty lists."""
-    if isinstance(value, dict):
-        if value.get("function_call") is not None:
-            raise ValueError("function_call is not supported; send tool_calls")
-        return {key: item for key, item in value.items() if key == "content" or item not in _unused(key)}
-    return value
-
-
-def _unused(key: str) -> tuple[object, ...]:
-    return (None,) if key in ("role", "name", "tool_call_id") else (None, [])
+def _calls(value: Any) -> Any:
+    """Return earlier calls. Clients that send back a message of a response send null for none."""
+    return [] if value is None else value
 
 
 class ChatMessage(RequestModel):
@@ -612,11 +581,15 @@ class ChatMessage(RequestModel):
     reasoning_content: Any = None
     """Thinking of an earlier turn, for the template. Other servers name it ``reasoning``."""
     reasoning: Any = None
-    tool_calls: Annotated[list[ToolCall], FailFast()] = Field(default=[])
+    tool_calls: Annotated[list[ToolCall], FailFast(), BeforeValidator(_calls)] = Field(default=[])
     tool_call_id: str | None = None
+    function_call: Any = None
+    """Call in the form before ``tool_calls``, which is refused."""
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
+        if self.function_call is not None:
+            raise ValueError("function_call is not supported; send tool_calls")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant's message has tool_calls")
         if (self.tool_call_id is None) == (self.role == "tool"):
@@ -669,7 +642,24 @@ class ChatMessage(RequestModel):
         return message
 
 
-Messages = Annotated[list[Annotated[ChatMessage, BeforeValidator(_without_empty)]], Field(min_length=1), FailFast()]
+MAX_MESSAGES = 4096
+"""Most messages of a conversation, together with the parts of their contents and their tool calls.
+
+They are checked on the event loop, and each holds a kilobyte or more while its request waits.
+"""
+
+
+def _few_messages(messages: Any) -> Any:
+    """Refuse too many messages, parts and tool calls before each of them is checked."""
+    if isinstance(messages, list):
+        turns = [one for one in messages[:MAX_MESSAGES] if isinstance(one, dict)]
+        lists = [turn.get(name) for turn in turns for name in ("content", "tool_calls")]
+        if len(messages) + sum(len(one) for one in lists if isinstance(one, list)) > MAX_MESSAGES:
+            raise ValueError(f"at most {MAX_MESSAGES} messages, parts of content and tool calls are supported together")
+    return messages
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1), FailFast(), BeforeValidator(_few_messages)]
 
 
 class ConversationRequest(RequestBody):
@@ -792,14 +782,16 @@ _DEFAULT_TOKENS = 16
 
 def _prompt_list(value: Any) -> Any:
     """Convert a text, a list of token ids, or a list of either to a list of prompts."""
-    if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
+    if isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) == {int}):
         return [value]
-    if not isinstance(value, list) or not all(isinstance(item, str | list) for item in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {str, list}:
         raise ValueError("must be a text, a list of token ids, or a list of either")
-    for item in value:
-        if isinstance(item, list) and not all(type(token) is int for token in item):
-            raise ValueError("token ids must be integers")
-    return value
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts, got {len(value)}")
+    prompts = [_whole(item) for item in value]
+    if any(isinstance(item, list) and not set(map(type, item)) <= {int} for item in prompts):
+        raise ValueError("token ids must be integers")
+    return prompts
 
 
 Text = Annotated[str, Field(min_length=1)]

@@ -1,9 +1,8 @@
-"""OpenAI response objects as plain dicts with the fields in their order, and the text of a choice from its tokens."""
+"""OpenAI response objects as plain dicts with the fields in their order."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -11,13 +10,10 @@ from typing import Any
 
 import msgspec
 
-from specdecode_worker.core.messages import Logprobs, Tokens
-from specdecode_worker.server.requests import GenerationRequest
+from specdecode_worker.core.messages import Logprobs
 from specdecode_worker.server.tools import (
     Delta,
     ReasoningParser,
-    StopFinder,
-    Tokenizer,
     ToolParser,
     Vocabulary,
     WrittenCall,
@@ -344,10 +340,9 @@ class ChatWriter(ResponseWriter):
 
     def _choice(self, index: int, choice: FinishedChoice) -> Json:
         turn = self._turn(index)
-        turn.read(choice.text, last=True)
         return {
             "index": index,
-            "message": turn.message(),
+            "message": turn.message(turn.read(choice.text, last=True)),
             "logprobs": self._logprobs(choice.scored),
             "finish_reason": turn.reason(choice.finish_reason),
         }
@@ -364,7 +359,7 @@ class ChatWriter(ResponseWriter):
 
 
 class _Turn:
-    """State of one choice: separates the text into content and tool calls, and collects the message."""
+    """State of one choice: separates the text into thinking, content and tool calls."""
 
     def __init__(
         self, tools: ToolCallOptions | None, reasoning: Callable[[], ReasoningParser] | None, identity: str
@@ -372,11 +367,9 @@ class _Turn:
         """Start with empty text. ``identity`` distinguishes the choice from all others; call ids depend on it."""
         self._identity = identity
         self._reasoning = None if reasoning is None else reasoning()
-        self._thought = ""
         self._parser = tools.parser() if tools is not None else None
         self._most_calls = None if tools is None or tools.parallel else 1
         self._reason_of_calls = "stop" if tools is not None and tools.named else "tool_calls"
-        self._text = ""
         self._calls: list[Json] = []
         self.unsent: tuple[ScoredToken, ...] = ()
         """Scored tokens that are not sent yet, because the parser holds back their text."""
@@ -384,7 +377,6 @@ class _Turn:
     def read(self, text: str, *, last: bool) -> list[Json]:
         """Return OpenAI's deltas for new text; ``last`` ends the text."""
         thought, text = ("", text) if self._reasoning is None else self._reasoning.push(text, last=last)
-        self._thought += thought
         if self._parser is None:
             deltas: list[Delta] = text_deltas(text)
         else:
@@ -392,13 +384,14 @@ class _Turn:
         read = [delta_json for delta in deltas if (delta_json := self._to_json(delta)) is not None]
         return [{"reasoning_content": thought}, *read] if thought else read
 
-    def message(self) -> Json:
-        """Return the complete message of the assistant."""
-        message: Json = {"role": "assistant", "content": self._text, "refusal": None}
+    def message(self, deltas: Sequence[Json]) -> Json:
+        """Return the message of the assistant that all deltas of the choice are parts of."""
+        text, thought = ("".join(delta.get(name, "") for delta in deltas) for name in ("content", "reasoning_content"))
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._reasoning is not None:
-            message |= {"content": self._text or None, "reasoning_content": self._thought or None}
+            message |= {"content": text or None, "reasoning_content": thought or None}
         if self._calls:
-            message |= {"content": self._text or None, "tool_calls": self._calls}
+            message |= {"content": text or None, "tool_calls": self._calls}
         return message
 
     def reason(self, finish_reason: str) -> str:
@@ -408,7 +401,6 @@ class _Turn:
     def _to_json(self, delta: Delta) -> Json | None:
         """Return OpenAI's delta; None for a call that is dropped because parallel calls are off."""
         if not isinstance(delta, WrittenCall):
-            self._text += delta
             return {"content": delta}
         index = len(self._calls)
         if self._most_calls is not None and index >= self._most_calls:
@@ -444,68 +436,3 @@ class CompletionWriter(ResponseWriter):
 
     def _logprobs(self, scored: Sequence[ScoredToken]) -> Json | None:
         return completion_logprobs(scored, self.context.vocabulary) if self.context.logprobs else None
-
-
-# Incremental detokenization of one choice, with stop strings and log-probabilities.
-#
-# Tokens are processed one by one even if a step returns several, so that the text and the token counts are equal to
-# those of decoding without speculation.
-
-
-class ChoiceDetokenizer:
-    """Converter of the tokens of one choice into text pieces.
-
-    ``first_offset`` is the number of characters that precede the output in the text that the client receives: the
-    length of an echoed prompt, else 0.
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], request: GenerationRequest, *, first_offset: int = 0
-    ) -> None:
-        self._min_tokens, self._scores = request.min_tokens, request.top_logprobs_count is not None
-        self._shows_stop = request.include_stop_str_in_output
-        self._text = tokenizer.detokenizer(prompt, skip_special_tokens=request.skip_special_tokens)
-        self._stops = StopFinder(request.stop, shows_stop=self._shows_stop)
-        self._decoded = self._shown = first_offset
-        self._unsent: deque[ScoredToken] = deque()
-        self.count = 0
-        """Number of tokens so far. A stop token counts although its text is not returned."""
-
-    def push(self, tokens: Tokens) -> ChoicePiece:
-        """Return the piece that ``tokens`` add. A piece that reaches a stop string has a finish reason."""
-        text = ""
-        for i, token in enumerate(tokens.tokens):
-            self.count += 1
-            logprobs = tokens.logprobs[i] if tokens.logprobs else None
-            ends = tokens.finish == "stop" and i == len(tokens.tokens) - 1
-            if ends and not self._shows_stop:
-                break
-            text += self._push_token(token, logprobs)
-            if self._stops.matched is not None:
-                return self._piece(text, "stop")
-        if tokens.finish is None:
-            return self._piece(text, None)
-        text += self._search(self._text.flush())
-        text += self._stops.flush()
-        return self._piece(text, "stop" if self._stops.matched is not None else tokens.finish)
-
-    def _push_token(self, token: int, logprobs: Logprobs | None) -> str:
-        if self._scores:
-            self._unsent.append(ScoredToken(token, self._decoded, logprobs))
-        return self._search(self._text.push(token))
-
-    def _search(self, text: str) -> str:
-        self._decoded += len(text)
-        return self._stops.push(text, may_end=self.count > self._min_tokens)
-
-    def _piece(self, text: str, finish_reason: str | None) -> ChoicePiece:
-        """Build a piece with ``text`` and the scored tokens that begin in the text returned so far.
-
-        A token that begins behind a stop string is never returned.
-        """
-        self._shown += len(text)
-        send_all = finish_reason is not None and self._stops.matched is None
-        sendable = []
-        while self._unsent and (send_all or self._unsent[0].offset < self._shown):  # offsets never decrease
-            sendable.append(self._unsent.popleft())
-        return ChoicePiece(text, finish_reason, tuple(sendable))

@@ -54,7 +54,6 @@ from specdecode_worker.server.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    IgnoredFieldLog,
     NamedToolChoice,
     StreamOptions,
     ignored_header,
@@ -205,7 +204,6 @@ class Service:
         self.counts = ServerCounters(
             time.monotonic, recorder.counts if recorder else None, api_keys=config.server.api_key_metrics
         )
-        self.ignored_fields = IgnoredFieldLog()
         self.started_seconds = int(time.time())
         self._queue = AdmissionQueue(config.engine.max_num_seqs, config.server.max_waiting)
         self._model: Model | None = None
@@ -478,19 +476,49 @@ class Call:
         return body if body.seed is not None or self.seed is None else body.model_copy(update={"seed": self.seed})
 
 
+# Scored tokens of one piece, or pieces, beyond which they are written in a thread: about ten milliseconds.
+_MANY_SCORED_TOKENS = 512
+
+
 @dataclass(frozen=True, slots=True)
 class StartedRequest:
-    """Request whose generations have started. They must be closed in every case."""
+    """Request whose generations have started, which must be closed in every case, and the encoder of its response."""
 
     body: GenerationRequest
     prompts: Sequence[Prompt]
     generations: list[Generation]
     writer: ResponseWriter
+    options: StreamOptions
 
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response that depend on the body."""
         return ignored_header(self.body.ignored_fields)
+
+    def opening(self) -> list[bytes]:
+        """Return the server-sent events before any text."""
+        chunks = (self.writer.opening(index) for index in range(len(self.generations)))
+        return [self._event(chunk) for chunk in chunks if chunk is not None]
+
+    async def events(self, index: int, piece: ChoicePiece) -> list[bytes]:
+        """Return the server-sent events for a piece of a choice."""
+        # The log-probabilities of an echoed prompt can take a second to write.
+        if len(piece.scored) > _MANY_SCORED_TOKENS:
+            return await asyncio.to_thread(self._events, index, piece)
+        return self._events(index, piece)
+
+    async def skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
+        """Process pieces of a choice whose events another worker has sent."""
+        if len(pieces) > _MANY_SCORED_TOKENS:
+            await asyncio.to_thread(self._skip, index, pieces)
+        else:
+            self._skip(index, pieces)
+
+    def closing(self) -> list[bytes]:
+        """Return the server-sent events after the last text."""
+        if not self.options.include_usage:
+            return [DONE]
+        return [event(self.writer.closing(self._statistics())), DONE]
 
     async def encode_whole(self, choices: Sequence[FinishedChoice]) -> bytes:
         """Return the body of a response that does not stream."""
@@ -507,6 +535,23 @@ class StartedRequest:
         """
         for generation in self.generations:
             generation.close(moved=moved)
+
+    def _statistics(self) -> list[ChoiceStatistics]:
+        return [generation.output.statistics for generation in self.generations]
+
+    def _skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
+        for piece in pieces:
+            if piece.is_shown:
+                self.writer.chunks(index, piece)
+
+    def _events(self, index: int, piece: ChoicePiece) -> list[bytes]:
+        return [self._event(chunk) for chunk in self.writer.chunks(index, piece)]
+
+    def _event(self, chunk: Json) -> bytes:
+        if self.options.continuous_usage_stats:
+            return event(chunk | {"usage": usage(self._statistics())})
+        # OpenAI's reference: with include_usage every chunk has the field, and it is null in all but the last chunk.
+        return event(chunk | ({"usage": None} if self.options.include_usage else {}))
 
 
 _BODIES: Mapping[str, type[CompletionRequest | ChatRequest]] = MappingProxyType(
@@ -536,8 +581,7 @@ async def start(service: Service, route: str, call: Call) -> StartedRequest:
     prompts, choices = await _prepared(service, call, body)
     writer.begin(prompts[0].ids)
     generations = service.start(call, body, choices)
-    service.ignored_fields.record(body.ignored_fields, time.monotonic())
-    return StartedRequest(body, prompts, generations, writer)
+    return StartedRequest(body, prompts, generations, writer, body.stream_options or StreamOptions())
 
 
 async def _prepared(
@@ -574,7 +618,7 @@ def _tool_call_options(service: Service, body: ChatRequest) -> ToolCallOptions |
     Raises:
         BadRequest: The chat template takes no tools, or its tool call format is unknown.
     """
-    if not body.shown_tools:
+    if not body.tools or body.tool_choice == "none":
         return None
     template = service.model.tokenizer.template
     if template is None or not template.takes_tools:
@@ -604,8 +648,6 @@ def _reasoning(service: Service, body: ChatRequest) -> ReasoningOf | None:
 
 # Streaming responses: merges the pieces of all choices into server-sent events.
 
-# Scored tokens of one piece, or pieces, beyond which they are written in a thread: about ten milliseconds.
-_MANY_SCORED_TOKENS = 512
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -613,8 +655,8 @@ class EventStream(StreamingResponse):
     """Response of server-sent events. It frees the engine slots however it ends, even before the first event."""
 
     def __init__(self, started: StartedRequest) -> None:
-        events = _all_events(EventEncoder(started))
-        super().__init__(events, media_type="text/event-stream", headers={**_SSE_HEADERS, **started.headers})
+        headers = {**_SSE_HEADERS, **started.headers}
+        super().__init__(_all_events(started), media_type="text/event-stream", headers=headers)
         self._started = started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -625,75 +667,24 @@ class EventStream(StreamingResponse):
             self._started.close()
 
 
-async def _all_events(encoder: EventEncoder) -> AsyncIterator[bytes]:
+async def _all_events(started: StartedRequest) -> AsyncIterator[bytes]:
     """Yield the encoded events. An engine error becomes the last event of the stream.
 
     The opening events come with the first token, so that clients which time the first event measure the time to it.
     """
-    opening = encoder.opening()
+    opening = started.opening()
     try:
-        async for index, piece in _merged(encoder.generations):
+        async for index, piece in _merged(started.generations):
             for one in opening:
                 yield one
             opening = []
-            for one in await encoder.encode(index, piece) if piece.is_shown else ():
+            for one in await started.events(index, piece) if piece.is_shown else ():
                 yield one
     except ApiError as error:
         yield event(error.body())
         return
-    for one in encoder.closing():
+    for one in started.closing():
         yield one
-
-
-class EventEncoder:
-    """Encoder of the server-sent events of one response."""
-
-    def __init__(self, started: StartedRequest) -> None:
-        self.generations = started.generations
-        self._writer = started.writer
-        self._options = started.body.stream_options or StreamOptions()
-
-    def opening(self) -> list[bytes]:
-        """Return the events before any text."""
-        chunks = (self._writer.opening(index) for index in range(len(self.generations)))
-        return [self._encoded(chunk) for chunk in chunks if chunk is not None]
-
-    async def encode(self, index: int, piece: ChoicePiece) -> list[bytes]:
-        """Return the events for a piece of a choice."""
-        # The log-probabilities of an echoed prompt can take a second to write.
-        if len(piece.scored) > _MANY_SCORED_TOKENS:
-            return await asyncio.to_thread(self._encode, index, piece)
-        return self._encode(index, piece)
-
-    async def skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
-        """Process pieces of a choice whose events another worker has sent."""
-        if len(pieces) > _MANY_SCORED_TOKENS:
-            await asyncio.to_thread(self._skip, index, pieces)
-        else:
-            self._skip(index, pieces)
-
-    def closing(self) -> list[bytes]:
-        """Return the events after the last text."""
-        if not self._options.include_usage:
-            return [DONE]
-        return [event(self._writer.closing(self._statistics())), DONE]
-
-    def _statistics(self) -> list[ChoiceStatistics]:
-        return [generation.output.statistics for generation in self.generations]
-
-    def _skip(self, index: int, pieces: Sequence[ChoicePiece]) -> None:
-        for piece in pieces:
-            if piece.is_shown:
-                self._writer.chunks(index, piece)
-
-    def _encode(self, index: int, piece: ChoicePiece) -> list[bytes]:
-        return [self._encoded(chunk) for chunk in self._writer.chunks(index, piece)]
-
-    def _encoded(self, chunk: Json) -> bytes:
-        if self._options.continuous_usage_stats:
-            return event(chunk | {"usage": usage(self._statistics())})
-        # OpenAI's reference: with include_usage every chunk has the field, and it is null in all but the last chunk.
-        return event(chunk | ({"usage": None} if self._options.include_usage else {}))
 
 
 _MAX_QUEUED_PIECES = 16

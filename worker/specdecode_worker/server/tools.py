@@ -274,38 +274,12 @@ class Detokenizer:
 # Search for stop strings in streamed text; text that may be the start of a stop string is held back.
 
 
-class _StopMatcher:
-    """Search for one stop string by Knuth, Morris and Pratt: the work grows with the text, whatever the two hold."""
-
-    __slots__ = ("_shorter", "length", "stop")
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.length = 0
-        """Length of the longest proper prefix of the stop string with which the text ends."""
-        self._shorter = [0]
-        """Length of the longest shorter prefix with which each prefix ends, for those that the text has had so far."""
-
-    def push(self, text: str, *, may_end: bool) -> int:
-        """Add ``text``, and return how many of its characters end with the stop string; 0 if none, or not ``may_end``.
-
-        Do not push more text behind a stop string.
-        """
-        for count, char in enumerate(text, start=1):
-            self.length = self._follow(self.length, char)
-            if self.length > len(self._shorter):
-                self._shorter.append(self._follow(self._shorter[-1], char))
-            if self.length == len(self.stop):
-                if may_end:
-                    return count
-                self.length = self._shorter[-1]
-        return 0
-
-    def _follow(self, length: int, char: str) -> int:
-        """Return the length of the longest prefix with which the one of ``length`` characters and ``char`` end."""
-        while length and self.stop[length] != char:
-            length = self._shorter[length - 1]
-        return length + (self.stop[length] == char)
+def _overlap(text: str, word: str) -> int:
+    """Return the length of the longest beginning of ``word``, but not all of it, with which ``text`` ends."""
+    at = max(0, len(text) - len(word) + 1)
+    while not word.startswith(text[at:]):
+        at += 1
+    return len(text) - at
 
 
 class StopFinder:
@@ -315,11 +289,11 @@ class StopFinder:
     ``shows_stop`` the stop string itself is returned too.
     """
 
-    __slots__ = ("_held", "_matchers", "_shows_stop", "matched")
+    __slots__ = ("_begun", "_held", "_shows_stop", "matched")
 
     def __init__(self, stops: Sequence[str], *, shows_stop: bool = False) -> None:
-        assert all(stops), "an empty stop string would end every text at once"
-        self._matchers = [_StopMatcher(stop) for stop in stops]
+        self._begun = dict.fromkeys(stops, 0)
+        """Length of the beginning of each stop string with which the text so far ends."""
         self._shows_stop = shows_stop
         self._held = ""
         self.matched: str | None = None
@@ -332,18 +306,23 @@ class StopFinder:
         """
         if self.matched is not None:
             return ""
-        before = len(self._held)
         self._held += text
-        ends = [(one.push(text, may_end=may_end), one.stop) for one in self._matchers]
-        first = min(((before + end - len(stop), stop) for end, stop in ends if end), default=None)
-        if first is not None:
-            at, self.matched = first
+        found = [(at, stop) for stop in self._begun if (at := self._search(stop, text)) >= 0]
+        if found and may_end:
+            at, self.matched = min(found)
             return self._release(at + (len(self.matched) if self._shows_stop else 0), drop_rest=True)
-        return self._release(len(self._held) - max((one.length for one in self._matchers), default=0))
+        return self._release(len(self._held) - max(self._begun.values(), default=0))
 
     def flush(self) -> str:
         """Return the text held back. Call it at the end of the stream."""
         return self._release(len(self._held))
+
+    def _search(self, stop: str, text: str) -> int:
+        """Return where in the held text a stop string begins that ends in ``text``, its new part; -1 for none."""
+        searched = stop[: self._begun[stop]] + text
+        self._begun[stop] = _overlap(searched, stop)
+        at = searched.find(stop)
+        return at if at < 0 else len(self._held) - len(searched) + at
 
     def _release(self, length: int, *, drop_rest: bool = False) -> str:
         """Remove and return the first ``length`` characters of the held text."""
@@ -396,40 +375,7 @@ FUNCTION_NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 """Names of functions, as OpenAI defines them, and with dots."""
 _ARGUMENTS = frozenset(("arguments", "parameters"))
 _KEYS = _ARGUMENTS | {"name", "type", "id"}
-_HEADER = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)', re.DOTALL
-)
 _NAME = re.compile(FUNCTION_NAME.removesuffix("$"))
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_CONTROL = re.compile(r"[\x00-\x1f]")
-
-
-class JsonEndFinder:
-    """Depth counter that finds the end of a JSON object, character by character. Braces within strings do not count."""
-
-    __slots__ = ("_escaped", "closed", "depth", "in_string")
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.closed = False
-        self.in_string = self._escaped = False
-
-    def push(self, char: str) -> None:
-        """Process the next character. ``closed`` becomes true at the end of the object."""
-        if self.in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self.in_string = False
-        elif char == '"':
-            self.in_string = True
-        elif char in "{[":
-            self.depth += 1
-        elif char in "}]":
-            self.depth -= 1
-            self.closed = self.depth <= 0
 
 
 class CallReader:
@@ -444,8 +390,8 @@ class CallReader:
         """
         self._is_offered, self._close_tag = is_offered, close
         self._text = ""
-        self._read = 0
-        self._json_end = JsonEndFinder()
+        self._read = self._depth = 0
+        self._in_string = self._escaped = False
         self.done = False
         self.failed = False
 
@@ -457,13 +403,10 @@ class CallReader:
     @property
     def rest(self) -> str:
         """Text behind the object after ``done``, or all text after ``failed``."""
-        assert self.done or self.failed
         return self._text[self._read :] if self.done else self._text
 
     def push(self, text: str) -> list[Delta]:
         """Add text and return the call once it is complete."""
-        assert not self.done
-        assert not self.failed
         self._text += text
         begin = self._text.lstrip()
         if begin and begin[0] != "{":
@@ -473,32 +416,42 @@ class CallReader:
 
     def end(self) -> list[Delta]:
         """Return the call at the end of its text."""
-        call = read_call(self._text[: self._read], lacks_brace=self._json_end.depth == 1)
+        call = read_call(self._text[: self._read], lacks_brace=self._depth == 1)
         self.done = call is not None and self._is_offered(call.name)
         self.failed = not self.done
         return [call] if call is not None and self.done else []
 
     def _scan(self) -> bool:
-        """Scan to the end of the text or of the call, and return whether the call ends.
+        """Scan to the end of the text or of the call, and return whether the call ends. Strings are passed over.
 
         No JSON has a ``<`` outside of its strings: it begins the tag that ends the call, or the text is no call.
         """
-        while self._read < len(self._text) and not self._json_end.closed:
+        while self._read < len(self._text):
             char = self._text[self._read]
-            if char == "<" and not self._json_end.in_string:
+            if char == "<" and not self._in_string:
                 tag = self._text[self._read : self._read + len(self._close_tag)]
                 return tag == self._close_tag or not self._close_tag.startswith(tag)
-            self._json_end.push(char)
             self._read += 1
-        return self._json_end.closed
+            if self._escaped:
+                self._escaped = False
+            elif char == '"':
+                self._in_string = not self._in_string
+            elif self._in_string:
+                self._escaped = char == "\\"
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return True
+        return False
 
 
 def read_call(text: str, *, lacks_brace: bool = False) -> WrittenCall | None:
     """Return the call that a text is, or None if it is none.
 
-    The arguments are the text of a JSON object as the model wrote it; ``{}`` if they are missing, null or "". A model
-    may write them as a string, and control characters in strings without escapes. A call without its last brace
-    (``lacks_brace``) counts if its arguments are there.
+    The arguments are ``{}`` if they are missing, null or "". A model may write them as a string, and control characters
+    in strings without escapes. A call without its last brace (``lacks_brace``) counts if its arguments are there.
     """
     try:
         call = _loads(text + "}" * lacks_brace)
@@ -511,29 +464,14 @@ def read_call(text: str, *, lacks_brace: bool = False) -> WrittenCall | None:
             arguments = {}
         if not isinstance(name, str) or not _NAME.fullmatch(name) or not isinstance(arguments, dict):
             return None
-        return WrittenCall(name, _written(text, arguments))
+        return WrittenCall(name, object_text(arguments))
     except (ValueError, RecursionError):
         return None
-
-
-def _written(text: str, arguments: dict[str, Any]) -> str:
-    """Return arguments as a call has them, with control characters escaped; in other cases as JSON of our own."""
-    ours = object_text(arguments)
-    if (header := _HEADER.match(text)) is not None:
-        _, end = json.JSONDecoder(strict=False).raw_decode(text, header.end())
-        written = _STRING.sub(lambda part: _CONTROL.sub(_escaped, part[0]), text[header.end() : end])
-        if json.loads(written) == arguments:
-            return written
-    return ours
 
 
 def object_text(value: dict[str, Any]) -> str:
     """Return the text of a JSON object. Raises ValueError for NaN, infinities and halves of surrogate pairs."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode().decode()
-
-
-def _escaped(control: re.Match[str]) -> str:
-    return json.dumps(control[0])[1:-1]
 
 
 def _loads(text: str) -> Any:
@@ -645,7 +583,7 @@ class HermesParser:
 
 def _undecided(text: str) -> int:
     """Return the length of the suffix of ``text`` that can be the start of an opening tag or whitespace before it."""
-    tag = next((n for n in range(min(len(_OPEN) - 1, len(text)), 0, -1) if text.endswith(_OPEN[:n])), 0)
+    tag = _overlap(text, _OPEN)
     before = text[: len(text) - tag]
     return tag + len(before) - len(before.rstrip())
 
@@ -675,22 +613,24 @@ class Llama3JsonParser:
 
     def push(self, text: str) -> list[Delta]:
         """Add text and return the output that is certain."""
-        if self._text_only:
-            return text_deltas(text)
         self._held += text
         deltas: list[Delta] = []
         while self._held and not self._text_only and self._begin():
             assert self._reader is not None
             text, self._held = self._held, ""
             deltas += self._reader.push(text)
-            deltas += self._after_call()
-        return deltas + self._as_text()
+            self._after_call(self._reader)
+        if self._text_only:
+            text, self._held = self._held, ""
+            deltas += text_deltas(text)
+        return deltas
 
     def end(self) -> list[Delta]:
         """Return the output held back, at the end of the text."""
         deltas: list[Delta] = []
         if self._reader is not None:
-            deltas += self._reader.end() + self._after_call()
+            deltas += self._reader.end()
+            self._after_call(self._reader)
         rest, self._held = self._held, ""
         return deltas + ([] if self._called and not rest.strip(_BETWEEN) else text_deltas(rest))
 
@@ -714,20 +654,11 @@ class Llama3JsonParser:
             self._held, self._reader = text, CallReader(self._is_offered)
         return bool(text)
 
-    def _after_call(self) -> list[Delta]:
-        reader = self._reader
-        assert reader is not None
+    def _after_call(self, reader: CallReader) -> None:
         if reader.failed or reader.done:
             self._held, self._reader = (self._before if reader.failed else "") + reader.rest, None
             self._text_only = reader.failed
             self._called = self._called or reader.done
-        return []
-
-    def _as_text(self) -> list[Delta]:
-        if not self._text_only:
-            return []
-        text, self._held = self._held, ""
-        return text_deltas(text)
 
 
 # Parser of the pythonic tool call format of Llama 3.2 and 4.
@@ -764,7 +695,10 @@ class PythonicParser:
         text, self._held = self._held, ""
         try:
             calls = text.strip().removeprefix(_START).removesuffix(_END)
-            return [self._call(call) for call in _calls(calls)]
+            expression = ast.parse(calls.strip(), mode="eval").body
+            if not isinstance(expression, ast.List) or not expression.elts:
+                raise ValueError("no list of calls")
+            return [self._call(call) for call in expression.elts]
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             return text_deltas(text)
 
@@ -789,21 +723,6 @@ class _Literals(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Return the constant of a name such as `true`, else the name."""
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
-
-
-def _calls(text: str) -> list[ast.expr]:
-    """Parse a list of expressions.
-
-    Raises:
-        ValueError: The text is empty or no list.
-        SyntaxError: The text is no Python expression.
-    """
-    if not text.strip():
-        raise ValueError("empty")
-    expression = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(expression, ast.List) or not expression.elts:
-        raise ValueError("no list")
-    return expression.elts
 
 
 # Choice of the tool call parser for a model. The names are those of vLLM's --tool-call-parser.
@@ -874,7 +793,7 @@ class ReasoningParser:
         if tag:
             self._rest()
             return thought, answer
-        kept = 0 if last else next((n for n in range(len(_THOUGHT) - 1, 0, -1) if thought.endswith(_THOUGHT[:n])), 0)
+        kept = 0 if last else _overlap(thought, _THOUGHT)
         self._held = thought[len(thought) - kept :]
         return thought[: len(thought) - kept], ""
 

@@ -74,6 +74,15 @@ def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
             yield action
 
 
+@pytest.mark.parametrize("words", [("bench", "--rounds"), ("eval", "--concurrency")], ids=" ".join)
+def test_no_rounds_and_no_requests_are_wrong_usage(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    command, flag = words
+    with pytest.raises(SystemExit) as ended:
+        arguments.new_parser(command).parse_args([flag, "0"])
+    assert ended.value.code == 2
+    assert "'0' is no number of at least 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("name", "parser"), parsers().items(), ids=parsers())
 def test_every_flag_has_a_help_text(name: str, parser: argparse.ArgumentParser) -> None:
     assert parser.description

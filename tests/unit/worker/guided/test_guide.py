@@ -195,6 +195,8 @@ def test_a_schema_larger_than_any_grammar_is_refused_at_once(monkeypatch: pytest
     monkeypatch.setattr("specdecode_worker.guided.grammars.close_objects", None)
     with pytest.raises(GrammarRefused, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
         json_grammar({"anyOf": [{}] * MAX_GRAMMAR_BYTES})
+    with pytest.raises(GrammarRefused, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
+        json_grammar({"const": "é" * (MAX_GRAMMAR_BYTES // 2)})
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
@@ -244,9 +246,12 @@ def test_a_grammar_of_long_chains_does_not_end_the_process(compiler: GrammarComp
     compiler.compiles(deep())
 
 
-def test_a_grammar_written_by_a_client_is_small() -> None:
+@pytest.mark.parametrize(
+    "rule", [" a" * (MAX_TEXT_BYTES // 2), f' "{"é" * (MAX_TEXT_BYTES // 2)}"'], ids=["rules", "two bytes a character"]
+)
+def test_a_grammar_written_by_a_client_is_small(rule: str) -> None:
     with pytest.raises(GrammarRefused, match=f"more than {MAX_TEXT_BYTES} bytes"):
-        context_free_grammar("start: a" + " a" * (MAX_TEXT_BYTES // 2))
+        context_free_grammar(f"start: a{rule}")
 
 
 def test_a_model_without_end_token_refuses_grammars() -> None:

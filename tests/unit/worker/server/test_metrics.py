@@ -146,6 +146,21 @@ def test_metric_values_equal_the_report() -> None:
     assert (values["specdecode_iteration_seconds_count[]"], values["specdecode_iteration_seconds_sum[]"]) == (8, 5)
 
 
+def test_shapes_of_one_plan_bucket_are_one_series() -> None:
+    """Tasks run several shapes at one load. Prometheus warns of a sample that comes twice, and drops it."""
+    stopped = GuardCell(concurrency=0, context=0, speculative=2, plain=1, suppressed=True)
+    faster = GuardCell(concurrency=0, context=0, speculative=0.5, plain=1, suppressed=False)
+    for cells, is_suppressed in (((stopped, faster), 0), ((faster, stopped), 0), ((stopped, stopped), 1)):
+        report = REPORT.model_copy(update={"guard": cells})
+        lines = [line for line in render(report, still()).decode().splitlines() if not line.startswith("#")]
+        series = [line.rpartition(" ")[0] for line in lines]
+        assert len(set(series)) == len(series)
+        values = samples(report=report)
+        assert values["specdecode_guard_state[0,0]"] == values["specdecode_guard_suppressed[]"] == is_suppressed
+        seconds = values["specdecode_guard_time_per_token_seconds[0,0,speculative]"]
+        assert seconds == min(cell.speculative or 0.0 for cell in cells)
+
+
 def test_histograms_accumulate() -> None:
     values = samples()
     name = "specdecode_time_to_first_token_seconds"

@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from specdecode_worker.server.errors import BadRequest
 from specdecode_worker.server.requests import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
     MAX_STOP_CHARACTERS,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    IgnoredFieldLog,
     JsonObjectFormat,
     StreamOptions,
     StructuredOutputs,
@@ -47,13 +48,22 @@ def test_max_completion_tokens_takes_precedence() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "expected"),
-    [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]), ([[1], [2, 3]], [[1], [2, 3]])],
+    [
+        ("a", ["a"]),
+        ([1, 2], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([1.0, 2], [[1, 2]]),
+        ([[1.0, 2], "a"], [[1, 2], "a"]),
+    ],
 )
 def test_prompt_accepts_four_forms(prompt: Any, expected: Any) -> None:
     assert completion(prompt=prompt).prompt == expected
 
 
-@pytest.mark.parametrize("prompt", [[], {}, 3, [1.5], ["a", 1], [[1, "a"]], [True]])
+@pytest.mark.parametrize(
+    "prompt", [[], {}, 3, [1.5], ["a", 1], [[1, "a"]], [True], [[1.5]], ["a"] * (MAX_PROMPTS + 1)]
+)
 def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
     with pytest.raises(BadRequest) as refused:
         completion(prompt=prompt)
@@ -63,6 +73,9 @@ def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
 def test_message_content_may_be_a_list_of_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert chat(messages=[{"role": "user", "content": parts}]).messages[0].text == "a\nb"
+    with pytest.raises(BadRequest, match="only parts of type 'text' are supported, got 'xxx") as refused:
+        chat(messages=[{"role": "user", "content": ["x" * 10_000]}])
+    assert len(str(refused.value)) < 200, "the text is not sent back"
 
 
 def test_echoed_assistant_message_is_accepted() -> None:
@@ -175,18 +188,6 @@ def test_rules_about_tokens_exclude_others(fields: dict[str, Any], param: str) -
     assert refused.value.param == param
 
 
-def test_ignored_fields_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    ignored = IgnoredFieldLog()
-    for second in range(0, 130, 10):
-        ignored.record(("b", "a") if second == 30 else ("a",), second)
-        ignored.record((), second)
-    assert [record.getMessage() for record in caplog.records] == [
-        "unknown fields of 1 requests were ignored: ['a']",
-        "unknown fields of 6 requests were ignored: ['a', 'b']",
-        "unknown fields of 6 requests were ignored: ['a']",
-    ]
-
-
 def test_calls_in_the_form_before_tools_are_not_ignored() -> None:
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     with pytest.raises(BadRequest, match="function_call is not supported; send tool_calls") as refused:
@@ -250,6 +251,21 @@ def test_seeds_span_64_bits() -> None:
     assert chat(seed=-(2**63)).seed == -(2**63)
     with pytest.raises(BadRequest, match="seed"):
         chat(seed=2**63)
+
+
+def test_messages_with_their_parts_and_calls_are_bounded() -> None:
+    """A body has room for 140,000. They are checked on the event loop, and held while their request waits."""
+    turn, part = {"role": "user", "content": ""}, {"type": "text", "text": ""}
+    call = {"id": "1", "function": {"name": "f", "arguments": ""}}
+    assert len(chat(messages=[turn] * MAX_MESSAGES).messages) == MAX_MESSAGES
+    for messages in (
+        [turn] * (MAX_MESSAGES + 1),
+        [turn, {"role": "user", "content": [part] * MAX_MESSAGES}],
+        [turn, {"role": "assistant", "content": "", "tool_calls": [call] * MAX_MESSAGES}],
+    ):
+        with pytest.raises(BadRequest, match=f"at most {MAX_MESSAGES} messages") as refused:
+            chat(messages=messages)
+        assert refused.value.param == "messages"
 
 
 CALLS = {"role": "assistant", "tool_calls": [0] * 1000}

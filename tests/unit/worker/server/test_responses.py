@@ -18,10 +18,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from specdecode_worker.contract import ReasoningFormat
 from specdecode_worker.core.messages import Logprobs, Tokens
+from specdecode_worker.server.generation import ChoiceOutput
+from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.responses import (
     ChatWriter,
-    ChoiceDetokenizer,
     ChoicePiece,
     ChoiceStatistics,
     CompletionWriter,
@@ -151,7 +152,7 @@ def request(**fields: Any) -> CompletionRequest:
 def read(tokenizer: Tokenizer, ids: list[int], cuts: set[int], reading: CompletionRequest) -> list[ChoicePiece]:
     """Return the pieces of ``ids`` and an end token, received in steps that are split at ``cuts``."""
     ids = [*ids, END]
-    reader = ChoiceDetokenizer(tokenizer, [], reading)
+    reader = ChoiceOutput(tokenizer, Prompt(()), reading, counts_prompt=True)
     edges = [0, *sorted(cut for cut in cuts if 0 < cut < len(ids)), len(ids)]
     pieces = []
     for start, end in itertools.pairwise(edges):
@@ -185,7 +186,7 @@ def test_logprobs_wait_for_the_text_that_a_stop_string_holds_back(tokenizer: Tok
 
 def test_output_that_ends_within_a_character_shows_that_something_was_there(tokenizer: Tokenizer) -> None:
     *beginning, _ = tokenizer.encode("a你")
-    reader = ChoiceDetokenizer(tokenizer, [], request())
+    reader = ChoiceOutput(tokenizer, Prompt(()), request(), counts_prompt=True)
     pieces = [reader.push(Tokens(request_id="r", tokens=(token,), finish=None)) for token in beginning[:-1]]
     last = reader.push(Tokens(request_id="r", tokens=(beginning[-1],), finish="length"))
     assert "".join(piece.text for piece in pieces) == "a"

@@ -206,11 +206,6 @@ class ApiKeyCheck:
         await self._app(scope, receive, send)
 
 
-def client_name(request: Request) -> str:
-    """Return the name of the request's API key; empty if the worker has no keys."""
-    return str(getattr(request.state, "client_name", ""))
-
-
 # Application of the public port, with the completion and chat completion routes of OpenAI's API.
 
 TASK_HEADER = "X-Specdecode-Task"
@@ -233,7 +228,7 @@ def _add_generation(app: FastAPI, service: Service, route: str) -> None:
     async def generate(request: Request) -> Response:
         service.lifecycle.check_accepting()
         _check_no_event_id(request)
-        terms = terms_of(client_name(request), request.headers, service.config.server, time.monotonic())
+        terms = terms_of(request.state.client_name, request.headers, service.config.server, time.monotonic())
         call = Call(
             body=await read_body(request),
             request_id=request.state.request_id,
