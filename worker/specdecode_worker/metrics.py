@@ -367,7 +367,7 @@ def _rank_counts(report: Report) -> Counter[tuple[str, ...]]:
 def _add_guard(add: FamilyList, report: Report) -> None:
     """Add the metrics of the guard, by bucket.
 
-    Tasks may run several shapes in one bucket: it is suppressed if all of them are, and its time is that of the fastest.
+    Tasks may run several shapes in one bucket: it is suppressed if all are, and its time is that of the fastest.
     """
     suppressed: dict[tuple[str, str], bool] = {}
     seconds: dict[tuple[str, ...], float] = {}

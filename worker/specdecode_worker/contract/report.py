@@ -9,14 +9,13 @@ from pydantic import Field, model_validator
 
 from specdecode_worker.contract.assignment import TrialState
 from specdecode_worker.contract.capture import CaptureReport
-from specdecode_worker.contract.plan import Buckets, TaskMatch
+from specdecode_worker.contract.plan import Buckets
 from specdecode_worker.contract.synthetic import SyntheticKnobs
 from specdecode_worker.contract.wire import (
     CONTRACT_VERSION,
     MAX_DEPTH,
     MAX_NODES,
     MAX_RANKS,
-    MAX_TASKS,
     DraftQuantization,
     Method,
     Received,
@@ -177,8 +176,6 @@ class PlanState(Received):
     quiet: bool = False
     """Copy of ``Plan.quiet``. A plan version has separate content for quiet workers."""
     buckets: Buckets = Buckets()
-    tasks: tuple[TaskMatch, ...] = Field(default=(), max_length=MAX_TASKS)
-    """Tasks of the plan. Routers gather the requests of tasks with a draft of their own."""
 
 
 class PendingDraft(Received):

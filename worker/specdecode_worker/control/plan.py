@@ -314,7 +314,6 @@ class Dispatcher:
             matches_draft=self.matches_draft,
             quiet=plan.quiet,
             buckets=plan.buckets,
-            tasks=plan.tasks,
         )
 
     def set_plan(self, plan: Plan) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from specdecode_worker.contract import DraftState, PlanState, Report, StepCell, TaskMatch
+from specdecode_worker.contract import DraftState, Report, StepCell, TaskMatch
 from specdecode_worker.contract.internal_stream import (
     PlanTask,
     StepKindTime,
@@ -67,16 +67,14 @@ def test_a_load_has_what_routers_need_of_a_report() -> None:
         max_num_seqs=7,
         compatibility_key="k",
         named_drafts=(DraftState(name="coder"), DraftState(name="broken", problem="no file")),
-        plan=PlanState(
-            tasks=(
-                TaskMatch(name="code", match="```", draft="coder"),
-                TaskMatch(name="sql", draft="broken"),
-                TaskMatch(name="chat"),
-            )
-        ),
         steps=(cell,),
     )
-    load = decode_document(WorkerLoad, encode_document(load_of(report, {"t": 3}, RouterTable())))
+    tasks = (
+        TaskMatch(name="code", match="```", draft="coder"),
+        TaskMatch(name="sql", draft="broken"),
+        TaskMatch(name="chat"),
+    )
+    load = decode_document(WorkerLoad, encode_document(load_of(report, tasks, {"t": 3}, RouterTable())))
     assert (load.clients, load.max_num_seqs, load.compatibility_key, load.routers) == ({"t": 3}, 7, "k", ())
     assert load.tasks == (PlanTask("code", "```", "coder"), PlanTask("sql"), PlanTask("chat"))
     assert load.steps == (StepKindTime(8, 2, False, 0, 200, 1.5),)

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.contract import MAX_RANKS, Buckets, Plan, PlanRow, TreeShape
+from specdecode_worker.contract import MAX_RANKS, Buckets, Plan, PlanRow, TaskMatch, TreeShape
+from specdecode_worker.contract.wire import MAX_CLIENTS, MAX_TASKS
 from specdecode_worker.control.plan import (
     STOP_RULES,
     Dispatcher,
@@ -120,6 +121,13 @@ def test_an_older_version_is_refused_unless_it_is_for_another_draft() -> None:
     plan_dispatcher.set_plan(Plan(uid="u", draft="d", version=3, initial=CHAIN(1)))
     plan_dispatcher.set_plan(Plan(uid="u", draft="new", version=1))
     assert (plan_dispatcher.state.version, plan_dispatcher.state.draft) == (1, "new")
+
+
+def test_the_customers_of_tasks_take_no_room_in_the_report() -> None:
+    """They may be 130 kB, twice what the operator reads of a report; it knows them from the spec."""
+    clients = tuple(f"{name:0>253}" for name in range(MAX_CLIENTS))
+    tasks = tuple(TaskMatch(name=f"task-{number}", clients=clients) for number in range(MAX_TASKS))
+    assert len(dispatcher(tasks=tasks).state.model_dump_json()) < 1000
 
 
 def test_plan_with_fewer_buckets_resets_the_bucket() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from specdecode_worker.contract import Report
+from specdecode_worker.contract import Report, TaskMatch
 from specdecode_worker.contract.internal_stream import (
     INTERNAL_STREAMS,
     MAX_FRAME_BYTES,
@@ -52,7 +52,7 @@ def add_internal(app: FastAPI, service: Service) -> None:
     async def load(request: Request) -> Response:
         report = await service.report()
         routers.record(request.headers.get(ROUTER_HEADER, ""), time.monotonic())
-        answer = load_of(report, service.generations, routers)
+        answer = load_of(report, service.plans.current.tasks, service.generations, routers)
         return Response(encode_document(answer), media_type="application/msgpack")
 
     app.mount(INTERNAL_PUBLIC, information_app(service))
@@ -82,8 +82,13 @@ class RouterTable:
         self._seen = {name: seen for name, seen in self._seen.items() if now - seen <= ROUTER_SECONDS}
 
 
-def load_of(report: Report, clients: Mapping[str, int], routers: RouterTable) -> WorkerLoad:
-    """Return what routers need of a report. A task whose draft is not loaded uses the first draft."""
+def load_of(
+    report: Report, tasks: Iterable[TaskMatch], clients: Mapping[str, int], routers: RouterTable
+) -> WorkerLoad:
+    """Return what routers need of a report and of the plan's tasks.
+
+    Routers gather the requests of tasks with a draft of their own. A task whose draft is not loaded uses the first one.
+    """
     loaded: set[str | None] = {draft.name for draft in report.named_drafts if draft.problem is None}
     return WorkerLoad(
         routers=routers.names,
@@ -95,7 +100,7 @@ def load_of(report: Report, clients: Mapping[str, int], routers: RouterTable) ->
         model=report.model,
         tasks=tuple(
             PlanTask(task.name, task.match, (task.draft or "") if task.draft in loaded else "", task.clients)
-            for task in report.plan.tasks
+            for task in tasks
         ),
         steps=tuple(
             StepKindTime(cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket, cell.count, cell.t)
