@@ -38,11 +38,11 @@ from specdecode_worker.capture.segments import (
     SubjectKeys,
     UserHashes,
     delete_records,
-    flush,
     list_segments,
     read_bodies,
 )
 from specdecode_worker.contract.capture import CaptureRules
+from specdecode_worker.files import flush
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
-import os
 import re
 import socket
 import ssl
@@ -32,6 +31,7 @@ from specdecode_worker.capture.segments import (
     store_retention,
 )
 from specdecode_worker.contract.names import Route
+from specdecode_worker.files import flush
 
 FETCHED_FOLDER = "captured"
 """Folder of fetched segments in the folder of a run of `distill`."""
@@ -149,13 +149,12 @@ class _Pull:
 
     def __init__(self, source: PullSource, folder: Path, result: PullResult) -> None:
         self._source, self._folder, self._result = source, folder, result
-        self._hashes: dict[str, str] = {}
-        self._sizes: dict[str, int] = {}
+        self._known: dict[str, tuple[int, str]] = {}
+        """Size and sha256 of each segment in the folder, by name."""
         self._max_age_seconds = float("inf")
         for segment in list_segments(folder):
             with segment.path.open("rb") as file:
-                self._hashes[segment.path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-            self._sizes[segment.path.name] = segment.size
+                self._known[segment.path.name] = (segment.size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def worker(self, address: str, stopped: Callable[[], bool]) -> None:
         """Fetch from one worker, the newest segments first.
@@ -171,9 +170,10 @@ class _Pull:
         for segment in reversed(listing.segments):
             if stopped():
                 return
-            if self._hashes.get(segment.name) == segment.sha256:
+            listed = (segment.size, segment.sha256)
+            if self._known.get(segment.name) == listed:
                 self._result.known += 1
-            elif sum((self._sizes | {segment.name: segment.size}).values()) > self._source.max_bytes:
+            elif sum(size for size, _ in (self._known | {segment.name: listed}).values()) > self._source.max_bytes:
                 self._result.over_bound += 1
             else:
                 with contextlib.suppress(_SegmentGone):  # a later pull fetches it as it is then
@@ -201,15 +201,13 @@ class _Pull:
                     size += len(piece)
                     digest.update(piece)
                     file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
             if size != segment.size or digest.hexdigest() != segment.sha256:
                 raise _SegmentGone
+            flush(partial)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-        self._hashes[segment.name] = segment.sha256
-        self._sizes[segment.name] = size
+        self._known[segment.name] = (size, segment.sha256)
         self._result.fetched += 1
 
     @contextlib.contextmanager

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from specdecode_worker.capture.records import FolderUnusable, Record, decode, decode_stamp
 from specdecode_worker.contract.wire import Received
+from specdecode_worker.files import flush
 
 log = logging.getLogger(__name__)
 
@@ -167,18 +168,13 @@ def open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _write_small(path: Path, text: str, *, lasting: bool = False) -> None:
-    """Write or replace a file that only this user can read, whole or not at all. Raise OSError on failure.
-
-    A crash of the machine does not undo the write of a ``lasting`` file.
-    """
+def _write_small(path: Path, text: str) -> None:
+    """Write or replace a file that only this user can read, whole or not at all, to stay. Raise OSError on failure."""
     partial = path.with_name(f".{uuid.uuid4().hex}")
     try:
         with open(partial, "x", opener=open_private) as file:
             file.write(text)
-            if lasting:
-                file.flush()
-                os.fsync(file.fileno())
+        flush(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -313,7 +309,7 @@ class SubjectKeys:
         """
         identifier = stored_hash.partition("-")[0]
         if identifier not in self._stored and identifier in self._used:
-            _write_small(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier].hex(), lasting=True)
+            _write_small(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier].hex())
             self._stored.add(identifier)
 
     def known(self) -> Mapping[str, bytes]:
@@ -417,8 +413,7 @@ def _replace(path: Path, replaced: BinaryIO, frames: Iterable[bytes]) -> None:
                 os.fchown(file.fileno(), status.st_uid, status.st_gid)
             file.write(MAGIC)
             file.writelines(frames)
-            file.flush()
-            os.fsync(file.fileno())
+        flush(other)
         other.replace(path)
     except OSError:
         other.unlink(missing_ok=True)
@@ -704,12 +699,3 @@ def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> 
     except OSError as error:
         raise FolderUnusable(f"{error.filename or folder} cannot be rewritten: {error.strerror or error}") from None
     return counts
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk, so that a crash undoes nothing. Raise OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

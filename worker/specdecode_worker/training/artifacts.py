@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdecode_worker.files import replacing, write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
     BlockConfig,
@@ -30,7 +31,6 @@ from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
 from specdecode_worker.models.fields import Fields, read_config
 from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, shard_paths
-from specdecode_worker.training.files import replacing, write_json
 from specdecode_worker.training.trainer import Trainer
 from specdecode_worker.training.unroll import vocabulary_of
 

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdecode_worker.files import replacing
 from specdecode_worker.training.conversations import Chat, normalisers_path, read_shard, shard_paths
 from specdecode_worker.training.errors import PromptFileError
-from specdecode_worker.training.files import replacing
 
 # Log normalizers of the target's distribution at recorded tokens, by temperature.
 #

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdecode_worker.files import write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft, WeightMethod
 from specdecode_worker.models.eagle import Eagle3Head
@@ -37,7 +38,6 @@ from specdecode_worker.training.conversations import (
 )
 from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.evaluation import write_calibration
-from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import (
     NEW_DRAFTS,
     prepare_draft,

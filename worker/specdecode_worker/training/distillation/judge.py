@@ -15,6 +15,7 @@ import torch
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.contract.distillation import GainBounds
+from specdecode_worker.files import write_bytes
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.sampling.params import Sampling
@@ -44,7 +45,6 @@ from specdecode_worker.training.evaluation import (
     pool_small_domains,
     step_costs,
 )
-from specdecode_worker.training.files import write_bytes
 from specdecode_worker.training.prompts import Question, greedy, read_prompts
 from specdecode_worker.training.rollout import GeneratedText, Rollout, RolloutSettings, conversation_of
 from specdecode_worker.training.split_target import TargetPlacement, target_engine

@@ -28,6 +28,7 @@ from specdecode_worker.contract.distillation import (
     shortened_reason,
 )
 from specdecode_worker.drafts.draft_files import read_calibration
+from specdecode_worker.files import write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
@@ -52,7 +53,6 @@ from specdecode_worker.training.distillation.records import (
 from specdecode_worker.training.distillation.students import StudentData, StudentSettings, StudentTraining
 from specdecode_worker.training.errors import PoisonedCapture, PublishFailed, TimeLimitReached, TrainingError
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, write_calibration
-from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import Distillable, load_distillable, method_in, prepare_draft
 from specdecode_worker.training.rollout import GeneratedText
 from specdecode_worker.training.unroll import vocabulary_of

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdecode_worker.capture.segments import flush
 from specdecode_worker.contract import Artifact
+from specdecode_worker.files import flush, write_json
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.errors import PublishFailed, ResumeMismatch, TrainingError
-from specdecode_worker.training.files import write_json
 
 # Clock of a run over all its restarts, stored in the run's folder every few seconds.
 

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdecode_worker.capture import ReadStats, Record, read_records
+from specdecode_worker.files import write_bytes, write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import SHARD_TOKENS, read_shard, shard_paths, write_shard
 from specdecode_worker.training.evaluation import Sample
-from specdecode_worker.training.files import write_bytes, write_json
 from specdecode_worker.training.replay import DropReason, Replayed, replay, static_drop_reason
 
 # Train, validation and test splits of captured conversations, without overlap; pure functions over token ids.
