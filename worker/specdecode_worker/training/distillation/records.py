@@ -293,9 +293,17 @@ def prepare_shards(
                 log(f"distill: {replayed} of {len(records)} records replayed")
         _add_up(summary, folder)
         write_json(path, asdict(summary))
-    # The shards hold what was selected and reproduced. Another copy of the text would outlive their deletion.
-    (folder / "selected.records").unlink(missing_ok=True)
+    delete_replayed_selection(folder)
     return msgspec.convert(json.loads(path.read_text()), Summary)
+
+
+def delete_replayed_selection(folder: Path) -> None:
+    """Delete the list of selected records once all of it is replayed, which a kill may have kept from being done.
+
+    The shards hold what was selected and reproduced. Another copy of the text would outlive their deletion.
+    """
+    if (folder / "summary.json").exists():
+        (folder / "selected.records").unlink(missing_ok=True)
 
 
 def chunks_of(records: Sequence[Record], most_tokens: int = SHARD_TOKENS) -> Iterator[list[Record]]:
