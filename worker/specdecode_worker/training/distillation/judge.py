@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ from specdecode_worker.training.evaluation import (
     pool_small_domains,
     step_costs,
 )
-from specdecode_worker.training.prompts import Question, greedy, read_prompts
+from specdecode_worker.training.prompts import Question, greedy, read_hashed_prompts
 from specdecode_worker.training.rollout import GeneratedText, Rollout, RolloutSettings, conversation_of
 from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
@@ -92,9 +91,9 @@ def answer_prompts(
     questions: dict[Path, list[Question]] = {}
     for folder, prompts in asked.items():
         if not shard_paths(folder):
-            questions[folder] = list(greedy(read_prompts(prompts), chat))
-            # The file may change before the run ends, for example in a ConfigMap.
-            write_bytes(folder.with_suffix(".sha256"), hashlib.sha256(prompts.read_bytes()).hexdigest().encode())
+            lines, sha256 = read_hashed_prompts(prompts)
+            questions[folder] = list(greedy(lines, chat))
+            write_bytes(folder.with_suffix(".sha256"), sha256.encode())
     if not questions:
         return {}
     most = max(len(one.ids or ()) for of_folder in questions.values() for one in of_folder) + answer_tokens
