@@ -32,6 +32,7 @@ from specdecode_worker.files import write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.training.artifacts import Ancestor, read_lineage
 from specdecode_worker.training.distillation.judge import (
     Comparison,
     Golden,
@@ -41,7 +42,6 @@ from specdecode_worker.training.distillation.judge import (
     runs_of_samples,
 )
 from specdecode_worker.training.distillation.pool import Pool, Weighted, read_pool, split_pool
-from specdecode_worker.training.distillation.publication import Ancestor, read_lineage
 from specdecode_worker.training.distillation.records import (
     CaptureSelection,
     Stopped,
