@@ -38,6 +38,7 @@ from specdecode_worker.capture.segments import (
     SubjectKeys,
     UserHashes,
     delete_records,
+    delete_segment,
     list_segments,
     read_bodies,
 )
@@ -298,7 +299,7 @@ class LiveStore:
         with self.lock:
             for name, summary in list(self._index.items()):
                 if summary.newest < before_seconds or (only_permitted and summary.not_permitted == summary.records):
-                    (self.folder / name).unlink(missing_ok=True)
+                    delete_segment(self.folder / name)
                 elif summary.oldest < before_seconds or (only_permitted and summary.not_permitted):
                     self._delete_from(name, is_forbidden, DeletionCounts())
             self._read_folder()
@@ -365,12 +366,12 @@ class LiveStore:
         try:
             is_segment = delete_records(path, is_unwanted_body, counts)
         except OSError:
-            path.unlink(missing_ok=True)
+            delete_segment(path)
             self._index.pop(name, None)
             counts.segments += 1
             return
         if not is_segment:
-            path.unlink(missing_ok=True)
+            delete_segment(path)
             counts.segments += 1
         self._index[name] = remaining
 

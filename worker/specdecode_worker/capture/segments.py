@@ -202,11 +202,17 @@ def sweep(folder: Path, retention: Retention, now: float) -> int:
     deleted = 0
     for segment in segments:
         if retention.is_expired(segment, now) or total_bytes > bound:
-            segment.path.unlink(missing_ok=True)
+            delete_segment(segment.path)
             total_bytes -= segment.size
             deleted += 1
     _delete_leftovers(folder, now)
     return deleted
+
+
+def delete_segment(path: Path) -> None:
+    """Delete a segment, with the copy of its records that a killed deletion left. Raise OSError if it stays."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(REWRITE_SUFFIX).unlink(missing_ok=True)
 
 
 def delete_expired(folder: Path, max_age_seconds: float, now: float) -> int:
@@ -396,7 +402,7 @@ def _delete_from(file: BinaryIO, path: Path, is_unwanted: Callable[[bytes], bool
         bodies = enumerate(read_bodies(file))
         _replace(path, file, (frame_of(body) for index, body in bodies if body is not None and index in kept))
     else:
-        path.unlink(missing_ok=True)
+        delete_segment(path)
     counts.records += deleted
     counts.segments += 1
     return True

@@ -99,6 +99,11 @@ def test_records_before_the_time_are_deleted_and_the_others_stay(tmp_path: Path)
         assert recorder.report().oldest == pytest.approx(time.time() - 10, abs=5)
     with live(tmp_path, changed(delete_before=time.time() - 5)) as recorder:
         wait(lambda: numbers(tmp_path) == [3])
+        (copy,) = (path.with_suffix(".rewrite") for path in tmp_path.glob("*.segment"))
+        copy.write_bytes(b"text that a killed deletion left")
+        recorder.apply(changed(delete_before=time.time() + 5))
+        wait(lambda: not list(tmp_path.glob("*.segment")))
+        wait(lambda: not copy.exists())
 
 
 def test_a_queued_record_is_deleted_too(tmp_path: Path, held: threading.Event) -> None:
