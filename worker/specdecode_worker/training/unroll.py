@@ -145,8 +145,7 @@ def unroll(head: Eagle3Head | EagleHead, batch: TrainingBatch, depth: int) -> It
         attend.deepen(answers_BA - k)
         before = shifted(state_BAE, 1).flatten(0, 1)
         state_BAE = head(before, tokens_T, positions_T, attend).unflatten(0, answers_BA.shape)
-        order_A = torch.arange(answers_BA.shape[1], device=answers_BA.device)
-        yield state_BAE, batch.valid_BA & (order_A >= k)
+        yield state_BAE, _rooted(batch, k)
 
 
 def true_states(head: Eagle3Head | EagleHead, batch: TrainingBatch, attend: UnrolledAttention) -> Tensor:
@@ -467,10 +466,7 @@ def root_share(draft: Draft) -> RootShare:
 
 def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
     """Return the logits [R, draft vocabulary] of states that were unrolled to depth ``k``."""
-    if isinstance(draft, MedusaHeads):
-        logits: Tensor = draft.lm_heads[k](draft.blocks[k](states_RE))
-        return logits
-    return draft.logits(states_RE)
+    return draft.head_logits(states_RE, k) if isinstance(draft, MedusaHeads) else draft.logits(states_RE)
 
 
 def vocabulary_of(draft: Draft, size: int) -> Tensor:
