@@ -275,7 +275,6 @@ class Recorder:
         with self._store.lock:
             self._queue.discard(lambda item: item.epoch < state.epoch)
             self._store.clear()
-            self._subjects.forget_stored()
         self._cleared_epoch = state.epoch
         self._applied = self._tried = None
         self._problem, self._until_written, self.is_stopped = "", False, False

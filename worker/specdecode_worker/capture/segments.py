@@ -295,7 +295,6 @@ class SubjectKeys:
         token = read_token()
         self._key = derived_key(token) if token else secrets.token_bytes(_KEY_BYTES)
         self._used: dict[str, bytes] = {key_id(self._key): self._key}
-        self._stored: set[str] = set()
 
     def hash_of(self, user: str | None) -> str:
         """Return the hash of a user; empty without one."""
@@ -311,12 +310,13 @@ class SubjectKeys:
     def store_for(self, stored_hash: str) -> None:
         """Store the key of a hash in the folder before a record with this hash is written. Raise OSError.
 
-        Several workers may write the same one.
+        Several workers may write the same one, and the folder may be emptied by hand.
         """
         identifier = stored_hash.partition("-")[0]
-        if identifier not in self._stored and identifier in self._used:
-            _write_small(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier].hex())
-            self._stored.add(identifier)
+        path = self._folder / f"{identifier}{KEY_SUFFIX}"
+        if identifier in self._used and not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _write_small(path, self._used[identifier].hex())
 
     def known(self) -> Mapping[str, bytes]:
         """Return the keys of this worker and those of the folder, by identifier."""
@@ -331,10 +331,6 @@ class SubjectKeys:
             with contextlib.suppress(OSError):
                 if path != current and path.stat().st_mtime < time.time() - max_age_seconds - _MARGIN_SECONDS:
                     path.unlink()
-
-    def forget_stored(self) -> None:
-        """Store keys again before the next record: the folder was emptied."""
-        self._stored.clear()
 
 
 def _encoded(user: str) -> bytes:
@@ -571,7 +567,7 @@ class SegmentWriter:
 
     def _prepare_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not self._retention_stored:
+        if not (self._retention_stored and (self._folder / RETENTION_FILE).exists()):  # it may be emptied by hand
             store_retention(self._folder, self.retention)
             self._retention_stored = True
 

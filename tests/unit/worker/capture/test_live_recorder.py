@@ -19,7 +19,7 @@ import pytest
 from specdecode_worker.capture import CaptureError, Dropped, Recorder
 from specdecode_worker.capture.recorder import MAX_HUNG_WRITERS
 from specdecode_worker.capture.records import QUEUE_RECORDS
-from specdecode_worker.capture.segments import KEY_SUFFIX
+from specdecode_worker.capture.segments import KEY_SUFFIX, derived_key, key_id, stored_keys, stored_retention
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.worker.captured import record
 from support.worker.live_captures import LIMITS, RULES, live, numbers, put, stored, wait
@@ -400,6 +400,19 @@ def test_folder_that_cannot_be_written_is_reported_and_tried_again(tmp_path: Pat
         shutil.rmtree(folder)
         put(recorder, 1)
         wait(lambda: folder.exists() and numbers(folder) == [1])
+
+
+def test_folder_that_is_emptied_by_hand_gets_its_bounds_and_keys_again(tmp_path: Path) -> None:
+    """Without them, text would outlive its age, and could not be deleted by user, once the worker is gone."""
+    folder = tmp_path / "captures"
+    with live(folder, read_token=lambda: "token") as recorder:
+        put(recorder, 0, user=recorder.subject_of("ann"))
+        stored(recorder, 1)
+        shutil.rmtree(folder)
+        put(recorder, 1, user=recorder.subject_of("ann"))
+        wait(lambda: folder.exists() and numbers(folder) == [1])
+        assert stored_retention(folder) is not None
+        assert set(stored_keys(folder)) == {key_id(derived_key("token"))}
 
 
 def test_segment_that_cannot_be_rewritten_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
