@@ -253,7 +253,7 @@ def key_id(key: bytes) -> str:
 
 def keyed_hash(key: bytes, user: str) -> str:
     """Return the identifier of the key and 32 hex digits of the HMAC-SHA256 of a user's identifier."""
-    return f"{key_id(key)}-{hmac.digest(key, _encoded(user), hashlib.sha256).hex()[:32]}"
+    return f"{key_id(key)}-{hmac.digest(key, user.encode(errors='surrogatepass'), hashlib.sha256).hex()[:32]}"
 
 
 def stored_keys(folder: Path) -> dict[str, bytes]:
@@ -331,10 +331,6 @@ class SubjectKeys:
             with contextlib.suppress(OSError):
                 if path != current and path.stat().st_mtime < time.time() - max_age_seconds - _MARGIN_SECONDS:
                     path.unlink()
-
-
-def _encoded(user: str) -> bytes:
-    return user.encode(errors="surrogatepass")
 
 
 # Deletion of single records from a segment file, while its writer may append to it.

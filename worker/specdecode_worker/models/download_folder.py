@@ -87,9 +87,6 @@ def check_room(folder: Path, missing_bytes: int) -> None:
         raise DiskFull(f"{folder} needs {missing_bytes / 1e9:.1f} GB more, the disk has {free / 1e9:.1f} GB free")
 
 
-
-
-
 @contextlib.contextmanager
 def disk_full_errors(folder: Path) -> Iterator[None]:
     """Turn the system's errors of a full disk into DiskFull."""

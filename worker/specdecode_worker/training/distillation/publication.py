@@ -194,6 +194,3 @@ def _has_hash(folder: Path, draft_hash: str) -> bool:
         return model_hash(folder) == draft_hash
     except OSError:
         return False
-
-
-
