@@ -94,14 +94,13 @@ def check_place(prefix: str) -> None:
     Raises:
         PublishFailed: The place does not exist or cannot be written.
     """
-    if prefix.startswith("s3://"):
+    parent = local_place(prefix)
+    if parent is None:
         from specdecode_worker.models import download  # a large library, for these URIs alone
 
         with _publish_errors():
             download.Bucket(prefix).check()
         return
-    parent = local_place(prefix)
-    assert parent is not None, "not in a bucket"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=parent):
