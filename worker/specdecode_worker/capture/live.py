@@ -194,7 +194,6 @@ class StoredTotals:
     """Stored records; ``oldest`` is the time of the oldest one in Unix seconds, None without any."""
 
     records: int = 0
-    size: int = 0
     oldest: float | None = None
 
 
@@ -385,8 +384,8 @@ class LiveStore:
         summaries = self._index.values()
         records = sum(one.records for one in summaries)
         oldest = min((one.oldest for one in summaries if one.records), default=None)
-        self.totals = StoredTotals(records, sum(one.size for one in summaries), oldest)
-        self._counts.stored_bytes = self.totals.size
+        self._counts.stored_bytes = sum(one.size for one in summaries)
+        self.totals = StoredTotals(records, oldest)
 
 
 def _summary_of(path: Path) -> _Summary:

@@ -173,7 +173,7 @@ class Recorder:
         totals = self._store.totals
         return CaptureReport(
             conversations=totals.records,
-            stored_bytes=totals.size,
+            stored_bytes=self.counts.stored_bytes,
             oldest=totals.oldest,
             dropped={reason.value: count for reason in Dropped if (count := self.counts.dropped[reason])},
             problem=(self.problem or self._clock_problem())[:_MAX_PROBLEM] or None,

@@ -447,9 +447,6 @@ class SegmentWriter:
         """Sweeps so far. After each, older segments may be gone."""
         try:
             self._prepare_folder()
-            mark = folder / f".{uuid.uuid4().hex}"
-            mark.touch()
-            mark.unlink()
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise FolderUnusable(f"{folder} cannot be written: {error.strerror}") from None
