@@ -232,6 +232,7 @@ class Block(nn.Module):
     """
 
     attention: type[Attention] = Attention
+    """Attention of the layer, which is called as `Attention` is."""
 
     def __init__(self, config: BlockConfig, *, input_norm: bool = True, mlp: MLP | Experts | None = None) -> None:
         super().__init__()
