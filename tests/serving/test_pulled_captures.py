@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from specdecode_worker.capture.puller import PullResult, pull_segments, pull_source
+from specdecode_worker.capture.puller import Pull, pull_segments, pull_source
 from specdecode_worker.capture.records import CapturePullFailed
 from specdecode_worker.capture.segments import segment_name, stored_retention
 from specdecode_worker.contract import CaptureConfig, Route
@@ -44,7 +44,7 @@ class Workers:
         headers = {"Authorization": f"Bearer {token}"}
         return httpx.request(method, f"http://127.0.0.1:{self.port}{path}", headers=headers)
 
-    def pull(self, into: Path, token: str = "captures", max_bytes: int = 2**30) -> tuple[PullResult, list[str]]:
+    def pull(self, into: Path, token: str = "captures", max_bytes: int = 2**30) -> tuple[Pull, list[str]]:
         """Pull from all addresses that HOST resolves to. Return the result and the lines that were said."""
         lines: list[str] = []
         source = pull_source(f"{HOST}:{self.port}", token, None, max_bytes)
@@ -285,6 +285,12 @@ def test_full_disk_ends_the_pull_with_its_cause(workers: Workers, tmp_path: Path
 def test_unusable_source_is_refused(address: str, token: str, named: str) -> None:
     with pytest.raises(CapturePullFailed, match=named):
         pull_source(address, token, None, 1)
+
+
+def test_a_pull_that_is_stopped_before_a_worker_answers_has_not_failed(tmp_path: Path) -> None:
+    """The run is only interrupted, and its Job's next pod goes on."""
+    pull = pull_segments(pull_source("127.0.0.1:9", "t", None), tmp_path, print, lambda: True)
+    assert (pull.workers, pull.skipped) == (0, {})
 
 
 def test_first_line_of_a_rotated_token_counts() -> None:

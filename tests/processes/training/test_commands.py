@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -105,6 +106,34 @@ def test_repeated_run_resumes_without_recording_again(model: Path, prompts: Path
     assert len(list((twice / "recorded").glob("shard-*"))) == len(list((once / "recorded").glob("shard-*")))
     first, second = (load_file(out / "head" / "model.safetensors") for out in (once, twice))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_answers_of_another_target_are_not_learned_from(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor are those that were copied to another run: their states are not the ones that a draft will read."""
+    assert train(model, tmp_path / "one", "--prompts", str(prompts)) == 0
+    shutil.copytree(tmp_path / "one" / "recorded", tmp_path / "two" / "recorded")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] *= 1.5
+    save_file(weights, model / "model.safetensors")
+    for name in ("one", "two"):
+        assert train(model, tmp_path / name, "--prompts", str(prompts)) == 1
+        assert "name another --out" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_behind_its_last_checkpoint_ends_with_the_weights_that_it_describes(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """A kill between a draft and its checkpoint leaves a draft of steps that the next process repeats otherwise."""
+    out = tmp_path / "out"
+    assert train(model, out, "--prompts", str(prompts)) == 0
+    path = out / "head" / "model.safetensors"
+    best = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file({name: torch.zeros_like(tensor) for name, tensor in best.items()}, path)
+    assert train(model, out, "--prompts", str(prompts)) == 0
+    ended = load_file(path)
+    assert all(torch.equal(ended[name], tensor) for name, tensor in best.items())
 
 
 @pytest.mark.parametrize("method", ["peagle", "dflash", "eagle", "medusa", "draft-model"])

@@ -17,7 +17,7 @@ from specdecode_worker.capture.segments import list_segments, read_bodies
 from specdecode_worker.contract.capture import CaptureRules
 from support.worker.captured import record
 
-LIMITS = CaptureLimits(retry=0.2, hang=0.3, tick=0.02, lock=0.3)
+LIMITS = CaptureLimits(retry=0.2, hang=0.3, tick=0.02)
 RULES = CaptureRules(share=1.0)
 
 
@@ -75,14 +75,14 @@ def read(folder: Path) -> list[Record]:
 
 def settle(recorder: Recorder) -> None:
     """Wait until the rules are applied and every queued record is written or dropped."""
-    control, queue = recorder._control, recorder._queue
+    queue = recorder._queue
 
     def is_settled() -> bool:
-        state = recorder._control.state
-        if state.epoch != control._cleared_epoch:
+        state = recorder._state
+        if state.epoch != recorder._cleared_epoch:
             return False
         return state.rules is None or (
-            control._applied is state.rules and not len(queue) and not queue._taken and control._writer is not None
+            recorder._applied is state.rules and not len(queue) and not queue._taken and recorder._writer is not None
         )
 
     wait(is_settled)

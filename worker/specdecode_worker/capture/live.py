@@ -1,9 +1,8 @@
-"""Capture that the plan switches on and off: into a folder of one worker, without a restart and without stalls."""
+"""Parts of a recorder: rules in force, the thread that redacts and writes records, and the folder with its index."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -35,18 +34,16 @@ from specdecode_worker.capture.segments import (
     DeletionCounts,
     Retention,
     SegmentWriter,
-    SubjectKeys,
     UserHashes,
     delete_records,
-    flush,
+    delete_segment,
     list_segments,
     read_bodies,
 )
 from specdecode_worker.contract.capture import CaptureRules
+from specdecode_worker.files import flush
 
-log = logging.getLogger(__name__)
-
-# Rules in force, as all threads of the capture read them.
+# Rules in force, as all threads of the capture read them, and times.
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +67,19 @@ class RulesState:
         )
 
 
-# Thread that redacts records and hands them to the store. It can be abandoned when a redaction hook hangs.
+@dataclass(frozen=True, slots=True)
+class CaptureLimits:
+    """Times of the capture in seconds."""
 
-_TAKE_SECONDS = 1.0
+    retry: float = 60.0
+    """Time after a failure until capture is tried again."""
+    hang: float = 10.0
+    """Time after which a redaction hook counts as hung, and a disk as not answering."""
+    tick: float = 1.0
+    """Interval at which the control thread looks at the writer."""
+
+
+# Thread that redacts records and hands them to the store. It can be abandoned when a redaction hook hangs.
 
 Store = Callable[["RecordWriter", QueuedRecord, tuple[Record, bytes] | Dropped], bool]
 """Stores a redacted record with its encoding, or counts it as dropped. Returns False if another writer must redact it.
@@ -81,7 +88,7 @@ Raises OSError if the disk refuses it.
 """
 
 
-class RecordWriter:
+class RecordWriter(threading.Thread):
     """Thread that writes the records of one redaction hook; None writes them as they are.
 
     ``failure`` is the reason why the thread ended by itself. It never has text of a record.
@@ -90,6 +97,7 @@ class RecordWriter:
     def __init__(
         self, redact: str | None, queue: RecordQueue, counts: CaptureCounts, store: Store, ended: Callable[[], None]
     ) -> None:
+        super().__init__(name="capture", daemon=True)
         self.redact = redact
         self.failure = ""
         self.disk_failed = False
@@ -102,16 +110,6 @@ class RecordWriter:
         """True once the writer ends when the queue is empty."""
         self._queue, self._counts, self._store, self._ended = queue, counts, store, ended
         self._activity: tuple[str, float] | None = None
-        self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """True while the thread runs."""
-        return self._thread.is_alive()
 
     def activity(self) -> tuple[str, float] | None:
         """Return "redaction" or "disk" with the seconds since it began; None while the writer waits for records."""
@@ -127,9 +125,10 @@ class RecordWriter:
         """Write the queued records and end the thread, waiting at most ``seconds``."""
         self.closing = True
         self._queue.wake()
-        self._thread.join(seconds)
+        self.join(seconds)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Load the hook, and write records until the writer is stopped, or fails."""
         try:
             with self._doing("redaction"):
                 hook = load_hook(self.redact) if self.redact else None
@@ -147,12 +146,7 @@ class RecordWriter:
             self._ended()
 
     def _write_all(self, hook: Hook | None) -> None:
-        while not self.stopped:
-            item = self._queue.take(_TAKE_SECONDS, self._may_take)
-            if item is None:
-                if self.closing:
-                    return
-                continue
+        while (item := self._queue.take(self._may_take)) is not None:
             try:
                 if not self._write(item, hook):
                     self.stopped = True
@@ -200,7 +194,6 @@ class StoredTotals:
     """Stored records; ``oldest`` is the time of the oldest one in Unix seconds, None without any."""
 
     records: int = 0
-    size: int = 0
     oldest: float | None = None
 
 
@@ -298,7 +291,7 @@ class LiveStore:
         with self.lock:
             for name, summary in list(self._index.items()):
                 if summary.newest < before_seconds or (only_permitted and summary.not_permitted == summary.records):
-                    (self.folder / name).unlink(missing_ok=True)
+                    delete_segment(self.folder / name)
                 elif summary.oldest < before_seconds or (only_permitted and summary.not_permitted):
                     self._delete_from(name, is_forbidden, DeletionCounts())
             self._read_folder()
@@ -365,12 +358,12 @@ class LiveStore:
         try:
             is_segment = delete_records(path, is_unwanted_body, counts)
         except OSError:
-            path.unlink(missing_ok=True)
+            delete_segment(path)
             self._index.pop(name, None)
             counts.segments += 1
             return
         if not is_segment:
-            path.unlink(missing_ok=True)
+            delete_segment(path)
             counts.segments += 1
         self._index[name] = remaining
 
@@ -391,8 +384,8 @@ class LiveStore:
         summaries = self._index.values()
         records = sum(one.records for one in summaries)
         oldest = min((one.oldest for one in summaries if one.records), default=None)
-        self.totals = StoredTotals(records, sum(one.size for one in summaries), oldest)
-        self._counts.stored_bytes = self.totals.size
+        self._counts.stored_bytes = sum(one.size for one in summaries)
+        self.totals = StoredTotals(records, oldest)
 
 
 def _summary_of(path: Path) -> _Summary:
@@ -417,227 +410,3 @@ def _pause_after(read: int) -> int:
 def _is_partial(path: Path) -> bool:
     """Return whether a file is left over from an interrupted write of a small file."""
     return path.name.startswith(".") and len(path.name) == 33 and path.is_file()
-
-
-# Control thread of the capture: applies rules, deletes, sweeps, and replaces writers that end or hang.
-
-MAX_HUNG_WRITERS = 4
-"""Most threads that may hang in redaction hooks. No further one is started."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureLimits:
-    """Times of the capture in seconds."""
-
-    retry: float = 60.0
-    """Time after a failure until capture is tried again."""
-    hang: float = 10.0
-    """Time after which a redaction hook counts as hung, and a disk as not answering."""
-    tick: float = 1.0
-    """Interval at which the control thread looks at the writer."""
-    lock: float = 10.0
-    """Time that a deletion by user waits for a disk that does not answer."""
-
-
-class ControlThread:
-    """Thread that brings folder and writer in line with the rules. No failure of capture ends it."""
-
-    def __init__(
-        self,
-        rules: CaptureRules | None,
-        store: LiveStore,
-        queue: RecordQueue,
-        subjects: SubjectKeys,
-        counts: CaptureCounts,
-        limits: CaptureLimits,
-    ) -> None:
-        self.is_stopped = False
-        """True while a problem stops capture. No record is queued then."""
-        self.state = RulesState(rules, epoch=0 if rules is not None else 1)
-        """Rules in force, replaced as a whole by the event loop."""
-        self._store, self._queue = store, queue
-        self._subjects, self._counts, self._limits = subjects, counts, limits
-        self._cleared_epoch = 0
-        self._applied: CaptureRules | None = None
-        self._tried: CaptureRules | None = None
-        self._writer: RecordWriter | None = None
-        self._stopped_writers: list[RecordWriter] = []
-        self._problem = ""
-        self._until_written = False
-        self._retry_at = self._swept_at = 0.0
-        self._busy_since: float | None = None
-        self._closing = False
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="capture control", daemon=True)
-        self._thread.start()
-
-    def apply(self, rules: CaptureRules | None) -> None:
-        """Replace the rules, and let the thread follow them now. Only the event loop may call it."""
-        state = self.state
-        if rules != state.rules:
-            self.state = RulesState(rules, state.epoch + (rules is None))
-            self._wake.set()
-
-    @property
-    def problem(self) -> str:
-        """Reason why requests are not captured; empty if there is none."""
-        if self._problem:
-            return self._problem
-        writer, busy_since = self._writer, self._busy_since
-        activity, seconds = (writer.activity() if writer else None) or ("", 0.0)
-        if activity == "disk" and seconds > self._limits.hang:
-            return f"{self._store.folder} has not answered for {seconds:.0f} s"
-        if busy_since is not None and (seconds := time.monotonic() - busy_since) > self._limits.hang:
-            return f"{self._store.folder} has been read and cleared for {seconds:.0f} s"
-        return ""
-
-    def close(self, seconds: float) -> None:
-        """Write the queued records and end the threads, waiting at most ``seconds``."""
-        end = time.monotonic() + seconds
-        self._closing = True
-        self._wake.set()
-        self._thread.join(seconds)
-        if self._writer is not None:
-            self._writer.finish(max(end - time.monotonic(), 0))
-
-    def _run(self) -> None:
-        while True:
-            self._wake.clear()
-            if self._closing:
-                return
-            self._busy_since = time.monotonic()
-            try:
-                self._converge()
-            except Exception as error:
-                if not isinstance(error, OSError | CaptureError):
-                    log.exception("capture control")
-                self._fail(f"{self._store.folder}: {getattr(error, 'strerror', None) or error}")
-            self._busy_since = None
-            state = self.state
-            is_idle = state.rules is None and state.epoch == self._cleared_epoch
-            self._wake.wait(None if is_idle else self._limits.tick)
-
-    def _converge(self) -> None:
-        """Bring folder and writer in line with the rules. Raises OSError and CaptureError."""
-        state = self.state
-        if state.epoch != self._cleared_epoch:
-            self._clear(state)
-        if state.rules is None:
-            return
-        if state.rules is not self._applied and (state.rules is not self._tried or self._may_retry()):
-            self._tried, self._retry_at = state.rules, 0.0
-            self._prepare(state.rules)
-        if state.rules is self._applied:
-            self._check_writer(state.rules)
-            self._sweep(state.rules)
-
-    def _may_retry(self) -> bool:
-        return time.monotonic() >= self._retry_at
-
-    def _clear(self, state: RulesState) -> None:
-        """Delete everything of earlier epochs."""
-        self._stop_writer()
-        with self._store.lock:
-            self._queue.discard(lambda item: item.epoch < state.epoch)
-            self._store.clear()
-            self._subjects.forget_stored()
-        self._cleared_epoch = state.epoch
-        self._applied = self._tried = None
-        self._problem, self._until_written, self.is_stopped = "", False, False
-
-    def _prepare(self, rules: CaptureRules) -> None:
-        """Open the folder with the bounds of the rules, and delete the records that they forbid.
-
-        Rules that were replaced meanwhile delete nothing: the newer ones may permit what was just written.
-        """
-        with self._store.lock:
-            state = self.state
-            if state.rules is not rules:
-                return
-            gone = self._queue.discard(lambda item: state.forbids(item.record, item.epoch))
-            self._counts.drop(Dropped.deleted, gone)
-            self._store.open(Retention(rules.max_age_seconds, rules.max_bytes))
-            self._store.delete_forbidden(rules.delete_before, only_permitted=rules.consent == "OptIn")
-        self._applied = rules
-        self._swept_at = time.monotonic()
-
-    def _check_writer(self, rules: CaptureRules) -> None:
-        """Start the writer of the rules' hook. Replace one that has ended or hangs, after the time of a retry."""
-        self._stopped_writers = [one for one in self._stopped_writers if one.is_alive]
-        if self._writer is not None and self._writer.redact != rules.redact:
-            self._stop_writer()
-        if self._writer is not None:
-            self._assess(self._writer)
-        if self._writer is None and self._may_retry() and not self._is_held_up(rules.redact):
-            self.is_stopped = False
-            self._writer = RecordWriter(rules.redact, self._queue, self._counts, self._write, self._wake.set)
-            self._writer.start()
-
-    def _assess(self, writer: RecordWriter) -> None:
-        activity, seconds = writer.activity() or ("", 0.0)
-        if not writer.is_alive:
-            self._writer = None
-            if not writer.stopped:
-                self._fail(writer.failure or "the capture thread ended", until_written=writer.disk_failed)
-        elif activity == "redaction" and seconds > self._limits.hang:
-            self._stop_writer()
-            self._fail(f"the redaction hook {writer.redact} has not returned for {seconds:.0f} s")
-        elif writer.is_ready and self._may_retry():
-            self.is_stopped = False
-            if not self._until_written:
-                self._problem = ""
-
-    def _stop_writer(self) -> None:
-        """Stop the writer without waiting for it: it may hang in a hook."""
-        if self._writer is not None:
-            self._writer.stop()
-            self._stopped_writers.append(self._writer)
-            self._writer = None
-
-    def _is_held_up(self, redact: str | None) -> bool:
-        """Return whether a stopped writer with the same hook has not ended, or too many have not."""
-        stopped = self._stopped_writers
-        return len(stopped) >= MAX_HUNG_WRITERS or any(one.redact == redact for one in stopped)
-
-    def _fail(self, problem: str, *, until_written: bool = False) -> None:
-        """Stop capture until the rules change or the time of a retry has passed."""
-        if problem != self._problem:
-            log.warning("requests are not captured: %s", problem)
-        self._problem, self._until_written = problem, until_written
-        self.is_stopped = True
-        self._retry_at = time.monotonic() + self._limits.retry
-        self._counts.drop(Dropped.stopped, self._queue.discard(lambda _: True))
-
-    def _sweep(self, rules: CaptureRules) -> None:
-        if time.monotonic() < self._swept_at + self._store.sweep_seconds:
-            return
-        self._swept_at = time.monotonic()
-        self._subjects.refresh()
-        self._store.sweep()
-        self._subjects.expire(rules.max_age_seconds)
-
-    def _write(self, writer: RecordWriter, item: QueuedRecord, redacted: tuple[Record, bytes] | Dropped) -> bool:
-        """Store a record unless the rules forbid it by now. Return False if it needs another hook. Raises OSError."""
-        with self._store.lock:
-            if item.unwanted:
-                return True  # counted where it was discarded
-            state = self.state
-            if state.forbids(item.record, item.epoch):
-                self._counts.drop(Dropped.deleted)
-                return True
-            is_current = state.rules is not None and state.rules.redact == writer.redact
-            if not is_current or writer.stopped or state.epoch != self._cleared_epoch:
-                return False
-            if isinstance(redacted, Dropped):
-                self._counts.drop(redacted)
-                return True
-            record, body = redacted
-            if len(body) > self._store.largest:
-                self._counts.drop(Dropped.too_large)
-                return True
-            self._subjects.store_for(record.user)
-            self._store.append(record, body)
-        self._counts.records[record.task] += 1
-        if self._until_written:
-            self._problem, self._until_written = "", False
-        return True

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import http.client
-import os
 import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -32,6 +31,7 @@ from specdecode_worker.capture.segments import (
     store_retention,
 )
 from specdecode_worker.contract.names import Route
+from specdecode_worker.files import flush
 
 FETCHED_FOLDER = "captured"
 """Folder of fetched segments in the folder of a run of `distill`."""
@@ -50,21 +50,6 @@ class PullSource:
     token: str
     tls: ssl.SSLContext | None = None
     max_bytes: int = DEFAULT_MAX_BYTES
-
-
-@dataclass(slots=True)
-class PullResult:
-    """Counts of one pull."""
-
-    fetched: int = 0
-    known: int = 0
-    """Segments that an earlier pull or another worker had brought."""
-    over_bound: int = 0
-    """Segments that ``max_bytes`` had no room for, the oldest."""
-    workers: int = 0
-    """Workers that answered."""
-    skipped: dict[str, str] = field(default_factory=dict)
-    """Reason by address of each worker from which not everything was fetched."""
 
 
 def pull_source(address: str, token: str | None, ca_file: str | None, max_bytes: int = DEFAULT_MAX_BYTES) -> PullSource:
@@ -103,9 +88,7 @@ def _tls(ca_file: str | None) -> ssl.SSLContext:
     return context
 
 
-def pull_segments(
-    source: PullSource, folder: Path, log: Callable[[str], None], stopped: Callable[[], bool]
-) -> PullResult:
+def pull_segments(source: PullSource, folder: Path, log: Callable[[str], None], stopped: Callable[[], bool]) -> Pull:
     """Fetch the segments that ``folder`` lacks from all workers and store the workers' maximum age with them.
 
     A stopped or killed pull is repeated: whole segments are kept. If ``stopped`` returns True, the rest is left out.
@@ -113,27 +96,26 @@ def pull_segments(
     Raises:
         CapturePullFailed: The name has no address, no worker answered and nothing is stored, or a write is refused.
     """
-    result = PullResult()
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for partial in folder.glob(f"*{PARTIAL_SUFFIX}"):
             partial.unlink()
-        pull = _Pull(source, folder, result)
+        pull = Pull(source, folder)
         for address in _addresses(source):
             if stopped():
                 break
             try:
                 pull.worker(address, stopped)
             except _WorkerFailed as error:
-                result.skipped[address] = str(error)
+                pull.skipped[address] = str(error)
     except OSError as error:
         raise CapturePullFailed(f"{folder} cannot be written: {error.strerror or error}") from error
-    for address, reason in result.skipped.items():
+    for address, reason in pull.skipped.items():
         log(f"distill: worker {address} is skipped: {reason}")
-    if not result.workers and not list_segments(folder):
-        reasons = "; ".join(f"{address}: {reason}" for address, reason in result.skipped.items())
+    if not (pull.workers or stopped() or list_segments(folder)):
+        reasons = "; ".join(f"{address}: {reason}" for address, reason in pull.skipped.items())
         raise CapturePullFailed(f"no worker of {source.host}:{source.port} sent captured segments ({reasons})"[:1000])
-    return result
+    return pull
 
 
 class _WorkerFailed(Exception):
@@ -144,18 +126,25 @@ class _SegmentGone(Exception):
     """A segment that was deleted or rewritten since the worker listed it."""
 
 
-class _Pull:
-    """One pull into ``folder``."""
+class Pull:
+    """One pull into ``folder``, with its counts of segments."""
 
-    def __init__(self, source: PullSource, folder: Path, result: PullResult) -> None:
-        self._source, self._folder, self._result = source, folder, result
-        self._hashes: dict[str, str] = {}
-        self._sizes: dict[str, int] = {}
+    def __init__(self, source: PullSource, folder: Path) -> None:
+        self._source, self._folder = source, folder
+        self.fetched = self.known = 0
+        """``known`` segments were brought by an earlier pull or another worker."""
+        self.over_bound = 0
+        """Segments that ``max_bytes`` had no room for, the oldest."""
+        self.workers = 0
+        """Workers that answered."""
+        self.skipped: dict[str, str] = {}
+        """Reason by address of each worker from which not everything was fetched."""
+        self._stored: dict[str, tuple[int, str]] = {}
+        """Size and sha256 of each segment in the folder, by name."""
         self._max_age_seconds = float("inf")
         for segment in list_segments(folder):
             with segment.path.open("rb") as file:
-                self._hashes[segment.path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-            self._sizes[segment.path.name] = segment.size
+                self._stored[segment.path.name] = (segment.size, hashlib.file_digest(file, "sha256").hexdigest())
 
     def worker(self, address: str, stopped: Callable[[], bool]) -> None:
         """Fetch from one worker, the newest segments first.
@@ -165,16 +154,17 @@ class _Pull:
             OSError: The disk refuses a write.
         """
         listing = self._listing(address)
-        self._result.workers += 1
+        self.workers += 1
         self._max_age_seconds = min(self._max_age_seconds, listing.max_age_seconds)
         store_retention(self._folder, Retention(self._max_age_seconds, self._source.max_bytes))
         for segment in reversed(listing.segments):
             if stopped():
                 return
-            if self._hashes.get(segment.name) == segment.sha256:
-                self._result.known += 1
-            elif sum((self._sizes | {segment.name: segment.size}).values()) > self._source.max_bytes:
-                self._result.over_bound += 1
+            listed = (segment.size, segment.sha256)
+            if self._stored.get(segment.name) == listed:
+                self.known += 1
+            elif sum(size for size, _ in (self._stored | {segment.name: listed}).values()) > self._source.max_bytes:
+                self.over_bound += 1
             else:
                 with contextlib.suppress(_SegmentGone):  # a later pull fetches it as it is then
                     self._fetch(address, segment)
@@ -201,16 +191,14 @@ class _Pull:
                     size += len(piece)
                     digest.update(piece)
                     file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
             if size != segment.size or digest.hexdigest() != segment.sha256:
                 raise _SegmentGone
+            flush(partial)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-        self._hashes[segment.name] = segment.sha256
-        self._sizes[segment.name] = size
-        self._result.fetched += 1
+        self._stored[segment.name] = (size, segment.sha256)
+        self.fetched += 1
 
     @contextlib.contextmanager
     def _get(self, address: str, path: str) -> Iterator[http.client.HTTPResponse]:

@@ -6,7 +6,6 @@ import hashlib
 import logging
 import pkgutil
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -233,21 +232,18 @@ class RecordQueue:
             self._changed.notify()
             return True
 
-    def take(self, timeout: float, may_take: Callable[[], bool] = lambda: True) -> QueuedRecord | None:
-        """Return the oldest record, or None after ``timeout`` seconds, or once ``may_take`` is false.
+    def take(self, may_take: Callable[[], bool]) -> QueuedRecord | None:
+        """Wait for a record and return the oldest one, or None once ``may_take`` is false, of which `wake` tells.
 
         The caller hands the record to `done` when it is written or dropped, or to `give_back`.
         """
-        deadline = time.monotonic() + timeout
         with self._changed:
             while may_take():
                 if self._waiting:
                     item = self._waiting.popleft()
                     self._taken.add(item)
                     return item
-                left = deadline - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    return None
+                self._changed.wait()
             return None
 
     def done(self, item: QueuedRecord) -> None:

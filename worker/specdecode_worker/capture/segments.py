@@ -26,6 +26,7 @@ from pydantic import Field
 
 from specdecode_worker.capture.records import FolderUnusable, Record, decode, decode_stamp
 from specdecode_worker.contract.wire import Received
+from specdecode_worker.files import flush
 
 log = logging.getLogger(__name__)
 
@@ -167,18 +168,13 @@ def open_private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _write_small(path: Path, text: str, *, lasting: bool = False) -> None:
-    """Write or replace a file that only this user can read, whole or not at all. Raise OSError on failure.
-
-    A crash of the machine does not undo the write of a ``lasting`` file.
-    """
+def _write_small(path: Path, text: str) -> None:
+    """Write or replace a file that only this user can read, whole or not at all, to stay. Raise OSError on failure."""
     partial = path.with_name(f".{uuid.uuid4().hex}")
     try:
         with open(partial, "x", opener=open_private) as file:
             file.write(text)
-            if lasting:
-                file.flush()
-                os.fsync(file.fileno())
+        flush(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -206,11 +202,17 @@ def sweep(folder: Path, retention: Retention, now: float) -> int:
     deleted = 0
     for segment in segments:
         if retention.is_expired(segment, now) or total_bytes > bound:
-            segment.path.unlink(missing_ok=True)
+            delete_segment(segment.path)
             total_bytes -= segment.size
             deleted += 1
     _delete_leftovers(folder, now)
     return deleted
+
+
+def delete_segment(path: Path) -> None:
+    """Delete a segment, with the copy of its records that a killed deletion left. Raise OSError if it stays."""
+    path.unlink(missing_ok=True)
+    path.with_suffix(REWRITE_SUFFIX).unlink(missing_ok=True)
 
 
 def delete_expired(folder: Path, max_age_seconds: float, now: float) -> int:
@@ -251,7 +253,7 @@ def key_id(key: bytes) -> str:
 
 def keyed_hash(key: bytes, user: str) -> str:
     """Return the identifier of the key and 32 hex digits of the HMAC-SHA256 of a user's identifier."""
-    return f"{key_id(key)}-{hmac.digest(key, _encoded(user), hashlib.sha256).hex()[:32]}"
+    return f"{key_id(key)}-{hmac.digest(key, user.encode(errors='surrogatepass'), hashlib.sha256).hex()[:32]}"
 
 
 def stored_keys(folder: Path) -> dict[str, bytes]:
@@ -293,7 +295,6 @@ class SubjectKeys:
         token = read_token()
         self._key = derived_key(token) if token else secrets.token_bytes(_KEY_BYTES)
         self._used: dict[str, bytes] = {key_id(self._key): self._key}
-        self._stored: set[str] = set()
 
     def hash_of(self, user: str | None) -> str:
         """Return the hash of a user; empty without one."""
@@ -309,12 +310,13 @@ class SubjectKeys:
     def store_for(self, stored_hash: str) -> None:
         """Store the key of a hash in the folder before a record with this hash is written. Raise OSError.
 
-        Several workers may write the same one.
+        Several workers may write the same one, and the folder may be emptied by hand.
         """
         identifier = stored_hash.partition("-")[0]
-        if identifier not in self._stored and identifier in self._used:
-            _write_small(self._folder / f"{identifier}{KEY_SUFFIX}", self._used[identifier].hex(), lasting=True)
-            self._stored.add(identifier)
+        path = self._folder / f"{identifier}{KEY_SUFFIX}"
+        if identifier in self._used and not path.exists():
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _write_small(path, self._used[identifier].hex())
 
     def known(self) -> Mapping[str, bytes]:
         """Return the keys of this worker and those of the folder, by identifier."""
@@ -329,14 +331,6 @@ class SubjectKeys:
             with contextlib.suppress(OSError):
                 if path != current and path.stat().st_mtime < time.time() - max_age_seconds - _MARGIN_SECONDS:
                     path.unlink()
-
-    def forget_stored(self) -> None:
-        """Store keys again before the next record: the folder was emptied."""
-        self._stored.clear()
-
-
-def _encoded(user: str) -> bytes:
-    return user.encode(errors="surrogatepass")
 
 
 # Deletion of single records from a segment file, while its writer may append to it.
@@ -400,7 +394,7 @@ def _delete_from(file: BinaryIO, path: Path, is_unwanted: Callable[[bytes], bool
         bodies = enumerate(read_bodies(file))
         _replace(path, file, (frame_of(body) for index, body in bodies if body is not None and index in kept))
     else:
-        path.unlink(missing_ok=True)
+        delete_segment(path)
     counts.records += deleted
     counts.segments += 1
     return True
@@ -417,8 +411,7 @@ def _replace(path: Path, replaced: BinaryIO, frames: Iterable[bytes]) -> None:
                 os.fchown(file.fileno(), status.st_uid, status.st_gid)
             file.write(MAGIC)
             file.writelines(frames)
-            file.flush()
-            os.fsync(file.fileno())
+        flush(other)
         other.replace(path)
     except OSError:
         other.unlink(missing_ok=True)
@@ -454,9 +447,6 @@ class SegmentWriter:
         """Sweeps so far. After each, older segments may be gone."""
         try:
             self._prepare_folder()
-            mark = folder / f".{uuid.uuid4().hex}"
-            mark.touch()
-            mark.unlink()
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise FolderUnusable(f"{folder} cannot be written: {error.strerror}") from None
@@ -570,7 +560,7 @@ class SegmentWriter:
 
     def _prepare_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not self._retention_stored:
+        if not (self._retention_stored and (self._folder / RETENTION_FILE).exists()):  # it may be emptied by hand
             store_retention(self._folder, self.retention)
             self._retention_stored = True
 
@@ -704,12 +694,3 @@ def delete_user_records(folder: Path, user: str, keys: Iterable[bytes] = ()) -> 
     except OSError as error:
         raise FolderUnusable(f"{error.filename or folder} cannot be rewritten: {error.strerror or error}") from None
     return counts
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk, so that a crash undoes nothing. Raise OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,12 +33,12 @@ from specdecode_worker.commands.flags import print_progress, settings_of
 from specdecode_worker.contract import TreeShape, adapted_uri
 from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.fetch import model_hash, resolve
+from specdecode_worker.training.artifacts import Ancestor, check_same_target
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.distillation.deletion import delete_expired_from_runs, expiry_seconds
 from specdecode_worker.training.distillation.judge import answer_prompts
 from specdecode_worker.training.distillation.pipeline import Distillation, DistillationSettings, stored_verdict
-from specdecode_worker.training.distillation.publication import Ancestor, RunClock, check_same_target
+from specdecode_worker.training.distillation.publication import RunClock
 from specdecode_worker.training.distillation.records import Interrupted, Stopped
 from specdecode_worker.training.distillation.students import StudentSettings
 from specdecode_worker.training.errors import TimeLimitReached, TrainingError
@@ -125,7 +124,7 @@ def _run_pipeline(args: argparse.Namespace, stopped: Stopped) -> dict[str, Any]:
     oldest_seconds = expiry_seconds(capture, time.time())
     # A run that was suspended goes on without what has expired since.
     delete_expired_from_runs([args.out, *args.replay], oldest_seconds, print_progress)
-    target, parent = (_ancestor(uri, args.cache_dir) for uri in (adapted_uri(args.model, args.adapter), args.draft))
+    target, parent = (Ancestor.of(uri, args.cache_dir) for uri in (adapted_uri(args.model, args.adapter), args.draft))
     check_same_target(args.out, target)
     job = settings_of(
         DistillationSettings,
@@ -166,9 +165,3 @@ def _settings(args: argparse.Namespace) -> StudentSettings:
         if value is not None and value <= 0:
             raise TrainingError(f"--{name.replace('_', '-')} must be above 0")
     return settings_of(StudentSettings, args, depth=args.unroll)
-
-
-def _ancestor(uri: str, cache_dir: Path | None) -> Ancestor:
-    """Resolve a model URI and hash its weights."""
-    folder = resolve(uri, cache_dir)
-    return Ancestor(uri, folder, model_hash(folder))

@@ -17,8 +17,8 @@ from specdecode_worker.engine.factory import device_of
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.errors import ModelError
-from specdecode_worker.models.fetch import resolve
 from specdecode_worker.models.weights import load_causal_lm
+from specdecode_worker.training.artifacts import Ancestor, check_same_target
 from specdecode_worker.training.conversations import Chat
 from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.prompts import read_prompts
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(args: argparse.Namespace) -> Path:
     """Train the draft and return its folder."""
-    folder = resolve(adapted_uri(args.model, args.adapter), args.cache_dir)
     device = device_of(args.device)
-    placement = settings_of(TargetPlacement, args, folder=folder, device=device, size=args.tensor_parallel_size)
+    target = Ancestor.of(adapted_uri(args.model, args.adapter), args.cache_dir)
+    placement = settings_of(TargetPlacement, args, folder=target.folder, device=device, size=args.tensor_parallel_size)
     recording = settings_of(
         RecordingSettings,
         args,
@@ -52,11 +52,12 @@ def _train(args: argparse.Namespace) -> Path:
         held_out=tuple(read_prompts(args.held_out)) if args.held_out else (),
         answer_tokens=args.max_tokens,
     )
-    record_answers(placement, Chat(folder), recording, args.seed, args.out, print_progress)
-    with placed_target(placement) as target:
-        draft_settings = _draft_settings(args, target, folder)
+    check_same_target(args.out / "recorded", target)
+    record_answers(placement, Chat(target.folder), recording, args.seed, args.out, print_progress)
+    with placed_target(placement) as network:
+        draft_settings = _draft_settings(args, network, target)
         return train_draft(
-            target,
+            network,
             settings_of(TrainSettings, args, minutes=0.0 if args.steps else args.minutes),
             draft_settings,
             args.out,
@@ -72,18 +73,15 @@ def _whole_target(placement: TargetPlacement, draft_settings: DraftSettings) -> 
     return load_causal_lm(placement.folder, dtype=getattr(torch, placement.dtype), device=torch.device("cpu"))
 
 
-def _draft_settings(args: argparse.Namespace, target: CausalLM, folder: Path) -> DraftSettings:
+def _draft_settings(args: argparse.Namespace, network: CausalLM, target: Ancestor) -> DraftSettings:
     """Build the description of the draft to train, with the draft that it continues from."""
     origin = parent = None
     if args.draft:
-        parent = (args.draft, resolve(args.draft, args.cache_dir))
+        parent = Ancestor.of(args.draft, args.cache_dir)
         cpu = torch.device("cpu")
-        origin = load_draft(args.method, parent[1], target, target_folder=folder, dtype=torch.float32, device=cpu)
+        origin = load_draft(
+            args.method, parent.folder, network, target_folder=target.folder, dtype=torch.float32, device=cpu
+        )
     return settings_of(
-        DraftSettings,
-        args,
-        target=(adapted_uri(args.model, args.adapter), folder),
-        origin=origin,
-        parent=parent,
-        normalise=not args.no_normalisers,
+        DraftSettings, args, target=target, origin=origin, parent=parent, normalise=not args.no_normalisers
     )

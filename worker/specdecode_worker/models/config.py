@@ -173,10 +173,8 @@ class Rope(nn.Module):
         for start in range(0, positions, _ROWS):
             rows_P = torch.arange(start, min(start + _ROWS, positions), dtype=torch.float64, device="cpu")
             angle = torch.outer(rows_P, frequency).repeat(1, 2)
-            table[0, start : start + _ROWS], table[1, start : start + _ROWS] = (
-                angle.cos() * growth,
-                angle.sin() * growth,
-            )
+            table[0, start : start + _ROWS] = angle.cos() * growth
+            table[1, start : start + _ROWS] = angle.sin() * growth
         self.register_buffer("cos_PD", table[0], persistent=False)
         self.register_buffer("sin_PD", table[1], persistent=False)
 

@@ -12,56 +12,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from specdecode_worker.models.causal_lm import MLP, Attend, CausalLM, RMSNorm
+from specdecode_worker.models.causal_lm import Attend, Attention, Block, CausalLM, RMSNorm
 from specdecode_worker.models.config import DFlashConfig, PassRotations, Rope
 from specdecode_worker.models.linear import Linear
 from specdecode_worker.models.target_states import TargetStates
 
 
-class InjectedAttention(nn.Module):
+class InjectedAttention(Attention):
     """Attention whose keys and values come from the block, and from the target's states for committed tokens."""
 
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
-        self.q_proj = Linear(config.hidden_size, queries, bias=config.qkv_bias)
-        self.k_proj = Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.v_proj = Linear(config.hidden_size, keys, bias=config.qkv_bias)
-        self.o_proj = Linear(queries, config.hidden_size, bias=config.o_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+    def join(self) -> None:
+        """Leave the projections apart: committed tokens have keys and values alone."""
 
-    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
-        """Return the attention output [T, E] of ``layer`` for its normed input."""
-        q_THD = rope.rotate(self._normed(self.q_norm, self.q_proj(x_TE)))
-        return self.o_proj(attend(layer, q_THD, *self.keys_and_values(x_TE, rope)).flatten(-2))
-
-    def keys_and_values(self, x_TE: Tensor, rope: PassRotations) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and the values, each [T, K, D], of slots of the block or of fused states."""
-        keys_TKD = rope.rotate(self._normed(self.k_norm, self.k_proj(x_TE)))
-        return keys_TKD, self.v_proj(x_TE).reshape(len(x_TE), -1, self.head_dim)
-
-    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
-        heads: Tensor = norm(x.reshape(-1, self.head_dim))
-        return heads.view(len(x), -1, self.head_dim)
+    def keys_and_values(self, fused_TE: Tensor, rope: PassRotations) -> tuple[Tensor, Tensor]:
+        """Return rotated keys and the values, each [T, K, D], of committed tokens with these fused states."""
+        assert self.k_norm is not None, "DFlash heads norm their keys"
+        return rope.rotate(self.k_norm(self._heads(self.k_proj(fused_TE)))), self._heads(self.v_proj(fused_TE))
 
 
-class DFlashLayer(nn.Module):
-    """Pre-norm decoder layer with `InjectedAttention`."""
+class DFlashLayer(Block):
+    """Decoder layer with `InjectedAttention`."""
 
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = InjectedAttention(config)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config)
-
-    def forward(self, layer: int, x_TE: Tensor, rope: PassRotations, attend: Attend) -> Tensor:
-        """Return the layer's output [T, E]."""
-        x_TE = x_TE + self.self_attn(layer, self.input_layernorm(x_TE), rope, attend)
-        output: Tensor = x_TE + self.mlp(self.post_attention_layernorm(x_TE))
-        return output
+    attention = InjectedAttention
 
 
 class DFlashHead(nn.Module):

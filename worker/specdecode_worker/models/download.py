@@ -32,13 +32,13 @@ from urllib.parse import quote
 
 import httpx
 
+from specdecode_worker.files import locked, write_json
 from specdecode_worker.models.download_folder import (
     CONFIGS,
     MANIFEST,
     HubModel,
     check_room,
     disk_full_errors,
-    locked,
     places_of,
     writable_place,
 )
@@ -103,9 +103,7 @@ def _fetch_all(source: Source, files: Sequence[RemoteFile], folder: Path, progre
     for path in folder.glob("*.safetensors"):
         digests[path.name] = digests.get(path.name) or _file_hash(path)
     listed = [{"name": name, "size": (folder / name).stat().st_size, "digest": digests[name]} for name in digests]
-    partial = folder / f"{MANIFEST}.partial"
-    partial.write_text(json.dumps({**about, "files": listed}, indent=1))
-    os.replace(partial, folder / MANIFEST)
+    write_json(folder / MANIFEST, {**about, "files": listed})
     for path in [*pickles, *(path for end in ("partial", "parts", "sha256") for path in folder.rglob(f"*.{end}"))]:
         path.unlink()
 
@@ -202,6 +200,7 @@ class _Parts:
                 if failures == _ATTEMPTS:
                     raise HubUnreachable(f"{self._file.name} breaks off at {start} bytes: {error}") from None
                 time.sleep(self._source.retry_seconds * failures)
+        os.fsync(self._content)  # no mark, and no manifest, may outlive the bytes that it stands for
         os.pwrite(self._marks, b"\1", at)
 
     def stored(self, at: int) -> Iterator[bytes]:

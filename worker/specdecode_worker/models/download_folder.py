@@ -1,15 +1,14 @@
-"""Folders that downloads go to: what they hold, one download at a time, and errors of a full disk."""
+"""Folders that downloads go to: what they hold, their room, and errors of a full disk."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -86,18 +85,6 @@ def check_room(folder: Path, missing_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if missing_bytes + _SPARE_BYTES > free:
         raise DiskFull(f"{folder} needs {missing_bytes / 1e9:.1f} GB more, the disk has {free / 1e9:.1f} GB free")
-
-
-@contextlib.contextmanager
-def locked(path: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock file ``path``. ``note`` gets a message if another download holds it."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            note("another pull of this model is running; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

@@ -7,9 +7,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
@@ -18,6 +16,7 @@ from pydantic import ValidationError
 from specdecode_worker import embedded
 from specdecode_worker.contract import Env, Revisions
 from specdecode_worker.embedded.errors import EmbeddedModelError
+from specdecode_worker.files import filled
 from specdecode_worker.models.download_folder import CONFIGS, MANIFEST, HubModel, writable_place
 from specdecode_worker.models.errors import BadUri, NotPresent
 from specdecode_worker.models.pickled_weights import converted_folder
@@ -138,19 +137,13 @@ def _with_adapter(base: Path, adapter: Path, cache: Path) -> Path:
     """Return a folder with links to the files of a target and to the folder of its adapter."""
     names = sorted(path.name for path in base.iterdir())
     key = hashlib.sha256(json.dumps([str(base.resolve()), str(adapter.resolve()), names]).encode()).hexdigest()[:16]
-    ready = writable_place(cache) / "adapted" / key
-    if not ready.is_dir():
-        ready.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=ready.parent))
-        partial.chmod(0o755)
+
+    def link(partial: Path) -> None:
         for name in names:
             (partial / name).symlink_to((base / name).resolve())
         (partial / ADAPTER_FOLDER).symlink_to(adapter.resolve())
-        try:
-            partial.rename(ready)
-        except OSError:  # another process was faster
-            shutil.rmtree(partial)
-    return ready
+
+    return filled(writable_place(cache) / "adapted" / key, link)
 
 
 def local_folder(uri: str) -> Path | None:

@@ -11,14 +11,14 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from specdecode_worker.models.download_folder import check_room, disk_full_errors, locked
+from specdecode_worker.files import filled, flush, write_json
+from specdecode_worker.models.download_folder import check_room, disk_full_errors
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
 
 _PICKLE = re.compile(r"pytorch_(model(?:-\d+-of-\d+)?)\.bin")
@@ -57,7 +57,7 @@ def convert(source: Path, names: Iterable[str], target: Path) -> list[Path]:
             document["weight_map"] = {name: _stored_name(file) for name, file in document["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WeightMismatch(f"{index} is no index of pickled weights: {error}") from None
-        (target / _STORED_INDEX).write_text(json.dumps(document))
+        write_json(target / _STORED_INDEX, document)
     return pickles
 
 
@@ -75,32 +75,22 @@ def converted_folder(folder: Path, cache: Path) -> Path:
     stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     key = hashlib.sha256(json.dumps([str(folder.resolve()), stats]).encode()).hexdigest()[:16]
     ready = cache / "converted" / key
-    if ready.is_dir():
-        return ready
     try:
         with disk_full_errors(ready):
-            ready.parent.mkdir(parents=True, exist_ok=True)
-            with locked(ready.with_suffix(".lock"), lambda _: None):
-                if not ready.is_dir():
-                    _fill(folder, files, ready)
+            return filled(ready, lambda partial: _fill(folder, files, partial))
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         raise NotPresent(
             f"{folder} has pickled weights, and their copy cannot be written: {error}; set --cache-dir, or run pull"
         ) from None
-    return ready
 
 
-def _fill(folder: Path, files: Sequence[Path], ready: Path) -> None:
-    partial = ready.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
+def _fill(folder: Path, files: Sequence[Path], partial: Path) -> None:
     pickles = convert(folder, [path.name for path in files], partial)
     for path in folder.iterdir():
         if path not in pickles and path.name not in (_INDEX, _STORED_INDEX):  # of safetensors that are not there
             (partial / path.name).symlink_to(path.resolve())
-    partial.rename(ready)
 
 
 def _stored_name(name: str) -> str:
@@ -127,4 +117,5 @@ def _convert_file(source: Path, target: Path) -> None:
         partial.unlink()
         reason = reason.splitlines()[-1] if code > 0 and reason else f"its conversion ended with {code}, at a limit"
         raise WeightMismatch(f"{source} is refused: {reason}; take a checkpoint in safetensors")
+    flush(partial)
     os.replace(partial, target)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdecode_worker.files import replacing, write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import (
     BlockConfig,
@@ -28,9 +30,10 @@ from specdecode_worker.models.config import (
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead
+from specdecode_worker.models.fetch import model_hash, resolve
 from specdecode_worker.models.fields import Fields, read_config
 from specdecode_worker.training.conversations import Conversation, DataSet, answer_length, shard_paths
-from specdecode_worker.training.files import replacing, write_json
+from specdecode_worker.training.errors import ResumeMismatch, TrainingError
 from specdecode_worker.training.trainer import Trainer
 from specdecode_worker.training.unroll import vocabulary_of
 
@@ -160,24 +163,69 @@ def _blocks(config: BlockConfig, layers: int) -> dict[str, Any]:
     return fields | {name: True for name, has_bias in biases.items() if has_bias}
 
 
-# Lineage of a trained draft: its origin and results, as lineage.json.
+# Target and parent of a draft, and the lineage.json beside its weights: its origin and results.
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestor:
+    """Target or parent draft: the URI that the user gave, its folder and the hash of its weights."""
+
+    uri: str
+    folder: Path
+    hash: str
+
+    @classmethod
+    def of(cls, uri: str, cache: Path | None) -> Ancestor:
+        """Resolve a model URI and hash its weights. Raise ModelError or TrainingError if there is no model to read."""
+        folder = resolve(uri, cache)
+        try:
+            return cls(uri, folder, model_hash(folder))
+        except OSError as error:
+            raise TrainingError(f"{uri} cannot be read: {error}") from error
+
+
+def check_same_target(out: Path, target: Ancestor) -> None:
+    """Check that work in ``out`` goes on with the target that it began with, whose states its data hold.
+
+    Raises:
+        ResumeMismatch: The target has other weights by now.
+    """
+    path = out / "target.json"
+    if not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"uri": target.uri, "hash": target.hash})
+    if (began := json.loads(path.read_text())["hash"]) != target.hash:
+        raise ResumeMismatch(
+            f"{out} was begun with the target {began}, and {target.uri} is {target.hash} now; name another --out"
+        )
+
+
+def read_lineage(folder: Path) -> dict[str, Any]:
+    """Return the lineage of the draft in ``folder``, empty if it has none.
+
+    Raises:
+        TrainingError: The file is not valid JSON.
+    """
+    path = folder / "lineage.json"
+    if not path.exists():
+        return {}
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise TrainingError(f"{path} is no JSON: {error}") from None
+    return document
 
 
 def lineage(
-    trainer: Trainer,
-    *,
-    method: str,
-    target: tuple[str, str],
-    parent: tuple[str, str] | None,
-    uncovered: dict[str, float],
+    trainer: Trainer, *, method: str, target: Ancestor, parent: Ancestor | None, uncovered: dict[str, float]
 ) -> dict[str, Any]:
-    """Return the content of lineage.json. ``target`` and ``parent`` are (uri, hash of config and weights)."""
+    """Return the content of lineage.json."""
     history = trainer.progress.history
     vocabulary = vocabulary_of(trainer.head, len(trainer.output_VE))
     return {
         "method": method,
-        "target": {"uri": target[0], "hash": target[1]},
-        "parent": {"uri": parent[0], "hash": parent[1]} if parent else None,
+        "target": {"uri": target.uri, "hash": target.hash},
+        "parent": {"uri": parent.uri, "hash": parent.hash} if parent else None,
         "data": _described(trainer.data),
         "vocabulary": {"size": len(vocabulary), "uncovered": uncovered},
         "settings": asdict(trainer.settings),

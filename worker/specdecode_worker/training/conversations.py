@@ -14,10 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specdecode_worker.files import replacing
 from specdecode_worker.models.chat_template import find_template
 from specdecode_worker.models.vocabulary import open_tokenizer
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.files import replacing
 
 # The target's tokenizer and chat template for training, which converts whole conversations at once.
 

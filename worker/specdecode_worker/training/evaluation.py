@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from specdecode_worker.capture import Record
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.contract.distillation import GainBounds
+from specdecode_worker.files import write_json
 from specdecode_worker.models.causal_lm import Attend, CausalLM
 from specdecode_worker.models.config import CausalLMConfig
 from specdecode_worker.models.dflash import DFlashHead
@@ -26,7 +27,6 @@ from specdecode_worker.models.fetch import CALIBRATION_FILE
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.training.acceptance import RANKS, StepCounts, by_root, ranks_of
 from specdecode_worker.training.conversations import Conversation, pieces
-from specdecode_worker.training.files import write_json
 from specdecode_worker.training.replay import RecordPositions
 from specdecode_worker.training.unroll import batch_for, logits_of, max_depth, unrolled, vocabulary_of
 

@@ -21,7 +21,7 @@ from specdecode_worker.models.config import (
     MedusaConfig,
     PEagleConfig,
 )
-from specdecode_worker.models.dflash import DFlashHead, DFlashLayer
+from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.drafts import Draft, load_draft
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
@@ -116,10 +116,8 @@ def new_dflash(target: CausalLM, layers: int, depth: int) -> DFlashHead:
         head.fc.weight.zero_()
         head.fc.weight[:, 2 * width :].copy_(torch.eye(width))
         for layer in head.layers:
-            assert isinstance(layer, DFlashLayer)
-            layer.load_state_dict(_fitting(target, layer), strict=False)
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+            assert isinstance(layer, Block)
+            zero_block_output(layer, target)
         head.norm.weight.copy_(target.model.norm.weight)
     return head
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import json
 import random
 import re
@@ -19,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdecode_worker.files import replacing
 from specdecode_worker.training.conversations import Chat, normalisers_path, read_shard, shard_paths
 from specdecode_worker.training.errors import PromptFileError
-from specdecode_worker.training.files import replacing
 
 # Log normalizers of the target's distribution at recorded tokens, by temperature.
 #
@@ -284,12 +285,21 @@ def read_prompts(path: Path) -> list[PromptLine]:
     Raises:
         PromptFileError: The file cannot be read, has no prompts or has an invalid line, which the message names.
     """
+    return read_hashed_prompts(path)[0]
+
+
+def read_hashed_prompts(path: Path) -> tuple[list[PromptLine], str]:
+    """Return the lines of a file of prompts and the SHA-256 of its bytes, which are read once. Raises PromptFileError.
+
+    The file may change at any time, for example in a ConfigMap.
+    """
     try:
-        lines = path.read_text().split("\n")
+        content = path.read_bytes()
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"{path} cannot be read: {getattr(error, 'strerror', error)}") from None
     prompt_lines = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -298,7 +308,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
             raise PromptFileError(f"{path}, line {number}: {error}") from None
     if not prompt_lines:
         raise PromptFileError(f'{path} holds no prompts; write lines of {{"messages": [...]}} or {{"prompt": "..."}}')
-    return prompt_lines
+    return prompt_lines, hashlib.sha256(content).hexdigest()
 
 
 def greedy(lines: Sequence[PromptLine], chat: Chat) -> Iterator[Question]:

@@ -1,5 +1,6 @@
 """The stages of training a draft: record the target's answers, choose the draft vocabulary, train, write the draft.
 
+    OUT/recorded/target.json           the target, whose answers and states are here
     OUT/recorded/texts-*.msgpack       conversations, by the target's engine
     OUT/recorded/shard-*.safetensors   the same with the target's hidden states
     OUT/vocabulary.json                target ids of the draft's vocabulary
@@ -21,12 +22,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from specdecode_worker.files import write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft, WeightMethod
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.models.weights import prepare_causal_lm
-from specdecode_worker.training.artifacts import Names, lineage, write_draft
+from specdecode_worker.training.artifacts import Ancestor, Names, lineage, write_draft
 from specdecode_worker.training.conversations import (
     Chat,
     DataSet,
@@ -37,7 +38,6 @@ from specdecode_worker.training.conversations import (
 )
 from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.evaluation import write_calibration
-from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import (
     NEW_DRAFTS,
     prepare_draft,
@@ -81,14 +81,14 @@ class RecordingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """Kind of draft to train and its origin. ``target`` and ``parent`` are (uri, folder)."""
+    """Kind of draft to train and its origin, the weights of ``parent``."""
 
-    target: tuple[str, Path]
+    target: Ancestor
     method: WeightMethod = "eagle3"
     draft_vocab: int = 8192
     layers: int = 1
     origin: Draft | None = None
-    parent: tuple[str, Path] | None = None
+    parent: Ancestor | None = None
     normalise: bool = True
     """Train on probabilities over the target's whole vocabulary.
 
@@ -131,10 +131,11 @@ def train_draft(
         log(f"train: going on from step {trainer.progress.step}")
 
     def save_best(draft: Draft) -> None:
-        write_draft(draft, out / "head", draft_settings.target[1], draft_settings.names)
+        write_draft(draft, out / "head", draft_settings.target.folder, draft_settings.names)
         write_json(out / "history.json", trainer.progress.history)
 
     trainer.run(out, log, save_best)
+    save_best(trainer.master)  # a kill between a draft and its checkpoint may have left one that the run lost again
     _finish(trainer, target, draft_settings, out, log)
     return out / "head"
 
@@ -156,17 +157,16 @@ def _draft(
 
 
 def _finish(trainer: Trainer, target: CausalLM, draft_settings: DraftSettings, out: Path, log: Log) -> None:
-    """Write the files that describe a trained draft: history, calibration and lineage."""
+    """Write the files that describe a trained draft: calibration and lineage."""
     data, folder, output_VE = trainer.data, out / "head", trainer.output_VE
-    write_json(out / "history.json", trainer.progress.history)
     spread = data.validation[:: max(1, len(data.validation) // _CALIBRATION_CONVERSATIONS)]
     sharpness = write_calibration(trainer.head, spread, target, output_VE, folder, depth=trainer.settings.depth)
     log(f"calibration: logits of sampled drafts times {sharpness} by depth")
     document = lineage(
         trainer,
         method=draft_settings.method,
-        target=(draft_settings.target[0], model_hash(draft_settings.target[1])),
-        parent=(draft_settings.parent[0], model_hash(draft_settings.parent[1])) if draft_settings.parent else None,
+        target=draft_settings.target,
+        parent=draft_settings.parent,
         uncovered=json.loads((out / "uncovered.json").read_text()),
     )
     write_json(folder / "lineage.json", document)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.engine.engine import Engine
+from specdecode_worker.files import write_bytes
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.training.conversations import SHARD_TOKENS, Chat, Conversation, shard_paths, write_shard
 from specdecode_worker.training.errors import PromptFileError, TrainingError
-from specdecode_worker.training.files import write_bytes
 from specdecode_worker.training.prompts import Question
 from specdecode_worker.training.unroll import TextAttention
 

@@ -202,21 +202,17 @@ def _other_ranks(own: Assignment) -> Iterator[Callable[[nn.Module, tuple[Any, ..
                 process.kill()
 
 
+@torch.inference_mode()
 def follow(assignment: bytes, pipe: Connection) -> None:
     """Run the process of another rank until rank 0 closes the pipe."""
     try:
-        _follow(msgspec.msgpack.decode(assignment, type=Assignment), pipe)
+        model, device = load_rank_shard(msgspec.msgpack.decode(assignment, type=Assignment))
+        decoder = msgspec.msgpack.Decoder(TargetPassMessage)
+        attentions: dict[str, Attend] = {"causal": TextAttention(model.config), "zero": ZeroContextAttention()}
+        while True:
+            message = decoder.decode(pipe.recv_bytes())
+            positions_T = torch.tensor(message.positions, device=device)
+            tokens_T = torch.tensor(message.tokens, device=device)
+            model(tokens_T, positions_T, attentions[message.attention], TargetStates())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # rank 0 is gone, so an orderly shutdown of the process group is impossible
-
-
-@torch.inference_mode()
-def _follow(assignment: Assignment, pipe: Connection) -> None:
-    model, device = load_rank_shard(assignment)
-    decoder = msgspec.msgpack.Decoder(TargetPassMessage)
-    attentions: dict[str, Attend] = {"causal": TextAttention(model.config), "zero": ZeroContextAttention()}
-    while True:
-        message = decoder.decode(pipe.recv_bytes())
-        positions_T = torch.tensor(message.positions, device=device)
-        tokens_T = torch.tensor(message.tokens, device=device)
-        model(tokens_T, positions_T, attentions[message.attention], TargetStates())

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdecode_worker.files import replacing
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.training.acceptance import StepCounts, greedy_step_counts, groups_of
 from specdecode_worker.training.conversations import Conversation, DataSet, batches, pieces
 from specdecode_worker.training.errors import ResumeMismatch, TrainingError
-from specdecode_worker.training.files import replacing
 from specdecode_worker.training.prompts import TEMPERATURES
 from specdecode_worker.training.unroll import (
     RootShare,
@@ -261,14 +261,8 @@ class TrainSettings:
     batch_tokens: int = 1024
     accumulate: int = 1  # batches per optimizer step
     depth: int = 7
-    deepen_at: tuple[float, ...] = (
-        0.05,
-        0.15,
-        0.3,
-        0.45,
-        0.55,
-        0.65,
-    )  # shares of the run at which one more depth is unrolled; shallow steps are cheaper
+    # Shares of the run at which one more depth is unrolled: shallow steps are cheaper.
+    deepen_at: tuple[float, ...] = (0.05, 0.15, 0.3, 0.45, 0.55, 0.65)
     decay: float = 0.8
     divergence_until: float = 0.1  # share of the run up to which the loss is the divergence alone
     acceptance_from: float = 0.3  # share of the run from which the divergence weight is divergence_floor

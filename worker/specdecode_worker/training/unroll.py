@@ -145,8 +145,7 @@ def unroll(head: Eagle3Head | EagleHead, batch: TrainingBatch, depth: int) -> It
         attend.deepen(answers_BA - k)
         before = shifted(state_BAE, 1).flatten(0, 1)
         state_BAE = head(before, tokens_T, positions_T, attend).unflatten(0, answers_BA.shape)
-        order_A = torch.arange(answers_BA.shape[1], device=answers_BA.device)
-        yield state_BAE, batch.valid_BA & (order_A >= k)
+        yield state_BAE, _rooted(batch, k)
 
 
 def true_states(head: Eagle3Head | EagleHead, batch: TrainingBatch, attend: UnrolledAttention) -> Tensor:
@@ -317,12 +316,17 @@ def unroll_blocks(
         yield by_slot(state_BRNE[:, :, k + 1], order_BR, k, share, batch.valid_BA)
 
 
+def _within(head: DFlashHead | PEagleHead, positions: Tensor) -> Tensor:
+    """Return ``positions`` clamped to the head's last one, as an engine does. Mask slots may lie beyond it."""
+    return positions.clamp(max=head.config.max_position_embeddings - 1)
+
+
 def _blocks(
     head: DFlashHead, batch: TrainingBatch, context: list[tuple[Tensor, Tensor]], roots_BR: Tensor, depth: int
 ) -> Tensor:
     """Return the states [B, R, N, E] of the blocks of these roots, given as slot indices."""
     order_N = torch.arange(depth + 1, device=roots_BR.device)
-    positions_BRN = roots_BR[:, :, None] + 1 + order_N
+    positions_BRN = _within(head, roots_BR[:, :, None] + 1 + order_N)
     tokens_BR = batch.tokens_BL.gather(1, roots_BR)
     tokens_BRN = torch.where(order_N > 0, head.config.mask_token_id, tokens_BR[:, :, None])
     attend = _BlockAttention(context, roots_BR, depth + 1)
@@ -398,7 +402,7 @@ def unroll_parallel(
         roots_BR = batch.answers_BA.gather(1, order_BR)
         attend.deepen(roots_BR)
         tokens_T = torch.full((roots_BR.numel(),), head.config.mask_token_id, device=roots_BR.device)
-        positions_T = (roots_BR + k + 1).flatten()
+        positions_T = _within(head, roots_BR + k + 1).flatten()
         state_TE = head(mask_1E.expand(len(tokens_T), -1), tokens_T, positions_T, attend)
         yield by_slot(state_TE.unflatten(0, roots_BR.shape), order_BR, k, share, batch.valid_BA)
 
@@ -462,10 +466,7 @@ def root_share(draft: Draft) -> RootShare:
 
 def logits_of(draft: Draft, states_RE: Tensor, k: int) -> Tensor:
     """Return the logits [R, draft vocabulary] of states that were unrolled to depth ``k``."""
-    if isinstance(draft, MedusaHeads):
-        logits: Tensor = draft.lm_heads[k](draft.blocks[k](states_RE))
-        return logits
-    return draft.logits(states_RE)
+    return draft.head_logits(states_RE, k) if isinstance(draft, MedusaHeads) else draft.logits(states_RE)
 
 
 def vocabulary_of(draft: Draft, size: int) -> Tensor:

@@ -17,7 +17,7 @@ from support.worker.live_captures import live, read, settle
 
 BASE_SECONDS = 1e9
 """Time of all recorders. Records and ``delete_before`` lie up to 20 seconds before it."""
-LIMITS = CaptureLimits(retry=0.2, hang=60, tick=0.02, lock=60)
+LIMITS = CaptureLimits(retry=0.2, hang=60, tick=0.02)
 """On a busy machine, a thread that waits for the processor must not count as hung: its queue would be dropped."""
 TASKS, USERS = ("code", "qa"), ("", "ann", "bob")
 

@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from specdecode_worker.capture import CaptureError, Dropped, Recorder
-from specdecode_worker.capture.live import MAX_HUNG_WRITERS
+from specdecode_worker.capture.recorder import MAX_HUNG_WRITERS
 from specdecode_worker.capture.records import QUEUE_RECORDS
-from specdecode_worker.capture.segments import KEY_SUFFIX
+from specdecode_worker.capture.segments import KEY_SUFFIX, derived_key, key_id, stored_keys, stored_retention
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.worker.captured import record
 from support.worker.live_captures import LIMITS, RULES, live, numbers, put, stored, wait
@@ -77,7 +77,7 @@ def test_record_that_waits_for_the_disk_passes_the_new_redaction(tmp_path: Path)
         stored(recorder, 1)
         with recorder._store.lock:
             put(recorder, 2)
-            wait(lambda: recorder._control._writer.activity() is not None)  # type: ignore[union-attr]
+            wait(lambda: recorder._writer.activity() is not None)  # type: ignore[union-attr]
             recorder.apply(changed(redact="support.worker.redaction_hooks:odd_ones"))
         wait(lambda: recorder.counts.dropped == {Dropped.redacted: 1})
     assert numbers(tmp_path) == [1]
@@ -99,6 +99,11 @@ def test_records_before_the_time_are_deleted_and_the_others_stay(tmp_path: Path)
         assert recorder.report().oldest == pytest.approx(time.time() - 10, abs=5)
     with live(tmp_path, changed(delete_before=time.time() - 5)) as recorder:
         wait(lambda: numbers(tmp_path) == [3])
+        (copy,) = (path.with_suffix(".rewrite") for path in tmp_path.glob("*.segment"))
+        copy.write_bytes(b"text that a killed deletion left")
+        recorder.apply(changed(delete_before=time.time() + 5))
+        wait(lambda: not list(tmp_path.glob("*.segment")))
+        wait(lambda: not copy.exists())
 
 
 def test_a_queued_record_is_deleted_too(tmp_path: Path, held: threading.Event) -> None:
@@ -120,7 +125,7 @@ def test_age_is_enforced_without_traffic(tmp_path: Path) -> None:
         recorder.enqueue(record(0, time_seconds=1e9), recorder.epoch)
         stored(recorder, 1)
         now[0] += 1001
-        recorder._control._swept_at = 0.0  # the next sweep is due in a minute
+        recorder._swept_at = 0.0  # the next sweep is due in a minute
         stored(recorder, 0)
         assert not list(tmp_path.glob("*.segment"))
 
@@ -178,7 +183,7 @@ def test_rotated_token_prevents_no_deletion(tmp_path: Path) -> None:
         put(recorder, 0, user=recorder.subject_of("ann"))
         stored(recorder, 1)
         tokens[0] = "second"
-        recorder._control._swept_at = 0.0
+        recorder._swept_at = 0.0
         first = recorder.subject_of("ann")
         wait(lambda: recorder.subject_of("ann") != first)
         put(recorder, 1, user=recorder.subject_of("ann"))
@@ -270,7 +275,7 @@ def test_changed_rules_are_tried_at_once(tmp_path: Path, full_disk: list[bool]) 
         assert recorder.counts.dropped[Dropped.stopped] == 2
         full_disk[0] = False
         recorder.apply(RULES.model_copy(update={"share": 0.999}))
-        wait(lambda: not recorder._control.is_stopped)
+        wait(lambda: not recorder.is_stopped)
         put(recorder, 2)
         stored(recorder, 1)
     assert numbers(tmp_path) == [2]
@@ -397,6 +402,19 @@ def test_folder_that_cannot_be_written_is_reported_and_tried_again(tmp_path: Pat
         wait(lambda: folder.exists() and numbers(folder) == [1])
 
 
+def test_folder_that_is_emptied_by_hand_gets_its_bounds_and_keys_again(tmp_path: Path) -> None:
+    """Without them, text would outlive its age, and could not be deleted by user, once the worker is gone."""
+    folder = tmp_path / "captures"
+    with live(folder, read_token=lambda: "token") as recorder:
+        put(recorder, 0, user=recorder.subject_of("ann"))
+        stored(recorder, 1)
+        shutil.rmtree(folder)
+        put(recorder, 1, user=recorder.subject_of("ann"))
+        wait(lambda: folder.exists() and numbers(folder) == [1])
+        assert stored_retention(folder) is not None
+        assert set(stored_keys(folder)) == {key_id(derived_key("token"))}
+
+
 def test_segment_that_cannot_be_rewritten_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -425,11 +443,11 @@ def test_capture_goes_on_after_a_failure_of_the_control_thread(
         stored(recorder, 1)
         with monkeypatch.context() as broken:
             broken.setattr(recorder._store, step, refuse)
-            recorder._control._swept_at = 0.0
+            recorder._swept_at = 0.0
             recorder.apply(RULES.model_copy(update={"share": 0.999, "max_bytes": 2**20}))
             wait(lambda: "Input/output error" in problem_of(recorder))
-            assert recorder._control.is_stopped
-        wait(lambda: not problem_of(recorder) and not recorder._control.is_stopped)
+            assert recorder.is_stopped
+        wait(lambda: not problem_of(recorder) and not recorder.is_stopped)
         put(recorder, 1)
         stored(recorder, 2)
     assert numbers(tmp_path) == [0, 1]

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -349,6 +350,14 @@ def test_a_segment_without_other_records_is_deleted(tmp_path: Path) -> None:
     writer_with_key(tmp_path).append(encode(of_user(0, "ann")))
     assert delete_user_records(tmp_path, "ann").records == 1
     assert list_segments(tmp_path) == []
+
+
+def test_a_copy_that_a_killed_deletion_left_goes_with_its_segment(tmp_path: Path) -> None:
+    writer_with_key(tmp_path).append(encode(of_user(0, "ann")))
+    (segment,) = list_segments(tmp_path)
+    copy = shutil.copy(segment.path, segment.path.with_suffix(".rewrite"))
+    assert delete_user_records(tmp_path, "ann").records == 1
+    assert not copy.exists()
 
 
 def test_a_truncated_end_is_dropped(tmp_path: Path) -> None:

@@ -33,10 +33,14 @@ from specdecode_worker.contract.distillation import (
     shortened_reason,
 )
 from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.training.conversations import Chat
+from specdecode_worker.training.distillation import judge
 from specdecode_worker.training.distillation.pipeline import Distillation, failure_kind
 from specdecode_worker.training.distillation.publication import RunClock
 from specdecode_worker.training.distillation.records import read_records_of
 from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
+from specdecode_worker.training.prompts import PromptLine, Question
+from specdecode_worker.training.split_target import TargetPlacement
 from support.tiers import skip_reason
 from support.worker.captured_folders import noise, write
 from support.worker.job_runs import run, run_job
@@ -120,6 +124,24 @@ def test_prompts_that_change_while_a_run_is_stopped_are_not_those_of_its_lineage
     golden.write_text(golden.read_text().replace("number", "no."))  # as in a ConfigMap that is edited
     assert run_job(message, flags, out).verdict == "inconclusive"
     assert json.loads((out / "head" / "lineage.json").read_text())["golden"] == {"sha256": asked}
+
+
+def test_prompts_that_change_while_they_are_read_have_the_hash_of_those_that_are_asked(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, folder = hashlib.sha256(golden.read_bytes()).hexdigest(), tmp_path / "out"
+
+    def change(lines: Sequence[PromptLine], chat: Chat) -> list[Question]:
+        assert [line.text for line in lines] == [f"Golden number {i}" for i in range(4)]
+        golden.write_text("edited")
+        return [Question((1,), 0.0, "g")]
+
+    monkeypatch.setattr(judge, "greedy", change)
+    monkeypatch.setattr(judge, "prepare_causal_lm", lambda _: (_ for _ in ()).throw(OSError("stopped")))
+    placement = TargetPlacement(folder=tmp_path, dtype="float32", device=torch.device("cpu"))
+    with pytest.raises(OSError, match="stopped"):
+        judge.answer_prompts(placement, None, {folder: golden}, answer_tokens=1, stopped=lambda: False)  # type: ignore
+    assert folder.with_suffix(".sha256").read_text() == asked
 
 
 def test_a_file_that_a_kill_left_half_written_is_no_part_of_the_candidate(

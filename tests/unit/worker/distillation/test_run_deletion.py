@@ -14,10 +14,10 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.capture import ReadStats, Record, opening_hash, read_records
 from specdecode_worker.capture.segments import derived_key, keyed_hash
 from specdecode_worker.sampling.params import Sampling
+from specdecode_worker.training.artifacts import Ancestor, check_same_target
 from specdecode_worker.training.conversations import Conversation, read_shard, shard_paths, write_shard
 from specdecode_worker.training.distillation.deletion import delete_expired_from_runs
 from specdecode_worker.training.distillation.pool import read_pool
-from specdecode_worker.training.distillation.publication import Ancestor, check_same_target
 from specdecode_worker.training.errors import ResumeMismatch
 from support.worker.captured_folders import write
 

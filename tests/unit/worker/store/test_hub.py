@@ -87,6 +87,30 @@ def test_only_used_files_are_fetched(pull: Pull, tmp_path: Path) -> None:
     assert model_store.resolve("hf://org/model", tmp_path) == folder
 
 
+def test_bytes_are_on_the_disk_before_what_says_that_they_are_there(
+    pull: Pull, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power undoes what was not flushed, and must not leave marks of parts or a manifest over zeros."""
+    flushed: list[int] = []
+    counts: dict[Path, list[int]] = {}
+    fsync, replace = os.fsync, os.replace
+
+    def record_flush(file: int) -> None:
+        fsync(file)
+        flushed.append(os.fstat(file).st_ino)
+
+    def record_replace(partial: Path, done: Path) -> None:
+        replace(partial, done)
+        counts[done] = list(flushed)
+
+    monkeypatch.setattr(os, "fsync", record_flush)
+    monkeypatch.setattr(os, "replace", record_replace)
+    folder = pull(Repository(FILES))
+    before = counts[folder / download_folder.MANIFEST]
+    assert {path for path in folder.rglob("*") if path.is_file() and path.stat().st_ino not in before} == set()
+    assert before.count((folder / "model.safetensors").stat().st_ino) == -(-len(WEIGHTS) // PART), "at each mark"
+
+
 def test_second_pull_makes_no_requests(pull: Pull) -> None:
     pull(Repository(FILES))
     repository = Repository(FILES)

@@ -18,6 +18,7 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import WeightMethod
 from specdecode_worker.training import recipe
+from specdecode_worker.training.artifacts import Ancestor
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.recipe import DraftSettings
 from specdecode_worker.training.trainer import TrainSettings, overlap, soft_cross_entropy
@@ -94,7 +95,7 @@ def test_drafts_of_a_split_target_read_what_is_on_its_device(
     """They start from the layers of a copy in host memory, whose embeddings and output matrix are not read there."""
     batch = make_batch(conversations[:3], torch.float32, final=method in ("eagle", "medusa"))
     (tmp_path / "vocabulary.json").write_text(json.dumps(KNOWN.tolist()))
-    described = DraftSettings(target=("", tmp_path), method=cast(WeightMethod, method))
+    described = DraftSettings(target=Ancestor("", tmp_path, ""), method=cast(WeightMethod, method))
     draft = recipe._draft(target, small_target(), described, tmp_path, TrainSettings(depth=DEPTH))
     monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)  # Triton's kernels need content
     with fake:

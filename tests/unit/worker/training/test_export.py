@@ -24,7 +24,7 @@ from specdecode_worker.models.weights import (
     prepare_peagle,
 )
 from specdecode_worker.training.acceptance import target_token_ranks
-from specdecode_worker.training.artifacts import Names, write_draft, write_head
+from specdecode_worker.training.artifacts import Ancestor, Names, write_draft, write_head
 from specdecode_worker.training.conversations import Conversation
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import (
@@ -194,9 +194,9 @@ def test_layers_that_a_draft_lacks_start_as_those_of_a_split_target(
     monkeypatch.setattr(train, "load_causal_lm", lambda *_, **__: target)
     placement = TargetPlacement(folder=tmp_path, dtype="float32", device=CPU, size=2)
     for layers, whole in ((1, None), (2, target)):
-        described = DraftSettings(target=("", tmp_path), origin=head, layers=layers)
+        described = DraftSettings(target=Ancestor("", tmp_path, ""), origin=head, layers=layers)
         assert train._whole_target(placement, described) is whole
-    assert train._whole_target(placement, DraftSettings(target=("", tmp_path))) is target
+    assert train._whole_target(placement, DraftSettings(target=Ancestor("", tmp_path, ""))) is target
 
 
 def test_a_head_of_other_layers_of_the_target_is_refused(target: CausalLM) -> None:

@@ -6,6 +6,7 @@ Losses are compared with plain formulas: overlap, expected tokens per step, and 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from specdecode_worker import files
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.training import evaluation as draft_calibration
@@ -119,6 +121,17 @@ def test_a_save_that_is_interrupted_keeps_the_last_checkpoint(
     resumed = trainer(target, recorded)
     assert resumed.restore(tmp_path)
     assert resumed.progress.step == 2
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    target: CausalLM, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power must not leave an empty checkpoint in place of the last one."""
+    order: list[Path] = []
+    monkeypatch.setattr(files, "flush", order.append)
+    monkeypatch.setattr(os, "replace", lambda partial, path: order.append(path))
+    trainer(target, recorded).save(tmp_path)
+    assert order == [tmp_path / "checkpoint.pt.partial", tmp_path / "checkpoint.pt"]
 
 
 def test_run_saves_the_head_and_history(target: CausalLM, recorded: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from specdecode_worker.training.unroll import (
     vocabulary_of,
     working_copy,
 )
-from support.training_fixtures import MAKERS, Growing, shaken
+from support.training_fixtures import MAKERS, VOCABULARY, Growing, shaken
 
 DEPTH = 3
 
@@ -184,6 +184,18 @@ def test_sampling_does_not_change_the_states_of_trained_roots(draft: Draft, conv
     for (all_states, rooted), (states, trained) in zip(whole, sampled, strict=True):
         assert bool((rooted | ~trained).all())
         torch.testing.assert_close(states[trained], all_states[trained], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_texts_that_end_at_the_last_position_are_unrolled(draft: Draft, target: CausalLM) -> None:
+    """Mask slots lie beyond the end of a text; an engine clamps their positions, which have no row in the tables."""
+    count = target.config.max_position_embeddings - 1
+    tokens_N = torch.randint(1, VOCABULARY, (count,), generator=torch.Generator().manual_seed(3))
+    states = read_states(target, tokens_N)
+    texts = [Conversation(tokens_N.int(), *states, start, 0.0, "a") for start in (count - 5, count - 40)]
+    passes = list(unrolled(draft, batch_for(draft, texts, torch.float32), PARALLEL_DEPTH))
+    assert [int(rooted.sum()) for _, rooted in passes] == root_counts(texts, PARALLEL_DEPTH)
+    assert all(bool(states_BAE.isfinite().all()) for states_BAE, _ in passes)
 
 
 def test_each_seed_trains_other_roots(draft: Draft, conversations: list[Conversation]) -> None:

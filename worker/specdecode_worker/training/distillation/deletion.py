@@ -20,10 +20,10 @@ import msgspec
 from specdecode_worker.capture import Record
 from specdecode_worker.capture.puller import FETCHED_FOLDER
 from specdecode_worker.capture.segments import delete_expired, stored_retention
-from specdecode_worker.training.conversations import normalisers_path, read_shard, shard_paths, write_shard
-from specdecode_worker.training.distillation.records import Split, read_records_of
+from specdecode_worker.files import write_bytes
+from specdecode_worker.training.conversations import read_shard, shard_paths, write_shard
+from specdecode_worker.training.distillation.records import Split, delete_replayed_selection, read_records_of
 from specdecode_worker.training.errors import TrainingError
-from specdecode_worker.training.files import write_bytes
 
 Unwanted = Callable[[Record], bool]
 
@@ -79,8 +79,7 @@ def delete_from_run(folder: Path, unwanted: Unwanted) -> int:
 
 def _delete_unfinished(data: Path) -> None:
     """Delete the text that a kill left half written or half deleted: no list of records and no shard has it."""
-    if (data / "summary.json").exists():  # all of the list is replayed
-        (data / "selected.records").unlink(missing_ok=True)
+    delete_replayed_selection(data)
     for folder in (data, *(data / split for split in get_args(Split))):
         for path in folder.glob("*.partial"):
             path.unlink()
@@ -121,7 +120,6 @@ def _delete_from_shard(shard: Path, unwanted: Unwanted) -> int:
     pairs = [pair for pair in zip(records, conversations, strict=True) if not unwanted(pair[0])]
     if len(pairs) == len(records):
         return 0
-    normalisers_path(shard).unlink(missing_ok=True)
     if pairs:
         write_shard(shard.parent, int(shard.stem.removeprefix("shard-")), [conversation for _, conversation in pairs])
         _write(shard.with_suffix(".records"), [record for record, _ in pairs])
@@ -133,7 +131,6 @@ def _delete_from_shard(shard: Path, unwanted: Unwanted) -> int:
 def _unlink_shard(shard: Path) -> None:
     shard.unlink()
     shard.with_suffix(".records").unlink(missing_ok=True)
-    normalisers_path(shard).unlink(missing_ok=True)
 
 
 def _write(path: Path, records: Sequence[Record]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from specdecode_worker.capture import Record, opening_hash
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.contract.distillation import GainBounds
+from specdecode_worker.files import write_bytes
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import prepare_causal_lm
 from specdecode_worker.sampling.params import Sampling
@@ -44,8 +44,7 @@ from specdecode_worker.training.evaluation import (
     pool_small_domains,
     step_costs,
 )
-from specdecode_worker.training.files import write_bytes
-from specdecode_worker.training.prompts import Question, greedy, read_prompts
+from specdecode_worker.training.prompts import Question, greedy, read_hashed_prompts
 from specdecode_worker.training.rollout import GeneratedText, Rollout, RolloutSettings, conversation_of
 from specdecode_worker.training.split_target import TargetPlacement, target_engine
 
@@ -92,9 +91,9 @@ def answer_prompts(
     questions: dict[Path, list[Question]] = {}
     for folder, prompts in asked.items():
         if not shard_paths(folder):
-            questions[folder] = list(greedy(read_prompts(prompts), chat))
-            # The file may change before the run ends, for example in a ConfigMap.
-            write_bytes(folder.with_suffix(".sha256"), hashlib.sha256(prompts.read_bytes()).hexdigest().encode())
+            lines, sha256 = read_hashed_prompts(prompts)
+            questions[folder] = list(greedy(lines, chat))
+            write_bytes(folder.with_suffix(".sha256"), sha256.encode())
     if not questions:
         return {}
     most = max(len(one.ids or ()) for of_folder in questions.values() for one in of_folder) + answer_tokens

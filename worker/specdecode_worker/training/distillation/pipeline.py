@@ -28,9 +28,11 @@ from specdecode_worker.contract.distillation import (
     shortened_reason,
 )
 from specdecode_worker.drafts.draft_files import read_calibration
+from specdecode_worker.files import write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
+from specdecode_worker.training.artifacts import Ancestor, read_lineage
 from specdecode_worker.training.distillation.judge import (
     Comparison,
     Golden,
@@ -40,7 +42,6 @@ from specdecode_worker.training.distillation.judge import (
     runs_of_samples,
 )
 from specdecode_worker.training.distillation.pool import Pool, Weighted, read_pool, split_pool
-from specdecode_worker.training.distillation.publication import Ancestor, read_lineage
 from specdecode_worker.training.distillation.records import (
     CaptureSelection,
     Stopped,
@@ -52,7 +53,6 @@ from specdecode_worker.training.distillation.records import (
 from specdecode_worker.training.distillation.students import StudentData, StudentSettings, StudentTraining
 from specdecode_worker.training.errors import PoisonedCapture, PublishFailed, TimeLimitReached, TrainingError
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, write_calibration
-from specdecode_worker.training.files import write_json
 from specdecode_worker.training.heads import Distillable, load_distillable, method_in, prepare_draft
 from specdecode_worker.training.rollout import GeneratedText
 from specdecode_worker.training.unroll import vocabulary_of

@@ -9,17 +9,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from specdecode_worker.capture.segments import flush
 from specdecode_worker.contract import Artifact
+from specdecode_worker.files import flush, write_json
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.models.fetch import model_hash
-from specdecode_worker.training.errors import PublishFailed, ResumeMismatch, TrainingError
-from specdecode_worker.training.files import write_json
+from specdecode_worker.training.errors import PublishFailed
 
 # Clock of a run over all its restarts, stored in the run's folder every few seconds.
 
@@ -97,14 +94,13 @@ def check_place(prefix: str) -> None:
     Raises:
         PublishFailed: The place does not exist or cannot be written.
     """
-    if prefix.startswith("s3://"):
+    parent = local_place(prefix)
+    if parent is None:
         from specdecode_worker.models import download  # a large library, for these URIs alone
 
         with _publish_errors():
             download.Bucket(prefix).check()
         return
-    parent = local_place(prefix)
-    assert parent is not None, "not in a bucket"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=parent):
@@ -197,46 +193,3 @@ def _has_hash(folder: Path, draft_hash: str) -> bool:
         return model_hash(folder) == draft_hash
     except OSError:
         return False
-
-
-# Target and parent of a draft, and the lineage.json beside its weights.
-
-
-@dataclass(frozen=True, slots=True)
-class Ancestor:
-    """Target or parent draft: the URI that the user gave, its folder and the hash of its weights."""
-
-    uri: str
-    folder: Path
-    hash: str
-
-
-def check_same_target(out: Path, target: Ancestor) -> None:
-    """Check that the run in ``out`` goes on with the target that it began with, whose states its data hold.
-
-    Raises:
-        ResumeMismatch: The target has other weights by now.
-    """
-    path = out / "target.json"
-    if not path.exists():
-        write_json(path, {"uri": target.uri, "hash": target.hash})
-    if (began := json.loads(path.read_text())["hash"]) != target.hash:
-        raise ResumeMismatch(
-            f"{out} was begun with the target {began}, and {target.uri} is {target.hash} now; name another --out"
-        )
-
-
-def read_lineage(folder: Path) -> dict[str, Any]:
-    """Return the lineage of the draft in ``folder``, empty if it has none.
-
-    Raises:
-        TrainingError: The file is not valid JSON.
-    """
-    path = folder / "lineage.json"
-    if not path.exists():
-        return {}
-    try:
-        document: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise TrainingError(f"{path} is no JSON: {error}") from None
-    return document

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdecode_worker.capture import ReadStats, Record, read_records
+from specdecode_worker.files import write_bytes, write_json
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.training.conversations import SHARD_TOKENS, read_shard, shard_paths, write_shard
 from specdecode_worker.training.evaluation import Sample
-from specdecode_worker.training.files import write_bytes, write_json
 from specdecode_worker.training.replay import DropReason, Replayed, replay, static_drop_reason
 
 # Train, validation and test splits of captured conversations, without overlap; pure functions over token ids.
@@ -293,9 +293,17 @@ def prepare_shards(
                 log(f"distill: {replayed} of {len(records)} records replayed")
         _add_up(summary, folder)
         write_json(path, asdict(summary))
-    # The shards hold what was selected and reproduced. Another copy of the text would outlive their deletion.
-    (folder / "selected.records").unlink(missing_ok=True)
+    delete_replayed_selection(folder)
     return msgspec.convert(json.loads(path.read_text()), Summary)
+
+
+def delete_replayed_selection(folder: Path) -> None:
+    """Delete the list of selected records once all of it is replayed, which a kill may have kept from being done.
+
+    The shards hold what was selected and reproduced. Another copy of the text would outlive their deletion.
+    """
+    if (folder / "summary.json").exists():
+        (folder / "selected.records").unlink(missing_ok=True)
 
 
 def chunks_of(records: Sequence[Record], most_tokens: int = SHARD_TOKENS) -> Iterator[list[Record]]:
