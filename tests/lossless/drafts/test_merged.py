@@ -102,6 +102,21 @@ def test_graphs_run_merged_trees(make_engine: Any, plain: Any, drafts: str) -> N
     assert reports[0].credit == reports[1].credit
 
 
+def test_a_draft_that_proposes_alone_gets_credit_in_graphs_too(make_engine: Any) -> None:
+    """The other draft of the task cannot propose, for example because it was swapped in and lacks states."""
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(4)]
+    reports = []
+    for graphs in ((), (1, 2, 4)):
+        engine = make_engine(["eagle3", "copy"], graphs=graphs)
+        engine._drafts._drafts["d1"].drafter.ready = lambda request: False
+        engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(["", ""], 2)))
+        texts(engine, requests)
+        reports.append(engine.report())
+    assert reports[0].credit == reports[1].credit
+    assert {cell.draft for cell in reports[1].credit} == {"d"}
+    assert not engine._graphs.outside
+
+
 def test_a_task_that_merges_a_lookup_decodes_plainly_beside_others(make_engine: Any, plain: Any) -> None:
     """The graph has the passes of the others' drafts alone."""
     tasks = (

@@ -32,9 +32,9 @@ from specdecode_worker.core.request import (
     with_forced_tokens,
 )
 from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
-from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry, Proposed
+from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry, Proposals
 from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failure
-from specdecode_worker.engine.captured_step import Proposals, UncapturedStep
+from specdecode_worker.engine.captured_step import UncapturedStep
 from specdecode_worker.engine.cuda_graphs import ReadyStep, StepGraphs
 from specdecode_worker.engine.remote_prefill import BlockExchange
 from specdecode_worker.engine.scheduler import Counters, Deadlines, GrammarQueue, Scheduler
@@ -162,10 +162,8 @@ class StepLauncher:
         """Run the drafts of decoding rows before a graph verifies, and compute the masks of rows with a grammar."""
         step = self._step_of(rows)
         self._write_given_tokens(rows)
-        proposed = self._drafts.proposals.propose(rows, step.forest, step.sampler)
-        own = proposed.own.on_host() if proposed.own is not None else None
-        masks = None if step.masks is None else _verified_masks(step.masks)
-        return Proposals(proposed.ranked_BNK, own, masks)
+        proposals = self._drafts.proposals.propose(rows, step.forest, step.sampler)
+        return proposals if step.masks is None else replace(proposals, masks=_verified_masks(step.masks))
 
     def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> Proposals:
         """Run the graph of the draft passes, if there are any, and compute the masks of rows with a grammar.
@@ -187,7 +185,7 @@ class StepLauncher:
         """Queue rows without a graph, in one pass of the target."""
         phases = self._phases
         emitting = [row for row in rows if row.emits]
-        cuts, proposed = depth_limits if self.synthetic.cuts else None, Proposed()
+        cuts, proposed = depth_limits if self.synthetic.cuts else None, Proposals()
         step = self._step_of(emitting, cuts) if emitting else None
         self._write_given_tokens(emitting)
         phases.lap("bookkeeping")
@@ -228,7 +226,7 @@ class StepLauncher:
             host_copy=host_copy,
             output_logprobs=output_logprobs,
             prompt_logprobs=prompt_logprobs,
-            own_ranks=proposed.own.on_host() if proposed.own is not None else None,
+            own_ranks=proposed.own_ranks,
             draft_seconds=draft_seconds,
         )
 
