@@ -65,30 +65,22 @@ class DraftLost(EngineError):
     """The draft process ended or does not answer; the message gives the reason."""
 
 
-@dataclass(frozen=True, slots=True)
-class Regions:
-    """Shared memory for the tensors of messages and of their answers."""
-
-    messages: TensorRegion
-    answers: TensorRegion
-
-
 class DraftProcess:
     """Process that holds one draft. Only one message is under way at a time."""
 
-    def __init__(self, build: BuildDraft, regions: Regions, reply_seconds: float) -> None:
+    def __init__(self, build: BuildDraft, messages: TensorRegion, answers: TensorRegion, reply_seconds: float) -> None:
         """Start the process, which begins to load.
 
         Args:
             build: Loader of the draft, which must be picklable.
-            regions: Shared memory, for one process at a time.
+            messages: Shared memory for the tensors of messages, of one process at a time.
+            answers: The same for those of their answers.
             reply_seconds: Time without an answer after which the process counts as hung.
         """
         self._pipe, child_end = Pipe()
-        self._regions, self._reply_seconds, self._awaits_answer = regions, reply_seconds, False
-        self._process = BoundProcess(
-            draft_child.main, (build, regions.messages, regions.answers, child_end), "specdecode-draft"
-        )
+        self._messages, self._answers = messages, answers
+        self._reply_seconds, self._awaits_answer = reply_seconds, False
+        self._process = BoundProcess(draft_child.main, (build, messages, answers, child_end), "specdecode-draft")
         self._process.start()
         child_end.close()
         self._decoder = msgspec.msgpack.Decoder(FromDraft)
@@ -120,7 +112,7 @@ class DraftProcess:
         """
         if self._awaits_answer:
             self.receive()  # the process still reads the tensors of the message before
-        shapes = self._regions.messages.put(tensors)
+        shapes = self._messages.put(tensors)
         try:
             self._pipe.send_bytes(self._encoder.encode(msgspec.structs.replace(message, tensors=shapes)))
         except OSError:
@@ -138,7 +130,7 @@ class DraftProcess:
         if isinstance(answer, DraftFailed):
             raise DraftLost(f"failed: {answer.reason}")
         assert isinstance(answer, DraftAnswer), "nothing else answers a message"
-        return self._regions.answers.get(answer.tensors)
+        return self._answers.get(answer.tensors)
 
     def kill(self) -> None:
         """End the process at once. It holds nothing that is worth an orderly end. May be called twice."""
@@ -190,11 +182,6 @@ class ProcessSupervisor:
         self._closing, self._lock = threading.Event(), threading.Lock()
         self.problem = ""
         """Reason why no process can be used now; empty if one can."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the process in use; None without one."""
-        return None if self._process is None else self._process.pid
 
     @property
     def usable(self) -> bool:
@@ -301,11 +288,6 @@ class OwnDrafter(PagedDrafter):
     def problem(self) -> str:
         """Reason why the draft process cannot be used now; empty if it can."""
         return self._supervisor.problem
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the draft process; None without one."""
-        return self._supervisor.pid
 
     def take_restarted(self) -> bool:
         """Begin to use a restarted process and return whether there was one. It has no keys of any request."""
@@ -444,7 +426,7 @@ class PlacedDraftLoader:
         )
         widest = local.target.config.hidden_size * (local.target.config.num_hidden_layers + 2)
         regions = message_regions(local.state, self.max_num_batched_tokens, widest)
-        start = partial(DraftProcess, build, regions, self.reply_seconds)
+        start = partial(DraftProcess, build, *regions, self.reply_seconds)
         process = start()
         try:
             ready = process.wait_ready()
@@ -468,8 +450,8 @@ def drafter_of(ready: DraftReady, supervisor: ProcessSupervisor, state: DeviceSt
     return kind(supervisor, ready.reads, ready.last_position, state)
 
 
-def message_regions(state: DeviceState, max_tokens: int, widest: int) -> Regions:
-    """Return regions for the largest messages. Memory that is never written is never taken.
+def message_regions(state: DeviceState, max_tokens: int, widest: int) -> tuple[TensorRegion, TensorRegion]:
+    """Return the regions of the largest messages and of their answers. Memory that is never written is never taken.
 
     Args:
         state: Device state of the running requests.
@@ -480,4 +462,4 @@ def message_regions(state: DeviceState, max_tokens: int, widest: int) -> Regions
     tokens = max(positions + max_tokens, slots * max(STATE_RING_POSITIONS, LONGEST_CATCH_UP))
     texts, states = 8 * (slots * positions + tokens), (tokens + slots) * widest * state.dtype.itemsize
     ranked = 8 * slots * (MAX_NODES + 1) * 8
-    return Regions(TensorRegion(texts + states + _SPARE_BYTES), TensorRegion(ranked + _SPARE_BYTES))
+    return TensorRegion(texts + states + _SPARE_BYTES), TensorRegion(ranked + _SPARE_BYTES)
