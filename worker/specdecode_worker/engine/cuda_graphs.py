@@ -97,22 +97,6 @@ class CaptureBackend(Protocol):
         ...
 
 
-class StagedBackend(CaptureBackend, Protocol):
-    """Backend whose capture can be run stage by stage, so that several ranks can agree between the stages."""
-
-    def warm_up(self, work: Work) -> None:
-        """Run ``work`` once, as a capture needs it: this compiles kernels and allocates library workspaces."""
-        ...
-
-    def record(self, work: Work) -> Work:
-        """Capture ``work``, which `warm_up` ran before, and return its replay. The capture itself runs nothing."""
-        ...
-
-    def timed(self, replay: Work) -> Captured:
-        """Replay twice, and return the captured work with the time of the second replay."""
-        ...
-
-
 class EagerBackend:
     """Backend without capture: every replay runs the work again. Used in tests."""
 
@@ -211,6 +195,10 @@ class CudaGraphBackend:
         self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+StagedBackend = CudaGraphBackend | EagerBackend
+"""Backend whose capture can be run stage by stage, so that several ranks can agree between the stages."""
 
 
 def capture_backend(device: torch.device) -> StagedBackend | None:

@@ -660,10 +660,6 @@ class LeaderCache(PagedCache):
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
         """Move the keys and values of accepted nodes on all ranks. Raise RankLost if another rank ends meanwhile."""
         self._ranks.send_with(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
-        self.keep_here(source_slots, target_slots, group)
-
-    def keep_here(self, source_slots: Tensor, target_slots: Tensor, group: int | None) -> None:
-        """Move the keys and values of this rank alone."""
         super().keep(source_slots, target_slots, group=group)
 
     @property
@@ -695,8 +691,7 @@ class LeaderTarget(Target):
     """Shard of the target network on rank 0."""
 
     def __init__(self, model: CausalLM, cache: PagedCache, state: DeviceState, group: RankGroup) -> None:
-        self._leader_cache = LeaderCache(cache, group)
-        super().__init__(model, self._leader_cache, state)
+        super().__init__(model, LeaderCache(cache, group), state)
         self._ranks = group
         self._shape: StepShape | None = None
         """Sizes of the last pass over tables."""
@@ -722,7 +717,7 @@ class LeaderTarget(Target):
         self._shape = msgspec.structs.replace(self._shape, depth=depth)
         source, target = source_BD.flatten(), target_BD.flatten()
         collectives.broadcast(torch.stack((source, target)))
-        self._leader_cache.keep_here(source, target, depth)
+        PagedCache.keep(self.cache, source, target, group=depth)  # of this rank alone
 
     def take_shape(self) -> StepShape | None:
         """Return the sizes of the last pass over tables since the last call, None if there was none."""
