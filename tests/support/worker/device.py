@@ -144,7 +144,7 @@ class SimulatedDevice:
         one = row.request
         if one.finish is not None or one.epoch != epoch:
             return
-        one.advance(row.max_committed, row.count if row.is_chunk else emitted)
+        one.advance(row.count if row.is_chunk else emitted)
         if not row.emits:
             return
         at = len(one.tokens)

@@ -285,9 +285,11 @@ class Request:
         for token in tokens:
             if self.finish is not None:
                 break
-            if not self._follow(token):
-                self.finish = "error"
-                break
+            if self.guide is not None:
+                self.guide.advance((token,))
+                if self.guide.error:
+                    self.finish = "error"
+                    break
             taken.append(token)
             self.emitted += 1
             self.finish = self.finish_rule.finish(token, self.emitted)
@@ -300,13 +302,6 @@ class Request:
         if self.sampling_params.blocks and self.emitted >= self.sampling_params.min_tokens:
             self.sampling_params = structs.replace(self.sampling_params, min_tokens=0)
 
-    def _follow(self, token: int) -> bool:
-        """Move the guide, if there is one, behind a token. Return False if the grammar cannot be followed."""
-        if self.guide is None:
-            return True
-        self.guide.advance((token,))
-        return not self.guide.error
-
     def record_launch(self, max_tokens: int, *, drafts_follow: bool) -> None:
         """Record the launch of a step.
 
@@ -316,23 +311,15 @@ class Request:
         """
         self.in_flight.append(max_tokens)
         unprocessed = 0 if drafts_follow else max_tokens
-        self.draft.record_launch(unprocessed)
-        for name in self.merged:
-            self.merged[name].record_launch(unprocessed)
+        for progress in (self.draft, *self.merged.values()):
+            progress.record_launch(unprocessed)
 
-    def advance(self, max_tokens: int, committed: int) -> None:
-        """Record that the oldest step in flight was collected.
-
-        Args:
-            max_tokens: Upper bound of the positions that the step could commit, as given at launch.
-            committed: Positions that it committed.
-        """
-        oldest = self.in_flight.popleft()
-        assert oldest == max_tokens, "steps are collected in the order of their launch"
+    def advance(self, committed: int) -> None:
+        """Record that the oldest step in flight was collected, which committed so many positions."""
+        max_tokens = self.in_flight.popleft()
         self.cached += committed
-        self.draft.record_collect(max_tokens, committed)
-        for name in self.merged:
-            self.merged[name].record_collect(max_tokens, committed)
+        for progress in (self.draft, *self.merged.values()):
+            progress.record_collect(max_tokens, committed)
 
     def forget_cache(self) -> None:
         """Reset the cache state for a return to the queue; all tokens known so far will be prefilled again."""

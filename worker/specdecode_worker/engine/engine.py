@@ -554,7 +554,7 @@ class Engine:
             request = row.request
             if request.finish is not None or request.epoch != epoch:
                 continue  # The request ended, or was preempted and will emit these tokens again.
-            request.advance(row.max_committed, row.count if row.is_chunk or read is None else len(read.tokens))
+            request.advance(row.count if row.is_chunk or read is None else len(read.tokens))
             if index in prompts:
                 request.prompt_logprobs += prompts[index]
             if read is not None:

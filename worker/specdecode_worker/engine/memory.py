@@ -24,7 +24,7 @@ from specdecode_worker.contract import (
     WorkerConfig,
 )
 from specdecode_worker.core.device_state import SPARE_POSITIONS, STATE_RING_POSITIONS
-from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.core.kv_cache import BLOCK_SIZE, blocks_for
 from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadedDraft, union_reads
 from specdecode_worker.drafts.own_device import PlacedDraftLoader
 from specdecode_worker.drafts.registry import CachedConfig, Resolve
@@ -305,19 +305,14 @@ def kv_tokens(budget: Budget) -> int:
     batch of sequences of full length, since the machine's memory has other uses.
     """
     if budget.engine.kv_cache_tokens:
-        return _whole(budget.engine.kv_cache_tokens)
-    ever = _whole(budget.engine.max_num_seqs * (budget.max_model_len + SLACK_TOKENS))
+        return blocks_for(budget.engine.kv_cache_tokens) * BLOCK_SIZE
+    ever = blocks_for(budget.engine.max_num_seqs * (budget.max_model_len + SLACK_TOKENS)) * BLOCK_SIZE
     return min(budget.room_tokens, ever) if budget.device.kind == "cpu" else budget.room_tokens
 
 
 def kv_cache_bytes(budget: Budget, tokens: int) -> int:
     """Return the bytes of caches of ``tokens`` tokens, including the padding block."""
     return (tokens // BLOCK_SIZE + 1) * budget.bytes_per_block
-
-
-def _whole(tokens: int) -> int:
-    """Round up to whole blocks."""
-    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def _layer_width(network: Network) -> int:

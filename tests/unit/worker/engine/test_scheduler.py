@@ -356,6 +356,6 @@ def test_a_batch_of_64_with_256_waiting_is_scheduled_within_a_millisecond() -> N
         seconds.append(time.perf_counter() - began)
         for row in rows:
             row.request.in_flight.append(row.max_committed)
-            row.request.advance(row.max_committed, row.max_committed)
+            row.request.advance(row.max_committed)
     assert (len(scheduler.running), len(scheduler.waiting)) == (64, 256)
     assert min(seconds[10:]) < 1e-3
