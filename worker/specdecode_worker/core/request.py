@@ -117,7 +117,7 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
 # The device's copy of the request's length (`core/device_state.py`) can be one step ahead of the host's.
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """Queued or running request with its tokens, cache blocks, progress and counters.
 

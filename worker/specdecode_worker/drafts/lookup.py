@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class NgramDrafter(Drafter):
         self._state, self._vocab_size = state, vocab_size
         self._shortest, self._longest = shortest, longest
         self._host_is_current = host_is_current
-        self._known: dict[str, _KnownRuns] = {}
+        self._known: WeakKeyDictionary[Request, _KnownRuns] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, _: None, context: DraftContext) -> Self:
@@ -72,15 +73,11 @@ class NgramDrafter(Drafter):
         if not self._host_is_current:
             return True
         tokens, size = request.tokens, self._shortest
-        known = self._known.setdefault(request.id, _KnownRuns())
+        known = self._known.setdefault(request, _KnownRuns())
         while known.count < len(tokens) - size:
             known.runs.add(tuple(tokens[known.count : known.count + size]))
             known.count += 1
         return tuple(tokens[-size:]) in known.runs
-
-    def record_end(self, request: Request) -> None:
-        """Drop what is stored for a request that ends."""
-        self._known.pop(request.id, None)
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Return the function that looks tokens up in the text of each request."""
@@ -171,7 +168,7 @@ class SuffixDrafter(Drafter):
         """
         self._state, self._store = state, store
         self._host_is_current = host_is_current
-        self._texts: dict[str, RequestText] = {}
+        self._texts: WeakKeyDictionary[Request, RequestText] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, _: None, context: DraftContext) -> Self:
@@ -219,15 +216,14 @@ class SuffixDrafter(Drafter):
 
     def record_end(self, request: Request) -> None:
         """Store the answer of a request that ends."""
-        self._texts.pop(request.id, None)
         answer = request.tokens[len(request.submit.prompt) :]
         if answer:
             self._store.add(request.submit.cache_salt, answer)
 
     def _text(self, request: Request) -> RequestText:
-        text = self._texts.get(request.id)
+        text = self._texts.get(request)
         if text is None:
-            text = self._texts[request.id] = RequestText(self._store, request.submit.cache_salt)
+            text = self._texts[request] = RequestText(self._store, request.submit.cache_salt)
         return text
 
     def _read_texts(self, requests: Sequence[Request]) -> None:

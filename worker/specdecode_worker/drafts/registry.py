@@ -275,7 +275,7 @@ class DraftRegistry:
             row.request.draft.lag = 1  # if its draft has a cache, it is at the end of the chunk now
 
     def record_end(self, request: Request) -> None:
-        """Show a request that ends to the drafts that store its text or learn from its answer."""
+        """Show a request that ends to the drafts that learn from its answer."""
         for loaded in self._drafts.values():
             loaded.drafter.record_end(request)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from specdecode_worker.core.kv_cache import (
     BLOCK_SIZE,
@@ -95,7 +96,7 @@ class PrefixReuse:
         self._root = root_digest(salt)
         self._filling: set[bytes] = set()
         self._unseen = 0
-        self._known: dict[Request, _KnownHit] = {}
+        self._known: WeakKeyDictionary[Request, _KnownHit] = WeakKeyDictionary()
         """Hits of the last requests that were next, of which there are two: the first, and the first short prompt."""
 
     def begin_step(self) -> None:

@@ -63,7 +63,7 @@ def test_a_request_is_ready_if_its_last_tokens_occurred_before(growth: list[list
         text = one.tokens
         earlier = [text[i : i + shortest] for i in range(len(text) - shortest)]
         assert drafter.ready(one) == (text[-shortest:] in earlier)
-    drafter.record_end(one)
+    del one
     assert not drafter._known
 
 
