@@ -536,6 +536,7 @@ def main(
         if block_port := engine.open_exchange(own_address, port.wake):
             print(f"specdecode-worker: block port: {block_port}", file=sys.stderr, flush=True)
         loop.run()
+        engine.close()
     except Exception as error:
         if isinstance(error, CannotServe):
             write_termination_message(error.verdict.model_dump_json())
