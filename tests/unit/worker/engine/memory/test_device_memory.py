@@ -24,6 +24,7 @@ from specdecode_worker.engine.factory import _scheduler, device_of, load_engine
 from specdecode_worker.engine.memory import (
     CheckedDraftLoader,
     Device,
+    Inventory,
     free_bytes,
     kv_cache_bytes,
     kv_tokens,
@@ -265,6 +266,30 @@ def test_the_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPat
     assert (device.limit, device.free, device.count) == (80 * GIB, 40 * GIB, 2)
     with pytest.raises(ModelError, match="torch sees 2 GPUs"):
         device_memory.device_memory(torch.device("cuda"), 4)
+
+
+def test_the_gpu_of_a_draft_bounds_the_caches(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one behind those of the target. A draft that it has no room for leaves the target its own."""
+    small = write_target(tmp_path / "small")
+    for folder in (target, small):
+        write_tokenizer(folder)
+    draft = DraftConfig(method="draft-model", uri=str(small), placement="own")
+    config = config_of(target, max_num_seqs=1).model_copy(update={"draft": draft})
+
+    def inventory(*gib: float, **changed: Any) -> Inventory:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gib))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (int(gib[index] * GIB), int(gib[index] * GIB)))
+        placed = config.model_copy(update={"draft": draft.model_copy(update=changed)})
+        return take_inventory(placed, Path, torch.device("cuda"))
+
+    bounded, ample, alone = inventory(80, 8).budget, inventory(80, 80).budget, inventory(80).budget
+    assert bounded.own is not None
+    assert kv_tokens(bounded) == bounded.own.room_tokens < kv_tokens(ample) == kv_tokens(alone)
+    refused = inventory(80, 0.5)
+    assert kv_tokens(refused.budget) == kv_tokens(alone)
+    assert (refused.draft_problem or "").startswith("the memory of the draft's GPU of 0.50 GiB leaves no room")
+    assert make_verdict(refused).serves
+    assert not make_verdict(inventory(80, 0.5, required=True)).serves
 
 
 @pytest.fixture
