@@ -97,9 +97,6 @@ class PrefixIndex:
         self.version = 0
         """Number of changes so far, of any entry: added, dropped, marked, or with an owner or without one."""
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __contains__(self, block: int) -> bool:
         return block in self._entries
 

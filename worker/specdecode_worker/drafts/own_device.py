@@ -19,7 +19,6 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
-from specdecode_worker.core.errors import EngineError
 from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts import own_device_process as draft_child
 from specdecode_worker.drafts.base import (
@@ -61,7 +60,7 @@ _EXIT_SECONDS = 1.0
 """Time to wait for the exit code of a process whose pipe is closed."""
 
 
-class DraftLost(EngineError):
+class DraftLost(Exception):
     """The draft process ended or does not answer; the message gives the reason."""
 
 
@@ -414,7 +413,6 @@ class PlacedDraftLoader:
             )
         build = FolderDraft(
             config=config.model_copy(update={"placement": "shared", "uri": str(local.resolve(config.uri))}),
-            uri=config.uri,
             name=name,
             target_folder=local.target_folder,
             max_model_len=local.max_model_len,
@@ -437,7 +435,8 @@ class PlacedDraftLoader:
         drafter = drafter_of(ready, supervisor, local.state)
         # A draft is replaced, or loaded and never used, without further notice.
         weakref.finalize(drafter, supervisor.close)
-        return LoadedDraft(drafter, DraftState.model_validate_json(ready.state_json))
+        described = DraftState.model_validate_json(ready.state_json)  # by its local folder
+        return LoadedDraft(drafter, described.model_copy(update={"uri": config.uri}))
 
     def leaves_memory_of_target(self, config: DraftConfig) -> bool:
         """Return whether a draft takes no memory of the target's device."""

@@ -340,8 +340,6 @@ class FolderDraft:
 
     config: DraftConfig
     """Configuration of the draft, whose ``uri`` is its local folder."""
-    uri: str
-    """URI of the draft for the report."""
     name: str
     target_folder: Path
     max_model_len: int
@@ -375,9 +373,8 @@ class FolderDraft:
         loaded = load(self.config, self.name)
         assert isinstance(loaded.drafter, CapturedDrafter), "the contract allows no other method"
         state.allocate_states(loaded.drafter.reads.width(target.config.hidden_size))
-        described = loaded.state.model_copy(update={"uri": self.uri})
         vocab_size = target.config.vocab_size
-        return DraftServer(drafter=loaded.drafter, loaded=described, state=state, vocab_size=vocab_size)
+        return DraftServer(drafter=loaded.drafter, loaded=loaded.state, state=state, vocab_size=vocab_size)
 
 
 def _shared_part(

@@ -56,7 +56,6 @@ from typing import Any
 
 import msgspec
 
-from specdecode_worker.core.errors import EngineError
 from specdecode_worker.http_edge import TlsCertificate
 
 log = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ _MOST_SECONDS = 600.0
 _LENGTH = struct.Struct(">I")
 
 
-class TransferFailed(EngineError):
+class TransferFailed(Exception):
     """Blocks cannot be sent or received; the message gives the reason. The request goes on without them."""
 
 

@@ -330,7 +330,7 @@ def play(seed: int) -> int:
                 scheduler.reuse.forget(random.choice(("d", "e")), states=random.random() < 0.5)
             case "prefill" if random.random() < 0.3:
                 scheduler.reuse.draft_prefill = random.random() < 0.5
-            case "mark" if len(index):  # as by a draft that has caught up
+            case "mark" if index._entries:  # as by a draft that has caught up
                 index.mark(random.choice(sorted(index._entries)), random.choice(("d", "e", "followed", "states")))
             case "abort" if scheduler.running and random.random() < 0.3:
                 one = random.choice(scheduler.running)

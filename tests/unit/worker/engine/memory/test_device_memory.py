@@ -391,7 +391,7 @@ def test_processes_with_gpus_have_the_threads_of_their_container(monkeypatch: py
         blocks=1, threads=4,
     )  # fmt: skip
     draft = FolderDraft(
-        config=DraftConfig(uri=str(nowhere)), uri="", name="", target_folder=nowhere, max_model_len=8,
+        config=DraftConfig(uri=str(nowhere)), name="", target_folder=nowhere, max_model_len=8,
         dtype=torch.bfloat16, device=cuda, slots=1, blocks=1, threads=4,
     )  # fmt: skip
     for start in (
