@@ -195,11 +195,6 @@ class DraftRegistry:
     def __bool__(self) -> bool:
         return bool(self._drafts)
 
-    @property
-    def merges(self) -> bool:
-        """True if some task merges drafts."""
-        return self.tasks.merges
-
     def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
         """Return the draft of this name, or None if it is not loaded."""
         return self._drafts.get(name)
@@ -252,10 +247,6 @@ class DraftRegistry:
             return False
         self._restart_if_changed(request, loaded.state.hash)
         return self.proposals.ready(request) if self.tasks.merges else loaded.drafter.ready(request)
-
-    def extension(self, request: Request) -> int:
-        """Return the depth to which drafts without passes extend the request's tree in the next step; 0 for none."""
-        return self.proposals.extension(request)
 
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:
         """Run each draft over the prefill chunks of its rows. ``aux_TA`` is None if no draft reads target states."""
