@@ -80,4 +80,4 @@ def test_preempted_requests_continue(make_engine: Any, engine_of: Any) -> None:
     engine = engine_of(blocks=9, max_num_seqs=4)
     assert answers(engine, requests("a"))[0] == wanted
     assert answers(engine, requests("b"))[0] == wanted
-    assert engine.preemptions > 0, "the test must make the blocks run out"
+    assert engine.report().preemptions > 0, "the test must make the blocks run out"

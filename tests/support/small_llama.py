@@ -35,6 +35,7 @@ from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.params import Sampling
+from support.worker.accounts import check_engine
 
 VOCABULARY = 61
 ACCESS = TransferAccess("key", lambda: ("token",))
@@ -221,7 +222,7 @@ def emitted(
             assert ends, new.error or new.finish
             by_request[new.request_id].append(new)
         steps += 1
-    engine.check()
+    check_engine(engine)
     return by_request
 
 

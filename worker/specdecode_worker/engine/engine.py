@@ -509,11 +509,6 @@ class Engine:
         """Format of the target's matrices; empty for that of activations."""
         return self._target.form
 
-    @property
-    def preemptions(self) -> int:
-        """Number of preemptions since the last reset of the traffic counters."""
-        return self._scheduler.counters.preemptions
-
     def add(self, submit: Submit) -> None:
         """Queue a request.
 
@@ -785,10 +780,6 @@ class Engine:
             guard=self._shape_selector.guard_cells(),
         )
         return build_report(state, self._recorder.statistics)
-
-    def check(self) -> None:
-        """Check that slots and blocks are accounted for. Cheap enough to run whenever the engine is idle."""
-        self._scheduler.check()
 
     def _emit(self, row: Row, read: RowResult, now: float) -> Tokens:
         """Append the tokens of one row to its request, end the request if it is complete, and return the message."""

@@ -749,11 +749,6 @@ class Scheduler:
             self.waiting.remove(request)
         self.waiting.charge_output(request)
 
-    def check(self) -> None:
-        """Check that every slot is owned or free and that every block is owned, cached or free."""
-        self._pool.check([block for request in self.running for block in request.blocks])
-        assert len(self._slots) + len(self.running) == self._limits.max_num_seqs, "a slot is lost"
-
     def _prompt_reserve(self, prompts: Sequence[Request]) -> int:
         """Return the tokens of the budget that decoding leaves to prompts, so that decoding cannot starve them.
 
