@@ -18,7 +18,7 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.base import DraftContext, Drafter, Expand
 from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Forest, Level, Tree
+from specdecode_worker.sampling.trees import Forest, Level, Tree, rows_at
 
 # Drafter of the method ngram: prompt lookup (Saxena, 2023; method "ngram" of vLLM).
 #
@@ -89,17 +89,15 @@ class NgramDrafter(Drafter):
 
         def expand(depth: int, level: Level) -> Tensor:
             text_RP = self._state.tokens_SP[slots_B[level.batch_R], :most]
-            suffix_RN = self._suffixes(forest.trees, level, slots_B, length_B)
+            suffix_RN = self._suffixes(forest.trees, depth, level, slots_B, length_B)
             return lookup(text_RP, length_B[level.batch_R] + 1, suffix_RN, self._shortest, self._vocab_size)
 
         return expand
 
-    def _suffixes(self, trees: tuple[Tree, ...], level: Level, slots_B: Tensor, length_B: Tensor) -> Tensor:
+    def _suffixes(self, trees: Sequence[Tree], depth: int, level: Level, slots_B: Tensor, length_B: Tensor) -> Tensor:
         """Return the last tokens up to each node, [R, longest]. Positions before the text repeat its first token."""
-        back = [
-            _path_to(trees[b], node, self._longest)
-            for b, node in zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True)
-        ]
+        # The nodes are not read from the level, for which the host would wait on an accelerator.
+        back = [_path_to(trees[b], node, self._longest) for b, node in rows_at(trees, depth)]
         offset_RN = to_device(back, length_B.device)
         index_RN = (length_B[level.batch_R, None] + offset_RN).clamp(min=0)
         return self._state.tokens_SP[slots_B[level.batch_R, None], index_RN]
@@ -201,7 +199,7 @@ class SuffixDrafter(Drafter):
         slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
 
         def expand(depth: int, level: Level) -> Tensor:
-            nodes = list(zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True))
+            nodes = rows_at(forest.trees, depth)
             if depth:
                 slots_R = slots_B[level.batch_R]
                 tokens_R = self._state.tokens_SP[slots_R, self._state.length_S[slots_R] + level.node_R]
