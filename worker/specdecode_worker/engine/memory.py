@@ -367,10 +367,16 @@ def _cuda(count: int) -> Device:
 
 
 def _gpu_beside(count: int, memory: Device | None) -> Device | None:
-    """Return the memory of the GPU behind the first ``count``, None without one; ``memory`` stands for any GPU."""
+    """Return the memory of the GPU behind the first ``count``; ``memory`` stands for any GPU.
+
+    None without one that works, of which the load of a draft there says more.
+    """
     if memory is None and torch.cuda.device_count() <= count:
         return None
-    free, limit = (memory.free, memory.limit) if memory is not None else torch.cuda.mem_get_info(count)
+    try:
+        free, limit = (memory.free, memory.limit) if memory is not None else torch.cuda.mem_get_info(count)
+    except RuntimeError:
+        return None
     return Device(kind="cuda", limit=limit, free=free, source="memory of the draft's GPU")
 
 

@@ -291,6 +291,14 @@ def test_the_gpu_of_a_draft_bounds_the_caches(target: Path, tmp_path: Path, monk
     assert make_verdict(refused).serves
     assert not make_verdict(inventory(80, 0.5, required=True)).serves
 
+    def broken(index: int) -> tuple[int, int]:
+        if index:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+        return 80 * GIB, 80 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    assert kv_tokens(take_inventory(config, Path, torch.device("cuda")).budget) == kv_tokens(alone)
+
 
 @pytest.fixture
 def checked_loader(tmp_path: Path) -> CheckedDraftLoader:
