@@ -685,8 +685,7 @@ class Engine:
 
         Requests whose deadline has passed are cancelled first, so that they take no part in the step.
         """
-        now = time.monotonic()
-        expired = self._cancel_expired(now) if now >= self._deadlines.next_seconds else []
+        expired = self._cancel_expired(time.monotonic())
         if self._grammars:
             expired += self._admit_compiled()
         if self._exchange:

@@ -489,8 +489,6 @@ class Deadlines:
     """Deadlines of all requests of an engine. The caller passes the time, in seconds of CLOCK_MONOTONIC."""
 
     def __init__(self) -> None:
-        self.next_seconds = float("inf")
-        """Time of the earliest deadline."""
         self._heap: list[tuple[float, str, Reason]] = []
         self._rebuild_at = _REBUILD_ENTRIES
 
@@ -504,7 +502,6 @@ class Deadlines:
             heapq.heappush(self._heap, (submit.deadline_seconds, submit.request_id, "deadline"))
         if submit.queue_deadline_seconds:
             heapq.heappush(self._heap, (submit.queue_deadline_seconds, submit.request_id, "queue_timeout"))
-        self._update_next()
 
     def pop_expired(self, now: float) -> list[tuple[str, Reason]]:
         """Remove and return the requests whose deadline has passed, earliest first. Some may have ended already."""
@@ -512,11 +509,7 @@ class Deadlines:
         while self._heap and self._heap[0][0] <= now:
             _, request_id, reason = heapq.heappop(self._heap)
             expired.append((request_id, reason))
-        self._update_next()
         return expired
-
-    def _update_next(self) -> None:
-        self.next_seconds = self._heap[0][0] if self._heap else float("inf")
 
 
 # Queue of requests whose grammars are being compiled, in a thread, so that steps of other requests go on.

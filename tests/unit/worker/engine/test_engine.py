@@ -86,7 +86,6 @@ def test_a_draft_without_memory_for_its_states_changes_nothing(
 
 def pass_deadlines(engine: Engine) -> None:
     """Let the time of all deadlines come."""
-    engine._deadlines.next_seconds = 0.0
     engine._deadlines._heap = [(0.0, *entry[1:]) for entry in engine._deadlines._heap]
 
 
