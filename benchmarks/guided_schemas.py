@@ -157,7 +157,7 @@ def run(local: LocalEngine, requests: Sequence[Submit], way: Way, version: int) 
     """Answer the requests of one group in one way."""
     engine, result = local.engine, Result()
     engine.set_plan(plan_of(way, engine.draft.hash, version))
-    before = engine.preemptions
+    before = engine.report().preemptions
     with measured(result, forced=way.forced):
         for submit in requests:
             engine.add(submit)
@@ -174,7 +174,7 @@ def run(local: LocalEngine, requests: Sequence[Submit], way: Way, version: int) 
                 if one.finish:
                     result.finishes[one.request_id] = one.finish
         result.seconds = time.process_time() - began
-    result.preemptions = engine.preemptions - before
+    result.preemptions = engine.report().preemptions - before
     return result
 
 

@@ -68,7 +68,6 @@ def engine_of(rows: int) -> Any:
     from specdecode_worker.control.plan import Dispatcher
     from specdecode_worker.core.device_state import DeviceState
     from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
-    from specdecode_worker.core.request import ShapeSelector
     from specdecode_worker.drafts.eagle import EagleDrafter
     from specdecode_worker.drafts.registry import (  # type: ignore[attr-defined]  # as older versions have it
         DraftRegistry,
@@ -76,7 +75,7 @@ def engine_of(rows: int) -> Any:
         paged_cache,
     )
     from specdecode_worker.engine.cuda_graphs import StepGraphs
-    from specdecode_worker.engine.engine import Engine, EngineParts
+    from specdecode_worker.engine.engine import Engine, EngineParts, ShapeSelector
     from specdecode_worker.engine.scheduler import Limits, Scheduler
     from specdecode_worker.engine.stats import WorkerIdentity
     from specdecode_worker.engine.target import Target

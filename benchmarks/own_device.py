@@ -48,7 +48,8 @@ def main() -> None:
     )
     results = [measure(engine, args, count) for count in args.concurrency]
     drafter: Any = engine.engine._drafts.loaded("own").drafter  # type: ignore[union-attr]
-    document = {"cores": len(os.sched_getaffinity(0)), "process_bytes": private_bytes(drafter.pid), "runs": results}
+    process_bytes = private_bytes(drafter._supervisor._process.pid)
+    document = {"cores": len(os.sched_getaffinity(0)), "process_bytes": process_bytes, "runs": results}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document, indent=2))

@@ -30,6 +30,7 @@ from support.char_tokenizer import END, tokenizer_json
 from support.lossless.plain_decoding import GuidedDecoding
 from support.lossless.small_requests import DRAFTS, plan_of
 from support.small_llama import texts as run
+from support.worker.accounts import check_engine
 
 TOKENS, VOCABULARY = 40, 61
 SCHEMA = {
@@ -130,7 +131,7 @@ def test_mixed_batches_equal_plain_decoding(guided_engine: Any, plain: GuidedDec
     submits = requests(rounds=4)
     engine = guided_engine("copy", **fields)
     assert run(engine, submits) == texts(plain, submits)
-    assert engine.preemptions > 0 or "blocks" not in fields, "the test must make the blocks run out"
+    assert engine.report().preemptions > 0 or "blocks" not in fields, "the test must make the blocks run out"
     if "graphs" in fields:
         assert set(engine._graphs.eager) == {"prefill"}
         assert engine._graphs.outside["grammar"] > 10
@@ -365,7 +366,7 @@ def test_a_grammar_that_fails_midway_ends_its_request_alone(
                 failed[one.request_id] = one.error
         request = engine._requests.get("1")
         broken[0] = request.guide._matcher if request is not None and request.guide is not None else broken[0]
-    engine.check()
+    check_engine(engine)
     wanted = texts(plain, submits)
     assert failed == {"1": "lexer too complex"}
     part = answers.pop("1")

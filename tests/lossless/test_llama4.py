@@ -108,7 +108,7 @@ def test_text_is_that_of_transformers(made: Any, shape: str, options: dict[str, 
     engine = engine_with(pair, shape, **options)
     assert texts(engine, requests) == wanted
     if "blocks" in options and shape == "none":
-        assert engine.preemptions > 0
+        assert engine.report().preemptions > 0
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_prompt_logprobs_across_chunks_and_preemptions(make_engine: Any, plain: 
     engine = make_engine("copy", max_num_seqs=4, blocks=9, budget=20, pipelined=pipelined, plan=plan_of(SHAPES))
     requests = [request(i, prompt_logprobs=2 if i % 3 else None, max_tokens=30) for i in range(8)]
     messages_by_request = emitted(engine, requests)
-    assert engine.preemptions > 0
+    assert engine.report().preemptions > 0
     for submit in requests:
         messages = messages_by_request[submit.request_id]
         assert all_correct(plain, submit, messages)
@@ -279,4 +279,4 @@ def test_chunks_and_preemptions(make_engine: Any, plain: PlainDecoding, pipeline
         "copy", max_num_seqs=5, blocks=10, budget=24, pipelined=pipelined, plan=plan_of(PROCESSORS_SHAPES)
     )
     assert texts(engine, mixed_batch()) == {r.request_id: plain.text(r) for r in mixed_batch()}
-    assert engine.preemptions > 0, "the test must make the blocks run out"
+    assert engine.report().preemptions > 0, "the test must make the blocks run out"

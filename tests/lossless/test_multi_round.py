@@ -11,7 +11,7 @@ from scipy.stats import chi2
 
 from specdecode_worker.contract import SyntheticKnobs, TreeShape
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.core.request import ShapeSelector
+from specdecode_worker.engine.engine import ShapeSelector
 from specdecode_worker.sampling import sampler as multi_round
 from specdecode_worker.sampling.params import Sampling
 from specdecode_worker.sampling.sampler import StepSampler

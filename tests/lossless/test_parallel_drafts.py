@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from specdecode_worker.contract import TreeShape
 from specdecode_worker.drafts.parallel import DFlashDrafter
-from specdecode_worker.drafts.registry import Proposed
+from specdecode_worker.drafts.registry import Proposals
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.target_states import TargetStates
@@ -38,7 +38,7 @@ class CheckedProposals:
         self.depths: list[int] = []
         """Depth of each drafted tree that was compared."""
 
-    def propose(self, rows: Sequence[Any], forest: Forest, sampler: Any) -> Proposed:
+    def propose(self, rows: Sequence[Any], forest: Forest, sampler: Any) -> Proposals:
         """Propose as the drafter does, and compare the best tokens behind every node."""
         texts = [self._text(row.request) for row in rows]
         started = [row.request.draft.start <= 1 for row in rows]
@@ -131,7 +131,7 @@ def test_proposals_equal_a_dense_pass(make_engine: Any, pair: Any, method: str, 
     texts(engine, requests)
     assert len(checked.depths) > 50
     assert set(checked.depths) == {1, 3, 5}
-    assert engine.preemptions > 0 or "blocks" not in fields
+    assert engine.report().preemptions > 0 or "blocks" not in fields
 
 
 class TestOwnVocabulary:

@@ -20,6 +20,7 @@ from specdecode_worker.sampling.params import Sampling
 from support.lossless.small_requests import plan_of
 from support.small_llama import emitted
 from support.tiers import covering
+from support.worker.accounts import check_engine
 
 CHAIN, TREE, NONE = TreeShape.chain(3), TreeShape.parse("tree:3,2,1"), TreeShape(())
 TOPICS = 4
@@ -37,7 +38,7 @@ def make_request(index: int, *, sampled: bool, prompt: int = 64, new: int = 8, s
 
 
 def serve(
-    engine: Engine, requests: list[Submit], between: Callable[[Engine], None] = Engine.check
+    engine: Engine, requests: list[Submit], between: Callable[[Engine], None] = check_engine
 ) -> tuple[dict[str, list[int]], Counter[str]]:
     """Run the requests and return (texts, cached tokens of each).
 
@@ -45,7 +46,7 @@ def serve(
     """
 
     def checked(_: int) -> None:
-        engine.check()
+        check_engine(engine)
         between(engine)
 
     by_request = emitted(engine, requests, checked, every=2)
@@ -117,8 +118,8 @@ def test_prompts_in_chunks(make_engine: Any, plain_texts: Any, batch: int, shape
 def preempt_running(engine: Engine) -> None:
     """Preempt a running request before every step, which is far more often than a full block pool would cause."""
     scheduler = engine._scheduler
-    if scheduler.running and engine.preemptions < AT_LEAST:
-        scheduler._preempt(Random(engine.preemptions).choice(scheduler.running))
+    if scheduler.running and scheduler.counters.preemptions < AT_LEAST:
+        scheduler._preempt(Random(scheduler.counters.preemptions).choice(scheduler.running))
 
 
 @SAMPLED
@@ -134,7 +135,7 @@ def test_preemptions(make_engine: Any, plain_texts: Any, batch: int, sampled: bo
         engine = make_engine("copy", max_num_seqs=batch, budget=64, prefix_caching=caching, plan=plan_of([CHAIN, TREE]))
         tokens_by_request, _ = serve(engine, requests, between=preempt_running)
         assert tokens_by_request == plain_texts(requests)
-        preemptions += engine.preemptions
+        preemptions += engine.report().preemptions
     assert preemptions >= AT_LEAST
 
 
@@ -151,7 +152,7 @@ def test_all_features_together_when_blocks_run_out(make_engine: Any, plain_texts
     requests = [make_request(i, sampled=i % 2 == 1, prompt=44 + i % 3, new=12, shapes=3) for i in range(120)]
     tokens_by_request, cached = serve(engine, requests, between=preempt_running)
     assert tokens_by_request == plain_texts(requests)
-    assert engine.preemptions >= AT_LEAST
+    assert engine.report().preemptions >= AT_LEAST
     assert sum(tokens > 0 for tokens in cached.values()) >= AT_LEAST
     assert engine.report().prefill_chunks >= len(requests) + AT_LEAST
 

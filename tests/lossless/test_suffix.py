@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from specdecode_worker.contract import TreeShape
+from specdecode_worker.contract import DraftState, TreeShape
+from specdecode_worker.drafts.base import LoadedDraft
 from support.lossless.small_requests import plan_of, submit
 from support.small_llama import texts
 
@@ -52,11 +53,26 @@ def test_texts_of_ended_and_cancelled_requests_are_dropped(engine_of: Any) -> No
     for _ in range(6):
         engine.step()
     drafter = engine._drafts._drafts[""].drafter
-    assert set(drafter._texts) == {r.request_id for r in submits}
+    assert {one.id for one in drafter._texts} == {one.request_id for one in submits}
     engine.abort(submits[0].request_id)
     while not engine.idle:
         engine.step()
     assert drafter._texts == {}
+
+
+def test_a_replaced_draft_keeps_no_texts_of_requests_that_end_without_it(engine_of: Any, drafter: Any) -> None:
+    """A trial of another draft replaces it for a block of requests, and may end with it again."""
+    engine = engine_of()
+    suffix = engine._drafts.loaded()
+    for one in requests("a"):
+        engine.add(one)
+    for _ in range(6):
+        engine.step()
+    assert len(suffix.drafter._texts) == 4
+    engine.set_draft("", LoadedDraft(drafter(engine, "copy"), DraftState(hash="other")))
+    while not engine.idle:
+        engine.step()
+    assert len(suffix.drafter._texts) == 0
 
 
 def test_preempted_requests_continue(make_engine: Any, engine_of: Any) -> None:
@@ -64,4 +80,4 @@ def test_preempted_requests_continue(make_engine: Any, engine_of: Any) -> None:
     engine = engine_of(blocks=9, max_num_seqs=4)
     assert answers(engine, requests("a"))[0] == wanted
     assert answers(engine, requests("b"))[0] == wanted
-    assert engine.preemptions > 0, "the test must make the blocks run out"
+    assert engine.report().preemptions > 0, "the test must make the blocks run out"

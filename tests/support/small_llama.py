@@ -18,12 +18,11 @@ from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.kv_cache import BlockPool
 from specdecode_worker.core.messages import Submit, Tokens
-from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import DraftRegistry, paged_cache
 from specdecode_worker.engine.cuda_graphs import CaptureBackend, StepGraphs
-from specdecode_worker.engine.engine import Engine, EngineParts
+from specdecode_worker.engine.engine import Engine, EngineParts, ShapeSelector
 from specdecode_worker.engine.remote_prefill import BlockExchange, BlockParts
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.engine.stats import WorkerIdentity
@@ -36,6 +35,7 @@ from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.params import Sampling
+from support.worker.accounts import check_engine
 
 VOCABULARY = 61
 ACCESS = TransferAccess("key", lambda: ("token",))
@@ -222,7 +222,7 @@ def emitted(
             assert ends, new.error or new.finish
             by_request[new.request_id].append(new)
         steps += 1
-    engine.check()
+    check_engine(engine)
     return by_request
 
 

@@ -71,7 +71,7 @@ def test_mixed_shapes_equal_plain_decoding(make_engine: Any, plain: Any, drafts:
     )
     assert texts(engine, requests) == plain(requests)
     report = engine.report()
-    assert engine.preemptions > 0
+    assert engine.report().preemptions > 0
     assert {cell.draft for cell in report.acceptance} == {"d"}
     hits = {cell.draft: 0 for cell in report.credit}
     for cell in report.credit:
@@ -100,6 +100,21 @@ def test_graphs_run_merged_trees(make_engine: Any, plain: Any, drafts: str) -> N
     assert reports[0].accepted_tokens == reports[1].accepted_tokens > 0
     assert reports[0].acceptance == reports[1].acceptance
     assert reports[0].credit == reports[1].credit
+
+
+def test_a_draft_that_proposes_alone_gets_credit_in_graphs_too(make_engine: Any) -> None:
+    """The other draft of the task cannot propose, for example because it was swapped in and lacks states."""
+    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS, shapes=2) for i in range(4)]
+    reports = []
+    for graphs in ((), (1, 2, 4)):
+        engine = make_engine(["eagle3", "copy"], graphs=graphs)
+        engine._drafts._drafts["d1"].drafter.ready = lambda request: False
+        engine.set_plan(plan_of(MIX[:2], tasks=tasks_of(["", ""], 2)))
+        texts(engine, requests)
+        reports.append(engine.report())
+    assert reports[0].credit == reports[1].credit
+    assert {cell.draft for cell in reports[1].credit} == {"d"}
+    assert not engine._graphs.outside
 
 
 def test_a_task_that_merges_a_lookup_decodes_plainly_beside_others(make_engine: Any, plain: Any) -> None:
@@ -172,7 +187,7 @@ def test_equal_drafts_get_equal_credit(
         texts(engine, requests)
         report = engine.report()
         cells.append(sorted((c.task, c.sampled, c.depth, c.parent, c.ranks) for c in report.acceptance))
-        assert engine.preemptions > 0
+        assert engine.report().preemptions > 0
     for name in ("d", "1"):
         own = sorted((c.task, c.sampled, c.depth, c.parent, c.ranks) for c in report.credit if c.draft == name)
         assert own == cells[1] == cells[0]

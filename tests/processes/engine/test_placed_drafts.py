@@ -19,7 +19,7 @@ import torch
 
 from specdecode_worker.contract import DraftConfig, ModelConfig, NamedDraft, WorkerConfig
 from specdecode_worker.drafts import own_device as process_supervisor
-from specdecode_worker.drafts.own_device import DraftProcess, ProcessSupervisor, Regions
+from specdecode_worker.drafts.own_device import DraftProcess, ProcessSupervisor
 from specdecode_worker.drafts.own_device_process import Propose, TensorRegion
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
@@ -80,7 +80,7 @@ def generate(engine: Engine) -> dict[str, list[int]]:
 
 def pid_of(engine: Engine) -> int:
     drafter: Any = engine._drafts.loaded().drafter  # type: ignore[union-attr]
-    return int(drafter.pid)
+    return int(drafter._supervisor._process.pid)
 
 
 def wait_until_gone(pid: int) -> None:
@@ -140,7 +140,7 @@ def test_a_loaded_draft_that_is_never_used_leaves_no_process(folders: dict[str, 
     drafter: Any = engine.load_draft(
         DraftConfig(method="eagle3", uri=str(folders["eagle3"]), placement="own"), "other"
     ).drafter
-    pid = drafter.pid
+    pid = drafter._supervisor._process.pid
     assert Path(f"/proc/{pid}").exists()
     del drafter
     gc.collect()
@@ -155,7 +155,7 @@ def test_a_draft_for_a_task_has_a_process_of_its_own(folders: dict[str, Path]) -
     assert generate(engine) == plain
     assert [draft.name for draft in engine.report().named_drafts] == ["other"]
     other: Any = engine._drafts.loaded("other").drafter  # type: ignore[union-attr]
-    assert other.pid not in (None, pid_of(engine))
+    assert other._supervisor._process.pid != pid_of(engine)
 
 
 def test_a_draft_that_does_not_fit_is_refused_by_the_reason(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_the_memory_of_a_cpu_holds_the_process_too(folders: dict[str, Path], met
     assert own.spent - shared.spent == DRAFT_PROCESS_BYTES + matrices * SHAPE["vocab_size"] * SHAPE["hidden_size"] * 8
 
 
-def regions() -> Regions:
-    return Regions(TensorRegion(4096), TensorRegion(4096))
+def regions() -> tuple[TensorRegion, TensorRegion]:
+    return TensorRegion(4096), TensorRegion(4096)
 
 
 class ScriptedProcess:
@@ -243,7 +243,7 @@ class ScriptedProcess:
     ],
 )
 def test_a_draft_that_cannot_be_loaded_is_an_error_with_its_reason(build: Any, reason: str) -> None:
-    process = DraftProcess(build, regions(), 30.0)
+    process = DraftProcess(build, *regions(), 30.0)
     with pytest.raises(ModelError, match=reason):
         process.wait_ready()
     process.kill()

@@ -273,7 +273,7 @@ def test_a_rank_keeps_the_static_tensors_of_its_graphs() -> None:
     cache = PagedCache(
         layers=1, blocks=2, heads=1, kv_heads=1, head_dim=4, dtype=torch.float64, device=torch.device("cpu")
     )
-    graphs = RankGraphs(None, cache, ForgetfulBackend)  # type: ignore[arg-type]
+    graphs = RankGraphs(None, cache, ForgetfulBackend())  # type: ignore[arg-type]
     graphs.open_table(2, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_graphs.RankStep, "run", lambda self: None)

@@ -64,7 +64,7 @@ class OwnDrafts:
 
     def _start(self, network: Eagle3Head | CausalLM, vocab_size: int) -> tuple[ProcessSupervisor, DraftReady]:
         regions = message_regions(DeviceState(SLOTS, LENGTH, torch.float64, CPU), 1024, 4 * 32)
-        start = partial(DraftProcess, NetworkDraft(network, vocab_size), regions, 60.0)
+        start = partial(DraftProcess, NetworkDraft(network, vocab_size), *regions, 60.0)
         process = start()
         ready = process.wait_ready()
         return ProcessSupervisor(process, start, first_delay=0.05), ready

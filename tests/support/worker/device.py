@@ -15,6 +15,7 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
 from specdecode_worker.core.request import Request, Row, Selection
 from specdecode_worker.engine.scheduler import Limits, Scheduler
 from specdecode_worker.sampling.trees import PLAIN, Tree
+from support.worker.accounts import check_scheduler
 from support.worker.small_engine import request
 
 GARBAGE = -1
@@ -79,14 +80,14 @@ class SimulatedDevice:
         if self.launched and (not rows or len(self.launched) > self.ahead):
             for row, epoch, emitted in self.launched.popleft():
                 self._collect(row, epoch, emitted)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         return rows
 
     def _select(self, requests: Sequence[Request]) -> Selection:
         return Selection([self.random.choice(self.trees) for _ in requests])
 
     def check(self, rows: Sequence[Row]) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         assert len(rows) == len({row.request.id for row in rows}) <= self.limits.max_num_seqs
         alone = len(rows) == 1 and not self.limits.chunked_prefill
         assert alone or sum(row.count for row in rows) <= self.limits.max_num_batched_tokens
@@ -144,7 +145,7 @@ class SimulatedDevice:
         one = row.request
         if one.finish is not None or one.epoch != epoch:
             return
-        one.advance(row.max_committed, row.count if row.is_chunk else emitted)
+        one.advance(row.count if row.is_chunk else emitted)
         if not row.emits:
             return
         at = len(one.tokens)

@@ -111,6 +111,9 @@ class FakeEngine:
     def open_exchange(self, address: tuple[str, int] | None, wake: Callable[[], None]) -> int:
         return 0
 
+    def close(self) -> None:
+        pass
+
     @property
     def draft_names(self) -> list[str]:
         return ["", *self._named]

@@ -15,6 +15,7 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.sampling.params import Sampling
 from support import small_llama
 from support.small_llama import engine_of
+from support.worker.accounts import check_engine
 
 CPU = torch.device("cpu")
 
@@ -72,7 +73,7 @@ def drain(engine: Engine, most: int = 2000) -> list[Tokens]:
         assert most > 0, "the engine does not come to an end"
         most -= 1
         outputs += engine.step()
-    engine.check()
+    check_engine(engine)
     return outputs
 
 

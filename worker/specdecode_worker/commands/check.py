@@ -80,7 +80,7 @@ def _format_verdict(verdict: CheckVerdict) -> str:
     """Format the result as text."""
     lines = [*verdict.arithmetic, ""]
     if verdict.draft_problem:
-        lines.append(f"the draft is not for this target: {verdict.draft_problem}")
+        lines.append(f"the draft cannot be used: {verdict.draft_problem}")
     if not verdict.fits:
         lines.append(f"does not fit: {verdict.problem}")
     if verdict.serves:

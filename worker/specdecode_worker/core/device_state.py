@@ -127,15 +127,13 @@ class DeviceState:
         return torch.zeros(shape, dtype=self.dtype, device=self.length_S.device) if 0 not in shape else None
 
     def allocate_block_states(self, blocks: int) -> None:
-        """Allocate storage for the auxiliary state of every block's last token (0 blocks: none).
+        """Allocate storage for the auxiliary state of every block's last token, now and in `new_states`.
 
         With it a draft can continue after any cached prefix.
         """
         self._blocks = blocks
-        if self.ring_SRA is None or not blocks:
-            self.block_aux_NA = None
-        else:
-            self.block_aux_NA = self.ring_SRA.new_zeros(blocks, self.ring_SRA.shape[-1])
+        if self.ring_SRA is not None:
+            self.block_aux_NA = self._zeros((blocks, self.ring_SRA.shape[-1]))
 
     def admit(self, slot: int, tokens: list[int], prefix: Sequence[int] = ()) -> None:
         """Write the tokens of a request that starts in ``slot``; ``prefix`` are its blocks found in the cache."""

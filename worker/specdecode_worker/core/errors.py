@@ -1,9 +1,8 @@
 """Errors between the server and the engine process, and the errors of a device that end the process.
 
-EngineError
-├── EngineGone     the engine process crashed or was killed; it sends no more results
-├── CallRefused    the engine refused a plan, a draft or knobs; the previous ones stay in force
-└── RankLost       a rank of a replica on several devices ended or does not answer
+EngineGone     the engine process crashed or was killed; it sends no more results
+CallRefused    the engine refused a plan, a draft or knobs; the previous ones stay in force
+RankLost       a rank of a replica on several devices ended or does not answer
 """
 
 from __future__ import annotations
@@ -14,19 +13,15 @@ from collections.abc import Iterator
 from specdecode_worker.models.errors import ModelError
 
 
-class EngineError(Exception):
-    """Base class of the errors of this package."""
-
-
-class EngineGone(EngineError):
+class EngineGone(Exception):
     """The engine process crashed or was killed; the message gives the reason."""
 
 
-class CallRefused(EngineError):
+class CallRefused(Exception):
     """The engine refused a plan, a draft or synthetic knobs; the previous ones stay in force."""
 
 
-class RankLost(EngineError):
+class RankLost(Exception):
     """A rank of a replica on several devices ended or does not answer; the message gives the reason."""
 
 

@@ -97,9 +97,6 @@ class PrefixIndex:
         self.version = 0
         """Number of changes so far, of any entry: added, dropped, marked, or with an owner or without one."""
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def __contains__(self, block: int) -> bool:
         return block in self._entries
 
@@ -209,12 +206,6 @@ class PrefixIndex:
             self._changes.clear()
             self.version += 1
 
-    def check(self) -> None:
-        """Check that the tables of the index are consistent."""
-        assert {entry.digest: block for block, entry in self._entries.items()} == self._blocks, "a digest is astray"
-        assert self._children == Counter(entry.parent for entry in self._entries.values()), "a child is miscounted"
-        assert self._unowned.keys() <= self._entries.keys(), "a block without an owner holds no text"
-
     def _record_change(self, digest: bytes) -> None:
         self._changes.append(digest)
         self.version += 1
@@ -259,10 +250,6 @@ class FreeList:
         """Add a block that is no longer used."""
         self._stack.append(block)
 
-    def blocks(self) -> list[int]:
-        """Return all free blocks."""
-        return list(self._stack)
-
 
 class FreeGaps:
     """Map of the free blocks of a pool that keeps the blocks of a sequence contiguous where possible, for CPUs.
@@ -298,10 +285,6 @@ class FreeGaps:
         """Add a block that is no longer used."""
         self._map[block] = 0
         self._free += 1
-
-    def blocks(self) -> list[int]:
-        """Return all free blocks."""
-        return [block for block, taken in enumerate(self._map) if not taken]
 
     def _is_free(self, block: int) -> bool:
         return block < len(self._map) and self._map[block] == 0
@@ -413,16 +396,3 @@ class BlockPool:
         assert self.prefixes.is_unowned(block), f"block {block} is no cached one"
         self.prefixes.drop(block)
         self._free.add(block)
-
-    def check(self, owned: Sequence[int]) -> None:
-        """Check that every block is free, cached, or occurs in ``owned`` as often as it has owners."""
-        self.prefixes.check()
-        owners = Counter(owned)
-        assert all(self._owners[block] == owners[block] for block in range(self.total + 1)), (
-            "a block has more owners than it knows of, or fewer"
-        )
-        assert len(owners) == self.used, "a block is owned and cached"
-        taken = set(owners) | {block for block in range(1, self.total + 1) if self.prefixes.is_unowned(block)}
-        free = self._free.blocks()
-        assert set(range(1, self.total + 1)) - set(free) == taken, "a block is lost"
-        assert len(set(free)) == len(free) == self.free, "free blocks are miscounted"

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from msgspec import structs
 
-from specdecode_worker.contract import GuardCell, Plan, PlanState, TreeShape
-from specdecode_worker.control.plan import (
-    DROPPED_STEPS,
-    Dispatcher,
-    Exploration,
-    Guard,
-    Load,
-    PlainStepTimes,
-    changed_loads,
-)
+from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, CachedPrefix
 from specdecode_worker.core.messages import FinishReason, Logprobs, Submit
 from specdecode_worker.guided.guide import Guide
 from specdecode_worker.sampling.params import FinishRule, SamplingParams
-from specdecode_worker.sampling.trees import PLAIN, Tree, extended, given_chain, tree_of
+from specdecode_worker.sampling.trees import PLAIN, Tree, given_chain
 
 # Progress of a draft through the text of one request, updated by the drafters and by committed steps.
 
@@ -117,7 +106,7 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
 # The device's copy of the request's length (`core/device_state.py`) can be one step ahead of the host's.
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Request:
     """Queued or running request with its tokens, cache blocks, progress and counters.
 
@@ -285,9 +274,11 @@ class Request:
         for token in tokens:
             if self.finish is not None:
                 break
-            if not self._follow(token):
-                self.finish = "error"
-                break
+            if self.guide is not None:
+                self.guide.advance((token,))
+                if self.guide.error:
+                    self.finish = "error"
+                    break
             taken.append(token)
             self.emitted += 1
             self.finish = self.finish_rule.finish(token, self.emitted)
@@ -300,13 +291,6 @@ class Request:
         if self.sampling_params.blocks and self.emitted >= self.sampling_params.min_tokens:
             self.sampling_params = structs.replace(self.sampling_params, min_tokens=0)
 
-    def _follow(self, token: int) -> bool:
-        """Move the guide, if there is one, behind a token. Return False if the grammar cannot be followed."""
-        if self.guide is None:
-            return True
-        self.guide.advance((token,))
-        return not self.guide.error
-
     def record_launch(self, max_tokens: int, *, drafts_follow: bool) -> None:
         """Record the launch of a step.
 
@@ -316,23 +300,15 @@ class Request:
         """
         self.in_flight.append(max_tokens)
         unprocessed = 0 if drafts_follow else max_tokens
-        self.draft.record_launch(unprocessed)
-        for name in self.merged:
-            self.merged[name].record_launch(unprocessed)
+        for progress in (self.draft, *self.merged.values()):
+            progress.record_launch(unprocessed)
 
-    def advance(self, max_tokens: int, committed: int) -> None:
-        """Record that the oldest step in flight was collected.
-
-        Args:
-            max_tokens: Upper bound of the positions that the step could commit, as given at launch.
-            committed: Positions that it committed.
-        """
-        oldest = self.in_flight.popleft()
-        assert oldest == max_tokens, "steps are collected in the order of their launch"
+    def advance(self, committed: int) -> None:
+        """Record that the oldest step in flight was collected, which committed so many positions."""
+        max_tokens = self.in_flight.popleft()
         self.cached += committed
-        self.draft.record_collect(max_tokens, committed)
-        for name in self.merged:
-            self.merged[name].record_collect(max_tokens, committed)
+        for progress in (self.draft, *self.merged.values()):
+            progress.record_collect(max_tokens, committed)
 
     def forget_cache(self) -> None:
         """Reset the cache state for a return to the queue; all tokens known so far will be prefilled again."""
@@ -346,13 +322,7 @@ class Request:
         self.epoch += 1
 
 
-# Rows of a step and the tree shape of each, by the plan, exploration and the guard.
-
-# Selection of the draft tree of every decoding request from the plan, the guard and exploration.
-#
-# This module reads no clock: its caller passes measured step times to ``ShapeSelector.record_step``.
-
-_PLAIN_SHAPE = TreeShape(())
+# Shapes and trees of a step, as they are selected (engine/engine.py).
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,192 +351,6 @@ class Selection:
 
     trees: Sequence[Tree] = ()
     choice: Choice = Choice()
-
-
-def planned_shapes(plan: Plan, concurrency: int, context: int) -> set[TreeShape]:
-    """Return the shapes that the plan assigns to the tasks of a (concurrency, context) bucket."""
-    rows = {row.shape for row in plan.rows if (row.concurrency, row.context) == (concurrency, context)}
-    return rows or {plan.initial}
-
-
-class Drafts(Protocol):
-    """Loaded drafts as the selector sees them, implemented by ``DraftRegistry``. False if no draft is loaded."""
-
-    def __bool__(self) -> bool: ...
-
-    @property
-    def merges(self) -> bool:
-        """True if several drafts may propose for one request."""
-        ...
-
-    def ready(self, request: Request) -> bool:
-        """Return whether a draft can propose for this request in the next step."""
-        ...
-
-    def extension(self, request: Request) -> int:
-        """Return the depth to which drafts without passes extend the request's tree, after ``ready``; 0 for none."""
-        ...
-
-
-class ShapeSelector:
-    """Shape selector of one engine. Without a draft it selects plain decoding for every request."""
-
-    def __init__(self, dispatcher: Dispatcher, drafts: Drafts) -> None:
-        """Start with the plan of ``dispatcher``, an empty guard and no exploration under way."""
-        self.forced_shape: TreeShape | None = None
-        """Shape forced for all requests while step times are calibrated; None follows the plan."""
-        self._dispatcher, self._drafts = dispatcher, drafts
-        self._guard = Guard()
-        self._exploration = Exploration()
-        self._explores = True
-        self._curve = PlainStepTimes()
-
-    @property
-    def plan(self) -> Plan:
-        """Plan in force."""
-        return self._dispatcher.plan
-
-    @property
-    def plan_state(self) -> PlanState:
-        """State of the plan for the report."""
-        return self._dispatcher.state
-
-    @property
-    def draft_prefill(self) -> bool:
-        """True if drafts process prompts: a draft is loaded and the plan can lead to drafting."""
-        return bool(self._drafts) and (self.plan.max_depth > 0 or self.plan.initial.nodes > 0 or bool(self.plan.rows))
-
-    def guard_cells(self) -> tuple[GuardCell, ...]:
-        """Return the guard's state per load for the report."""
-        return self._guard.cells()
-
-    def set_plain_step_time(self, sequences: int, seconds: float) -> None:
-        """Store the time in seconds of a plain step of ``sequences`` requests, measured before the first request."""
-        self._curve.learn(sequences, seconds)
-        bucket = bisect_left(self.plan.buckets.concurrency, sequences)
-        self._guard.assume(bucket, 0, self._curve.scaled(seconds, sequences, self._edge(bucket)))
-
-    def take_plan(self, plan: Plan) -> None:
-        """Apply a plan. The guard drops its evidence on shapes that the plan no longer contains.
-
-        Raises:
-            PlanRefused: The plan is for another deployment or older than the current one.
-        """
-        before = self.plan
-        self._dispatcher.set_plan(plan)
-        if plan.buckets != before.buckets:
-            self._guard = Guard()
-        self._exploration.restart(changed_loads(before, plan))
-        self._guard.retain_planned(lambda cell, shape: shape in planned_shapes(plan, *cell))
-
-    def set_draft_hash(self, first_hash: str) -> None:
-        """Handle a change of drafts: reset the guard and set the hash that the plan's rows are matched against.
-
-        The guard keeps its times of plain steps, which do not depend on the draft.
-
-        Args:
-            first_hash: Hash of the first draft. Plan rows apply only if they were planned for it.
-        """
-        self._dispatcher.draft_hash = first_hash
-        self._guard = self._guard.without_shapes()
-        self._exploration.restart()
-
-    def set_trial(self, *, active: bool) -> None:
-        """Begin or end a draft trial.
-
-        During it the rows of the plan apply to any draft, and nothing is explored: bursts and shadow passes take time,
-        and could fall into the blocks of one draft more often than into those of the other.
-        """
-        self._dispatcher.accepts_any_draft = active
-        self._explores = not active
-
-    def select(self, requests: Sequence[Request]) -> Selection:
-        """Return the trees of the decoding requests, at least one, and the choice that they follow.
-
-        All requests use the plan rows of the longest context in the batch, because step times are recorded by the
-        longest context.
-        """
-        concurrency = self._dispatcher.load(len(requests))
-        context = self._dispatcher.context(max(request.cached_bound for request in requests))
-        if not self._drafts or self.forced_shape is not None:
-            forced_shape = self.forced_shape if self._drafts and self.forced_shape is not None else _PLAIN_SHAPE
-            tree = tree_of(forced_shape, 0)
-            trees = [tree if forced_shape.nodes and self._drafts.ready(request) else PLAIN for request in requests]
-            return Selection(trees, Choice(len(requests), concurrency, context, forced_shape))
-        # Requests of one task share a shape, so the shape is looked up once per task and not once per request.
-        tasks = [request.submit.task for request in requests]
-        planned = {task: self._dispatcher.shape(Load(concurrency, context, task)) for task in set(tasks)}
-        shapes = {task: self._allowed(concurrency, context, shape) for task, shape in planned.items()}
-        first, max_depth = tasks[0], self.plan.max_depth if self._explores else 0
-        burst = self._exploration.burst_for(concurrency, shapes[first], planned[first], max_depth, self.plan.explore)
-        counted = True
-        if burst is not None and max_depth:
-            burst.done += 1
-            counted = burst.done > DROPPED_STEPS
-            shapes = dict.fromkeys(shapes, burst.shape)
-        shadow = self._shadow_depth() if burst is None and self._explores else 0
-        tree_by_task = {task: tree_of(shape, shadow) for task, shape in shapes.items()}
-        ready = [self._drafts.ready(request) for request in requests]
-        trees = [tree_by_task[task] if can else PLAIN for task, can in zip(tasks, ready, strict=True)]
-        if self._drafts.merges and not shadow:
-            trees = [self._extended(tree, request) for tree, request in zip(trees, requests, strict=True)]
-        different = {id(tree): tree for tree in trees}.values()
-        passes = max(tree.drafted_depth for tree in different) - max(tree.depth for tree in different)
-        # The time of a step in which some requests had no draft ready is no evidence about the intended shape.
-        shape = shapes[first]
-        same_shape = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
-        explores = burst is not None or self._probes(concurrency, context, shapes.values())
-        common_shape = shape if same_shape else None
-        choice = Choice(len(requests), concurrency, context, common_shape, explores, counted, passes)
-        return Selection(trees, choice)
-
-    def record_step(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
-        """Pass a measured step without prefill to the guard and to exploration.
-
-        Steps with a forced shape (``forced_shape``) are ignored.
-
-        Args:
-            choice: Choice that the step ran with.
-            seconds: Duration of the step.
-            tokens: Emitted tokens per sequence.
-            shadow_seconds: Part of ``seconds`` spent on shadow passes.
-        """
-        if self.forced_shape is not None:
-            return
-        edge = self._edge(choice.concurrency)
-        full, shadow = (self._curve.scaled(part, choice.sequences, edge) for part in (seconds, shadow_seconds))
-        if self._explores:  # else the share of a whole trial would be explored at once after it
-            self._exploration.passed(
-                choice.concurrency, full, tokens, explores=choice.explores, shape=choice.shape, shadow_seconds=shadow
-            )
-        if choice.shape is not None and choice.counted:
-            self._guard.record_step(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
-
-    def _extended(self, tree: Tree, request: Request) -> Tree:
-        """Return the tree of a request, deeper if drafts without passes extend it. Plain decoding stays plain."""
-        depth = self._drafts.extension(request) if tree.drafted_depth else 0
-        return extended(tree, depth) if depth else tree
-
-    def _edge(self, bucket: int) -> int:
-        """Return the number of sequences that step times of a bucket are scaled to: its upper edge.
-
-        The bucket beyond the last edge has no upper edge and uses the last one.
-        """
-        edges = self.plan.buckets.concurrency
-        return edges[min(bucket, len(edges) - 1)] if edges else 1
-
-    def _allowed(self, concurrency: int, context: int, shape: TreeShape) -> TreeShape:
-        """Return the planned ``shape`` of a load, or plain decoding if the guard stopped that shape."""
-        stopped = self.plan.guard and not self._guard.allows(concurrency, context, shape)
-        return _PLAIN_SHAPE if stopped else shape
-
-    def _probes(self, concurrency: int, context: int, shapes: Iterable[TreeShape]) -> bool:
-        """Return whether the guard is probing one of the shapes at this load."""
-        return self.plan.guard and any(self._guard.is_probe(concurrency, context, shape) for shape in shapes)
-
-    def _shadow_depth(self) -> int:
-        """Return the depth to draft for scoring only, 0 if exploration affords no shadow passes now."""
-        return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0
 
 
 # Rows of a step.

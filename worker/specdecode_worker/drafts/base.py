@@ -144,7 +144,7 @@ class Drafter(ABC):
         return False
 
     def record_end(self, request: Request) -> None:  # noqa: B027 - most drafts store nothing
-        """Read the answer of a request that ends for any reason, and drop what is stored for the request itself."""
+        """Read the answer of a request that ends for any reason."""
 
 
 class PagedDrafter(Drafter):

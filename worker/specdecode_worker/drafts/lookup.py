@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from specdecode_worker.core.device_state import DeviceState
 from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts.base import DraftContext, Drafter, Expand
 from specdecode_worker.sampling.sampler import Proposer
-from specdecode_worker.sampling.trees import Forest, Level, Tree
+from specdecode_worker.sampling.trees import Forest, Level, Tree, rows_at
 
 # Drafter of the method ngram: prompt lookup (Saxena, 2023; method "ngram" of vLLM).
 #
@@ -56,7 +57,7 @@ class NgramDrafter(Drafter):
         self._state, self._vocab_size = state, vocab_size
         self._shortest, self._longest = shortest, longest
         self._host_is_current = host_is_current
-        self._known: dict[str, _KnownRuns] = {}
+        self._known: WeakKeyDictionary[Request, _KnownRuns] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, _: None, context: DraftContext) -> Self:
@@ -72,15 +73,11 @@ class NgramDrafter(Drafter):
         if not self._host_is_current:
             return True
         tokens, size = request.tokens, self._shortest
-        known = self._known.setdefault(request.id, _KnownRuns())
+        known = self._known.setdefault(request, _KnownRuns())
         while known.count < len(tokens) - size:
             known.runs.add(tuple(tokens[known.count : known.count + size]))
             known.count += 1
         return tuple(tokens[-size:]) in known.runs
-
-    def record_end(self, request: Request) -> None:
-        """Drop what is stored for a request that ends."""
-        self._known.pop(request.id, None)
 
     def begin(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Expand | None:
         """Return the function that looks tokens up in the text of each request."""
@@ -92,17 +89,15 @@ class NgramDrafter(Drafter):
 
         def expand(depth: int, level: Level) -> Tensor:
             text_RP = self._state.tokens_SP[slots_B[level.batch_R], :most]
-            suffix_RN = self._suffixes(forest.trees, level, slots_B, length_B)
+            suffix_RN = self._suffixes(forest.trees, depth, level, slots_B, length_B)
             return lookup(text_RP, length_B[level.batch_R] + 1, suffix_RN, self._shortest, self._vocab_size)
 
         return expand
 
-    def _suffixes(self, trees: tuple[Tree, ...], level: Level, slots_B: Tensor, length_B: Tensor) -> Tensor:
+    def _suffixes(self, trees: Sequence[Tree], depth: int, level: Level, slots_B: Tensor, length_B: Tensor) -> Tensor:
         """Return the last tokens up to each node, [R, longest]. Positions before the text repeat its first token."""
-        back = [
-            _path_to(trees[b], node, self._longest)
-            for b, node in zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True)
-        ]
+        # The nodes are not read from the level, for which the host would wait on an accelerator.
+        back = [_path_to(trees[b], node, self._longest) for b, node in rows_at(trees, depth)]
         offset_RN = to_device(back, length_B.device)
         index_RN = (length_B[level.batch_R, None] + offset_RN).clamp(min=0)
         return self._state.tokens_SP[slots_B[level.batch_R, None], index_RN]
@@ -171,7 +166,7 @@ class SuffixDrafter(Drafter):
         """
         self._state, self._store = state, store
         self._host_is_current = host_is_current
-        self._texts: dict[str, RequestText] = {}
+        self._texts: WeakKeyDictionary[Request, RequestText] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, _: None, context: DraftContext) -> Self:
@@ -204,7 +199,7 @@ class SuffixDrafter(Drafter):
         slots_B = to_device([row.request.slot for row in rows], self._state.length_S.device)
 
         def expand(depth: int, level: Level) -> Tensor:
-            nodes = list(zip(level.batch_R.tolist(), level.node_R.tolist(), strict=True))
+            nodes = rows_at(forest.trees, depth)
             if depth:
                 slots_R = slots_B[level.batch_R]
                 tokens_R = self._state.tokens_SP[slots_R, self._state.length_S[slots_R] + level.node_R]
@@ -219,15 +214,14 @@ class SuffixDrafter(Drafter):
 
     def record_end(self, request: Request) -> None:
         """Store the answer of a request that ends."""
-        self._texts.pop(request.id, None)
         answer = request.tokens[len(request.submit.prompt) :]
         if answer:
             self._store.add(request.submit.cache_salt, answer)
 
     def _text(self, request: Request) -> RequestText:
-        text = self._texts.get(request.id)
+        text = self._texts.get(request)
         if text is None:
-            text = self._texts[request.id] = RequestText(self._store, request.submit.cache_salt)
+            text = self._texts[request] = RequestText(self._store, request.submit.cache_salt)
         return text
 
     def _read_texts(self, requests: Sequence[Request]) -> None:

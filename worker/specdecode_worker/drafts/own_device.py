@@ -19,7 +19,6 @@ from specdecode_kernels.transfer import to_device
 from specdecode_worker.bound_process import BoundProcess
 from specdecode_worker.contract import MAX_NODES, DraftConfig, DraftState
 from specdecode_worker.core.device_state import STATE_RING_POSITIONS, DeviceState
-from specdecode_worker.core.errors import EngineError
 from specdecode_worker.core.request import Request, Row
 from specdecode_worker.drafts import own_device_process as draft_child
 from specdecode_worker.drafts.base import (
@@ -61,34 +60,26 @@ _EXIT_SECONDS = 1.0
 """Time to wait for the exit code of a process whose pipe is closed."""
 
 
-class DraftLost(EngineError):
+class DraftLost(Exception):
     """The draft process ended or does not answer; the message gives the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Regions:
-    """Shared memory for the tensors of messages and of their answers."""
-
-    messages: TensorRegion
-    answers: TensorRegion
 
 
 class DraftProcess:
     """Process that holds one draft. Only one message is under way at a time."""
 
-    def __init__(self, build: BuildDraft, regions: Regions, reply_seconds: float) -> None:
+    def __init__(self, build: BuildDraft, messages: TensorRegion, answers: TensorRegion, reply_seconds: float) -> None:
         """Start the process, which begins to load.
 
         Args:
             build: Loader of the draft, which must be picklable.
-            regions: Shared memory, for one process at a time.
+            messages: Shared memory for the tensors of messages, of one process at a time.
+            answers: The same for those of their answers.
             reply_seconds: Time without an answer after which the process counts as hung.
         """
         self._pipe, child_end = Pipe()
-        self._regions, self._reply_seconds, self._awaits_answer = regions, reply_seconds, False
-        self._process = BoundProcess(
-            draft_child.main, (build, regions.messages, regions.answers, child_end), "specdecode-draft"
-        )
+        self._messages, self._answers = messages, answers
+        self._reply_seconds, self._awaits_answer = reply_seconds, False
+        self._process = BoundProcess(draft_child.main, (build, messages, answers, child_end), "specdecode-draft")
         self._process.start()
         child_end.close()
         self._decoder = msgspec.msgpack.Decoder(FromDraft)
@@ -120,7 +111,7 @@ class DraftProcess:
         """
         if self._awaits_answer:
             self.receive()  # the process still reads the tensors of the message before
-        shapes = self._regions.messages.put(tensors)
+        shapes = self._messages.put(tensors)
         try:
             self._pipe.send_bytes(self._encoder.encode(msgspec.structs.replace(message, tensors=shapes)))
         except OSError:
@@ -138,7 +129,7 @@ class DraftProcess:
         if isinstance(answer, DraftFailed):
             raise DraftLost(f"failed: {answer.reason}")
         assert isinstance(answer, DraftAnswer), "nothing else answers a message"
-        return self._regions.answers.get(answer.tensors)
+        return self._answers.get(answer.tensors)
 
     def kill(self) -> None:
         """End the process at once. It holds nothing that is worth an orderly end. May be called twice."""
@@ -190,11 +181,6 @@ class ProcessSupervisor:
         self._closing, self._lock = threading.Event(), threading.Lock()
         self.problem = ""
         """Reason why no process can be used now; empty if one can."""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the process in use; None without one."""
-        return None if self._process is None else self._process.pid
 
     @property
     def usable(self) -> bool:
@@ -301,11 +287,6 @@ class OwnDrafter(PagedDrafter):
     def problem(self) -> str:
         """Reason why the draft process cannot be used now; empty if it can."""
         return self._supervisor.problem
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the draft process; None without one."""
-        return self._supervisor.pid
 
     def take_restarted(self) -> bool:
         """Begin to use a restarted process and return whether there was one. It has no keys of any request."""
@@ -432,7 +413,6 @@ class PlacedDraftLoader:
             )
         build = FolderDraft(
             config=config.model_copy(update={"placement": "shared", "uri": str(local.resolve(config.uri))}),
-            uri=config.uri,
             name=name,
             target_folder=local.target_folder,
             max_model_len=local.max_model_len,
@@ -444,7 +424,7 @@ class PlacedDraftLoader:
         )
         widest = local.target.config.hidden_size * (local.target.config.num_hidden_layers + 2)
         regions = message_regions(local.state, self.max_num_batched_tokens, widest)
-        start = partial(DraftProcess, build, regions, self.reply_seconds)
+        start = partial(DraftProcess, build, *regions, self.reply_seconds)
         process = start()
         try:
             ready = process.wait_ready()
@@ -455,7 +435,8 @@ class PlacedDraftLoader:
         drafter = drafter_of(ready, supervisor, local.state)
         # A draft is replaced, or loaded and never used, without further notice.
         weakref.finalize(drafter, supervisor.close)
-        return LoadedDraft(drafter, DraftState.model_validate_json(ready.state_json))
+        described = DraftState.model_validate_json(ready.state_json)  # by its local folder
+        return LoadedDraft(drafter, described.model_copy(update={"uri": config.uri}))
 
     def leaves_memory_of_target(self, config: DraftConfig) -> bool:
         """Return whether a draft takes no memory of the target's device."""
@@ -468,8 +449,8 @@ def drafter_of(ready: DraftReady, supervisor: ProcessSupervisor, state: DeviceSt
     return kind(supervisor, ready.reads, ready.last_position, state)
 
 
-def message_regions(state: DeviceState, max_tokens: int, widest: int) -> Regions:
-    """Return regions for the largest messages. Memory that is never written is never taken.
+def message_regions(state: DeviceState, max_tokens: int, widest: int) -> tuple[TensorRegion, TensorRegion]:
+    """Return the regions of the largest messages and of their answers. Memory that is never written is never taken.
 
     Args:
         state: Device state of the running requests.
@@ -480,4 +461,4 @@ def message_regions(state: DeviceState, max_tokens: int, widest: int) -> Regions
     tokens = max(positions + max_tokens, slots * max(STATE_RING_POSITIONS, LONGEST_CATCH_UP))
     texts, states = 8 * (slots * positions + tokens), (tokens + slots) * widest * state.dtype.itemsize
     ranked = 8 * slots * (MAX_NODES + 1) * 8
-    return Regions(TensorRegion(texts + states + _SPARE_BYTES), TensorRegion(ranked + _SPARE_BYTES))
+    return TensorRegion(texts + states + _SPARE_BYTES), TensorRegion(ranked + _SPARE_BYTES)

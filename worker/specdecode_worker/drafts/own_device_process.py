@@ -28,7 +28,7 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.headers import read_tensor_headers
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import prepare_causal_lm
-from specdecode_worker.sampling.params import FinishRule, Sampling, SamplingParams
+from specdecode_worker.sampling.params import FinishRule, SamplingParams
 from specdecode_worker.sampling.sampler import BatchTokens, sampler_of
 from specdecode_worker.sampling.trees import Tree, forest_of
 
@@ -191,10 +191,9 @@ FromDraft = DraftReady | DraftAnswer | DraftFailed
 # The process has a DeviceState of its own, with the slots and blocks of the worker's. Every message brings all that its
 # passes read besides the draft's keys, so nothing but those keys has to last from one message to the next.
 
-_SAMPLING = Sampling(max_tokens=1, seed=0, temperature=0.0)
-_SUBMIT = Submit(request_id="", prompt=(0,), sampling=_SAMPLING)
-_FINISH = FinishRule.of(_SAMPLING, ())
 _GREEDY = SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+_SUBMIT = Submit(request_id="", prompt=(0,), sampling=_GREEDY)
+_FINISH = FinishRule.of(_GREEDY, ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,8 +340,6 @@ class FolderDraft:
 
     config: DraftConfig
     """Configuration of the draft, whose ``uri`` is its local folder."""
-    uri: str
-    """URI of the draft for the report."""
     name: str
     target_folder: Path
     max_model_len: int
@@ -376,9 +373,8 @@ class FolderDraft:
         loaded = load(self.config, self.name)
         assert isinstance(loaded.drafter, CapturedDrafter), "the contract allows no other method"
         state.allocate_states(loaded.drafter.reads.width(target.config.hidden_size))
-        described = loaded.state.model_copy(update={"uri": self.uri})
         vocab_size = target.config.vocab_size
-        return DraftServer(drafter=loaded.drafter, loaded=described, state=state, vocab_size=vocab_size)
+        return DraftServer(drafter=loaded.drafter, loaded=loaded.state, state=state, vocab_size=vocab_size)
 
 
 def _shared_part(

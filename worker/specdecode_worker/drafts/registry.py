@@ -45,7 +45,7 @@ from specdecode_worker.models.config import CausalLMConfig, DFlashConfig, Eagle3
 from specdecode_worker.models.drafts import load_draft
 from specdecode_worker.models.optimize import fuse, quantise_draft
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.sampling.sampler import Proposer
+from specdecode_worker.sampling.sampler import HostMasks, Proposer
 from specdecode_worker.sampling.trees import PLAIN, Forest, forest_of
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,8 @@ class DraftRegistry:
         """
         self._drafts = {name: one for name, one in drafts.items() if isinstance(one, LoadedDraft)}
         self._unusable = {name: one for name, one in drafts.items() if isinstance(one, DraftState)}
-        self._paged: dict[str, PagedDrafter] = {}
+        self.paged: dict[str, PagedDrafter] = {}
+        """Loaded drafts that must catch up with the text of their requests, by name."""
         self._state, self._size = state, hidden_size
         self.tasks = TaskDrafts(self._drafts, merges=merges)
         """Drafts of each task."""
@@ -193,15 +194,6 @@ class DraftRegistry:
 
     def __bool__(self) -> bool:
         return bool(self._drafts)
-
-    def paged(self) -> dict[str, PagedDrafter]:
-        """Return the loaded drafts that must catch up with the text of their requests, by name."""
-        return self._paged
-
-    @property
-    def merges(self) -> bool:
-        """True if some task merges drafts."""
-        return self.tasks.merges
 
     def loaded(self, name: str = DEFAULT_DRAFT) -> LoadedDraft | None:
         """Return the draft of this name, or None if it is not loaded."""
@@ -256,10 +248,6 @@ class DraftRegistry:
         self._restart_if_changed(request, loaded.state.hash)
         return self.proposals.ready(request) if self.tasks.merges else loaded.drafter.ready(request)
 
-    def extension(self, request: Request) -> int:
-        """Return the depth to which drafts without passes extend the request's tree in the next step; 0 for none."""
-        return self.proposals.extension(request)
-
     def prefill(self, rows: Sequence[Row], aux_TA: Tensor | None) -> None:
         """Run each draft over the prefill chunks of its rows. ``aux_TA`` is None if no draft reads target states."""
         states_TA = self._state.length_S.new_empty(sum(row.count for row in rows), 0) if aux_TA is None else aux_TA
@@ -278,7 +266,7 @@ class DraftRegistry:
             row.request.draft.lag = 1  # if its draft has a cache, it is at the end of the chunk now
 
     def record_end(self, request: Request) -> None:
-        """Show a request that ends to the drafts that store its text or learn from its answer."""
+        """Show a request that ends to the drafts that learn from its answer."""
         for loaded in self._drafts.values():
             loaded.drafter.record_end(request)
 
@@ -325,7 +313,7 @@ class DraftRegistry:
         self.reads = union_reads(loaded.drafter.reads for loaded in self._drafts.values())
         for loaded in self._drafts.values():
             loaded.drafter.columns = columns_of(loaded.drafter.reads, self.reads, self._size)
-        self._paged = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, PagedDrafter)}
+        self.paged = {name: drafter for name, drafter in drafters.items() if isinstance(drafter, PagedDrafter)}
         self._assign_requests()
 
     def _assign_requests(self) -> None:
@@ -465,8 +453,7 @@ class TaskDrafts:
     @property
     def merged_names(self) -> set[tuple[str, ...]]:
         """Names of the drafts of each task that merges some, sorted."""
-        tasks = self.merging if self.merges else ()
-        return {tuple(sorted({self.name(task), *(one.draft for one in self.merged(task))})) for task in tasks}
+        return {tuple(sorted({*self.names(task)})) for task in (self.merging if self.merges else ())}
 
     def name(self, task: str) -> str:
         """Return the name of the draft of a task: the default one if it names none, or one that cannot run."""
@@ -480,13 +467,17 @@ class TaskDrafts:
             return ()
         return tuple(one for one in match.merge if one.draft != own and self._can_propose(one.draft))
 
+    def names(self, task: str) -> tuple[str, ...]:
+        """Return the names of the draft of a task and of those that are merged with it."""
+        return (self.name(task), *(one.draft for one in self.merged(task)))
+
     def _can_propose(self, draft: str) -> bool:
         """Return whether a draft can run and propose node by node. One in a process of its own drafts whole trees."""
         return draft in self._drafts and not self._drafts[draft].drafter.own_process
 
     def serves(self, draft: str, task: str) -> bool:
         """Return whether a draft proposes for a task, alone or merged with others."""
-        return self.name(task) == draft or any(one.draft == draft for one in self.merged(task))
+        return draft in self.names(task)
 
 
 # Credit of the drafts of a step for the tokens that the target chose.
@@ -508,15 +499,11 @@ class OwnRanks:
     proposers: dict[int, tuple[CreditedDraft, ...]]
     """Drafts of such a row, by the index of the row."""
     ranked_FBNK: Tensor | None = None
-    """Target ids behind every node in each draft's own order; None if one draft alone proposed for all rows."""
-    host_copy: HostCopy = field(default_factory=HostCopy)
+    """Target ids behind every node in each draft's own order, on the host after ``host_copy``.
 
-    def on_host(self, *, overwritten: bool = False) -> OwnRanks:
-        """Queue the copy to the host. ``overwritten`` is as for `to_host`."""
-        if self.ranked_FBNK is None:
-            return self
-        (ranked_FBNK,), host_copy = to_host([self.ranked_FBNK], overwritten=overwritten)
-        return OwnRanks(self.proposers, ranked_FBNK, host_copy)
+    None if one draft alone proposed for all rows.
+    """
+    host_copy: HostCopy = field(default_factory=HostCopy)
 
     def credit(
         self, row: int, path: Sequence[int], tokens: Sequence[int], ranks: Sequence[int], depth_limit: int
@@ -619,15 +606,18 @@ def first_distinct(tokens_RM: Tensor, count: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposed:
+class Proposals:
     """Proposals of the drafts of a step.
 
     ``ranked_BNK`` holds the best target ids behind every expanded node, [B, N, K], best first, -1 elsewhere; None if no
-    tree has a node. ``own`` is None if no task of the step merges drafts.
+    tree has a node. ``own_ranks`` is None if no task of the step merges drafts. Of what runs before a graph, ``masks``
+    are the grammar masks of the packed tokens, and the drafts took ``seconds``.
     """
 
     ranked_BNK: Tensor | None = None
-    own: OwnRanks | None = None
+    own_ranks: OwnRanks | None = None
+    masks: HostMasks | None = None
+    seconds: float = 0.0
 
 
 class StepProposals:
@@ -654,7 +644,7 @@ class StepProposals:
         """
         if not self._tasks.merges and not any(map(self._has_one_pass, self._drafts)):
             return max(depths)
-        return max(self._row_passes(row, depth) for row, depth in zip(rows, depths, strict=True))
+        return max(map(self._row_passes, rows, depths, self.proposers(rows)))
 
     def extension(self, request: Request) -> int:
         """Return the depth to which drafts without passes extend the request's tree in the next step; 0 for none."""
@@ -669,7 +659,10 @@ class StepProposals:
         Those of drafts that propose nothing for a row are the last.
         """
         orders: dict[tuple[str, bool, tuple[str, ...]], list[int]] = {}
-        keys = [(row.request.submit.task, not row.request.sampling_params.greedy, self.proposers(row)) for row in rows]
+        keys = [
+            (row.request.submit.task, not row.request.sampling_params.greedy, names)
+            for row, names in zip(rows, self.proposers(rows), strict=True)
+        ]
         for task, sampled, names in set(keys):
             drafts = [name for name in names if name in used]
             ordered = self.order.order(task, drafts, sampled=sampled)
@@ -678,49 +671,59 @@ class StepProposals:
             orders[task, sampled, names] = [*listed, *sorted(rest)]
         return [orders[key] for key in keys]
 
-    def own_ranks(self, rows: Sequence[Row], used: Sequence[str], own_FBNK: Tensor | None = None) -> OwnRanks | None:
-        """Return the ranks of the drafts ``used`` for rows with trees of tasks that merge drafts; None without any."""
+    def own_ranks(
+        self, rows: Sequence[Row], used: Sequence[str], own_FBNK: Tensor | None = None, *, overwritten: bool = False
+    ) -> OwnRanks | None:
+        """Return the ranks of the drafts ``used`` for rows with trees of tasks that merge drafts; None without any.
+
+        The copy to the host is queued; ``overwritten`` is as for `to_host`.
+        """
         if not self._tasks.merges:
             return None
+        merging = {task for task in self._tasks.merging if self._tasks.merged(task)}
         # The drafts of a row without a tree need not run in the step.
         proposers = {
             b: tuple(
-                CreditedDraft(name, self._drafts[name].state.hash, used.index(name)) for name in self.proposers(row)
+                CreditedDraft(name, self._drafts[name].state.hash, used.index(name)) for name in row.request.proposers
             )
             for b, row in enumerate(rows)
-            if row.tree.drafted_depth and self._tasks.merged(row.request.submit.task)
+            if row.tree.drafted_depth and row.request.submit.task in merging
         }
-        return OwnRanks(proposers, own_FBNK) if proposers else None
+        if not proposers or own_FBNK is None:
+            return OwnRanks(proposers) if proposers else None
+        (ranked_FBNK,), host_copy = to_host([own_FBNK], overwritten=overwritten)
+        return OwnRanks(proposers, ranked_FBNK, host_copy)
 
     def record_credit(self, request: Request, credits: Iterable[Credit]) -> None:
         """Take over the credit of each draft for the last tokens of a request, for the order of later candidates."""
         for credit in credits:
             self.order.record(request.submit.task, credit, sampled=not request.sampling_params.greedy)
 
-    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Proposed:
+    def propose(self, rows: Sequence[Row], forest: Forest, sampler: Proposer) -> Proposals:
         """Draft the trees of all rows, each row by its own draft and those that are merged with it."""
-        names = [self.proposers(row) for row in rows]
+        names = self.proposers(rows)
         used = sorted({name for row in names for name in row if name in self._drafts})
         if not used:
-            return Proposed()
+            return Proposals()
         if len(used) == 1 and len(set(names)) == 1:
             expand = self._drafts[used[0]].drafter.begin(rows, forest, sampler)
-            return Proposed(draft_trees(rows, forest, self._state, expand), self.own_ranks(rows, used))
+            return Proposals(draft_trees(rows, forest, self._state, expand), self.own_ranks(rows, used))
         parts = [(self._drafts[name].drafter, self._own_forest(name, names, forest)) for name in used]
         ranked_BNK, own_FBNK = propose_together(rows, forest, parts, self.orders(rows, used), self._state, sampler)
-        return Proposed(ranked_BNK, self.own_ranks(rows, used, own_FBNK))
+        return Proposals(ranked_BNK, self.own_ranks(rows, used, own_FBNK))
 
-    def proposers(self, row: Row) -> tuple[str, ...]:
-        """Return the drafts that propose for a row; without a tree those that must know of the request's tokens."""
-        if self._tasks.merges and row.tree.drafted_depth:
-            return row.request.proposers
-        task = row.request.submit.task
-        return (self._tasks.name(task), *(one.draft for one in self._tasks.merged(task)))
+    def proposers(self, rows: Sequence[Row]) -> list[tuple[str, ...]]:
+        """Return the drafts that propose for each row; without a tree those that must know of the request's tokens."""
+        merges = self._tasks.merges
+        names = {task: self._tasks.names(task) for task in {row.request.submit.task for row in rows}}
+        return [
+            row.request.proposers if merges and row.tree.drafted_depth else names[row.request.submit.task]
+            for row in rows
+        ]
 
-    def _row_passes(self, row: Row, depth: int) -> int:
-        """Return the number of draft passes for the first ``depth`` levels of a row's tree."""
+    def _row_passes(self, row: Row, depth: int, names: Sequence[str]) -> int:
+        """Return the number of draft passes of these drafts for the first ``depth`` levels of a row's tree."""
         planned = min(depth, row.tree.planned_part.drafted_depth)
-        names = self.proposers(row)
         if len(names) == 1 and row.tree.planned is None:
             return min(planned, 1) if self._has_one_pass(names[0]) else planned
         heads = [name for name in names if self._drafts[name].drafter.needs_passes]

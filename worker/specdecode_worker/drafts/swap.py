@@ -229,14 +229,6 @@ class DraftGoal:
         return bool(running.hash) and (running.method, running.uri) == (self.config.method, self.config.uri or "")
 
 
-@dataclass(frozen=True, slots=True)
-class StartDraft:
-    """Config to start a worker with, and the reason why the assigned draft is not in it; empty without one."""
-
-    config: WorkerConfig
-    problem: str = ""
-
-
 def worker_name() -> str:
     """Return the name of this worker in reports: that of its pod, else of its host."""
     return os.environ.get(Env.pod_name) or socket.gethostname()
@@ -283,19 +275,22 @@ def artifact_config(artifact: Artifact, config: WorkerConfig) -> DraftConfig:
     return DraftConfig(method="eagle3", uri=artifact.uri, quantization=quantization, placement=placement)
 
 
-def start_draft(config: WorkerConfig, plan: Plan | None, resolve: Callable[[str], Path]) -> StartDraft:
-    """Return the config with the assigned draft, or the unchanged one if the artefact is absent or another one."""
+def start_draft(config: WorkerConfig, plan: Plan | None, resolve: Callable[[str], Path]) -> tuple[WorkerConfig, str]:
+    """Return the config to start a worker with, and the reason why the assigned draft is not in it; empty without one.
+
+    The config is unchanged if the artefact is absent or another one.
+    """
     assignment = None if plan is None else followed_assignment(plan, config)
     if assignment is None or not (goal := stable_goal(assignment, config)).hash:
-        return StartDraft(config)
+        return config, ""
     uri = goal.config.uri or ""
     try:
         actual = draft_hash(goal.config, resolve)
     except BaseException as error:  # a panic of a Rust library is not an Exception
-        return StartDraft(config, describe_failure(error, uri))
+        return config, describe_failure(error, uri)
     if actual != goal.hash:
-        return StartDraft(config, f"{uri} has the hash {actual}, and the plan assigns the draft with hash {goal.hash}")
-    return StartDraft(config.model_copy(update={"draft": goal.config}))
+        return config, f"{uri} has the hash {actual}, and the plan assigns the draft with hash {goal.hash}"
+    return config.model_copy(update={"draft": goal.config}), ""
 
 
 # Attempts to reach the assigned draft, with a back-off after failures. This module reads no clock.

@@ -23,7 +23,7 @@ from specdecode_worker.core.device_state import DeviceState, PackedTensors, to_h
 from specdecode_worker.core.kv_cache import BLOCK_SIZE
 from specdecode_worker.core.request import Row
 from specdecode_worker.drafts.base import CapturedDrafter
-from specdecode_worker.drafts.registry import OwnRanks, in_order
+from specdecode_worker.drafts.registry import in_order
 from specdecode_worker.engine.step_tables import NODES, GraphKey, StepInputs
 from specdecode_worker.engine.target import (
     LEAST_TOP,
@@ -38,7 +38,6 @@ from specdecode_worker.engine.target import (
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.sampling.sampler import (
     BatchTokens,
-    HostMasks,
     PassSampler,
     SampledRows,
     StepSampler,
@@ -113,20 +112,6 @@ class StepParts:
     state: DeviceState
     reads: TargetStates
     mask_table_NW: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Proposals:
-    """Results of what runs before a graph that only verifies.
-
-    ``ranked_BNK`` is as `draft_trees` returns it, and ``own_ranks`` has those of each draft where some are merged.
-    ``masks`` are the grammar masks of the packed tokens. The drafts took ``seconds``.
-    """
-
-    ranked_BNK: Tensor | None = None
-    own_ranks: OwnRanks | None = None
-    masks: HostMasks | None = None
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)

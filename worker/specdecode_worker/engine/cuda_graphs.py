@@ -20,8 +20,8 @@ from specdecode_worker.core.device_state import DeviceState, to_host
 from specdecode_worker.core.errors import RankLost
 from specdecode_worker.core.request import Row, decoding_rows
 from specdecode_worker.drafts.base import CapturedDrafter, PagedDrafter
-from specdecode_worker.drafts.registry import DraftRegistry, OwnRanks
-from specdecode_worker.engine.captured_step import CapturedStep, Proposals, StepParts
+from specdecode_worker.drafts.registry import DraftRegistry, OwnRanks, Proposals
+from specdecode_worker.engine.captured_step import CapturedStep, StepParts
 from specdecode_worker.engine.step_tables import (
     MOST_GRAPHS,
     NO_DRAFTS,
@@ -94,22 +94,6 @@ class CaptureBackend(Protocol):
 
     def clear(self) -> None:
         """Release what is shared by earlier captures; none of them is replayed again."""
-        ...
-
-
-class StagedBackend(CaptureBackend, Protocol):
-    """Backend whose capture can be run stage by stage, so that several ranks can agree between the stages."""
-
-    def warm_up(self, work: Work) -> None:
-        """Run ``work`` once, as a capture needs it: this compiles kernels and allocates library workspaces."""
-        ...
-
-    def record(self, work: Work) -> Work:
-        """Capture ``work``, which `warm_up` ran before, and return its replay. The capture itself runs nothing."""
-        ...
-
-    def timed(self, replay: Work) -> Captured:
-        """Replay twice, and return the captured work with the time of the second replay."""
         ...
 
 
@@ -211,6 +195,10 @@ class CudaGraphBackend:
         self._pool = torch.cuda.graph_pool_handle()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+StagedBackend = CudaGraphBackend | EagerBackend
+"""Backend whose capture can be run stage by stage, so that several ranks can agree between the stages."""
 
 
 def capture_backend(device: torch.device) -> StagedBackend | None:
@@ -377,8 +365,9 @@ class StepPlanner:
     def _plan(self, rows: Sequence[Row], bucket: int, features: Features, *, cuts: bool) -> StepPlan | None:
         """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""
         trees = list({id(row.tree): row.tree for row in rows}.values())  # the rows of a task share a tree
-        running = self._running(rows)
-        if (reason := self._outside(rows, running)) is not None:
+        names = self._drafts.proposals.proposers(rows)
+        running = self._running(rows, names)
+        if (reason := self._outside(rows, names, running)) is not None:
             return StepPlan(key_outside(bucket, trees, cuts=cuts, features=features), outside=reason)
         if not features.masks:
             return self._whole(rows, trees, running, bucket, features, cuts=cuts)
@@ -422,29 +411,25 @@ class StepPlanner:
         key = key_of(bucket, trees, longest, cuts=cuts, drafts=_graph_drafts(drafters), features=features)
         return None if key is None else StepPlan(key, tuple(catch_ups), tuple(drafters.values()))
 
-    def _outside(self, rows: Sequence[Row], running: Sequence[_Running]) -> OutsideReason | None:
-        """Return the reason why drafts run before the graph without one, None if they run in one or not at all."""
-        drafted = [row for row in rows if row.tree.drafted_depth]
-        if self._drafts.merges:
-            names = {name for row in drafted for name in self._drafts.proposals.proposers(row)}
-        else:
-            names = {self._drafts.tasks.name(task) for task in {row.request.submit.task for row in drafted}}
-        paged = self._drafts.paged()
-        if any(not isinstance(paged.get(name), CapturedDrafter) for name in names):
-            return OutsideReason.METHOD
-        return None if all(draft.name in names for draft in running) else OutsideReason.CATCH_UP
+    def _outside(
+        self, rows: Sequence[Row], names: Sequence[tuple[str, ...]], running: Sequence[_Running]
+    ) -> OutsideReason | None:
+        """Return the reason why drafts run before the graph without one, None if they run in one or not at all.
 
-    def _running(self, rows: Sequence[Row]) -> list[_Running]:
+        ``names`` are those of the drafts that propose for each row.
+        """
+        drafting = {name for row, own in zip(rows, names, strict=True) if row.tree.drafted_depth for name in own}
+        if any(not isinstance(self._drafts.paged.get(name), CapturedDrafter) for name in drafting):
+            return OutsideReason.METHOD
+        return None if all(draft.name in drafting for draft in running) else OutsideReason.CATCH_UP
+
+    def _running(self, rows: Sequence[Row], names: Sequence[tuple[str, ...]]) -> list[_Running]:
         """Return the drafts with a cache that run in a step, to draft or to catch up, by name."""
-        running = []
-        tasks, proposals = {row.request.submit.task for row in rows}, self._drafts.proposals
-        for name, drafter in sorted(self._drafts.paged().items()):
+        running, tasks = [], {row.request.submit.task for row in rows}
+        for name, drafter in sorted(self._drafts.paged.items()):
             served = {task for task in tasks if self._drafts.tasks.serves(name, task)}
             mine = [b for b, row in enumerate(rows) if row.request.submit.task in served]
-            trees = [rows[b].tree for b in mine]
-            if self._drafts.merges:
-                proposers = (proposals.proposers(rows[b]) for b in mine)
-                trees = [tree if name in names else PLAIN for tree, names in zip(trees, proposers, strict=True)]
+            trees = [rows[b].tree if name in names[b] else PLAIN for b in mine]
             behind = drafter.drafting([rows[b] for b in mine], trees)
             if behind:
                 proposes = [False] * len(rows)
@@ -590,7 +575,7 @@ class StepGraphs:
         shapes ``wanted``, for at most SWAP_SECONDS. Call this after the registry has the new draft, with no step in
         flight. Before the first plan, and where all captures failed, there are no graphs, and none are captured.
         """
-        drafter = self._drafts.paged().get(name)
+        drafter = self._drafts.paged.get(name)
         if drafter is self._drafters.get(name) and not states_changed:
             return
         if not self._graphs:
@@ -657,7 +642,7 @@ class StepGraphs:
 
     def _captured_drafters(self) -> dict[str, CapturedDrafter]:
         """Return the loaded drafts whose passes graphs have, by name."""
-        return {name: one for name, one in self._drafts.paged().items() if isinstance(one, CapturedDrafter)}
+        return {name: one for name, one in self._drafts.paged.items() if isinstance(one, CapturedDrafter)}
 
     def _planned_keys(self, wanted: Iterable[TreeShape]) -> list[GraphKey]:
         """Return the keys of the tree shapes ``wanted`` and of plain steps, the most important first."""
@@ -751,9 +736,9 @@ class StepGraphs:
 
     def _own_ranks(self, graph: Graph, rows: tuple[Row, ...]) -> OwnRanks | None:
         """Queue the copy of the ranks of each draft of a step, if tasks of its rows merge some."""
-        own_FBNK, names = graph.step.own_FBNK, graph.step.key.drafts
-        own = None if own_FBNK is None else self._drafts.proposals.own_ranks(rows, names, own_FBNK[:, : len(rows)])
-        return None if own is None else own.on_host(overwritten=True)
+        own_FBNK = graph.step.own_FBNK
+        mine_FBNK = None if own_FBNK is None else own_FBNK[:, : len(rows)]
+        return self._drafts.proposals.own_ranks(rows, graph.step.key.drafts, mine_FBNK, overwritten=True)
 
     def _write_inputs(
         self,

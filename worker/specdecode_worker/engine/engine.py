@@ -10,14 +10,33 @@ is collected first: a request that ended in step n then takes no part in step n 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from specdecode_kernels.transfer import to_device
-from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape, TrialState
+from specdecode_worker.contract import (
+    DraftState,
+    GuardCell,
+    Plan,
+    PlanState,
+    Report,
+    SyntheticKnobs,
+    TreeShape,
+    TrialState,
+)
+from specdecode_worker.control.plan import (
+    DROPPED_STEPS,
+    Dispatcher,
+    Exploration,
+    Guard,
+    Load,
+    PlainStepTimes,
+    changed_loads,
+)
 from specdecode_worker.core.device_state import DeviceState, HostCopy, to_host
 from specdecode_worker.core.messages import Logprobs, Submit, Tokens
 from specdecode_worker.core.request import (
@@ -25,16 +44,15 @@ from specdecode_worker.core.request import (
     Request,
     Row,
     Selection,
-    ShapeSelector,
     check_tokens,
     decoding_rows,
     given_tokens,
     with_forced_tokens,
 )
 from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
-from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry, Proposed
+from specdecode_worker.drafts.registry import NO_SWAPS, DraftRegistry, Proposals
 from specdecode_worker.drafts.swap import BlockCosts, SwapStatus, describe_failure
-from specdecode_worker.engine.captured_step import Proposals, UncapturedStep
+from specdecode_worker.engine.captured_step import UncapturedStep
 from specdecode_worker.engine.cuda_graphs import ReadyStep, StepGraphs
 from specdecode_worker.engine.remote_prefill import BlockExchange
 from specdecode_worker.engine.scheduler import Counters, Deadlines, GrammarQueue, Scheduler
@@ -63,6 +81,7 @@ from specdecode_worker.engine.transfer import Refused
 from specdecode_worker.guided.grammars import GrammarCompiler
 from specdecode_worker.models.errors import ModelError
 from specdecode_worker.sampling.sampler import HostMasks, TokenMasks
+from specdecode_worker.sampling.trees import PLAIN, Tree, extended, tree_of
 from specdecode_worker.stages import start_seconds
 
 
@@ -162,10 +181,8 @@ class StepLauncher:
         """Run the drafts of decoding rows before a graph verifies, and compute the masks of rows with a grammar."""
         step = self._step_of(rows)
         self._write_given_tokens(rows)
-        proposed = self._drafts.proposals.propose(rows, step.forest, step.sampler)
-        own = proposed.own.on_host() if proposed.own is not None else None
-        masks = None if step.masks is None else _verified_masks(step.masks)
-        return Proposals(proposed.ranked_BNK, own, masks)
+        proposals = self._drafts.proposals.propose(rows, step.forest, step.sampler)
+        return proposals if step.masks is None else replace(proposals, masks=_verified_masks(step.masks))
 
     def _masked(self, ready: ReadyStep, rows: tuple[Row, ...]) -> Proposals:
         """Run the graph of the draft passes, if there are any, and compute the masks of rows with a grammar.
@@ -187,7 +204,7 @@ class StepLauncher:
         """Queue rows without a graph, in one pass of the target."""
         phases = self._phases
         emitting = [row for row in rows if row.emits]
-        cuts, proposed = depth_limits if self.synthetic.cuts else None, Proposed()
+        cuts, proposed = depth_limits if self.synthetic.cuts else None, Proposals()
         step = self._step_of(emitting, cuts) if emitting else None
         self._write_given_tokens(emitting)
         phases.lap("bookkeeping")
@@ -228,7 +245,7 @@ class StepLauncher:
             host_copy=host_copy,
             output_logprobs=output_logprobs,
             prompt_logprobs=prompt_logprobs,
-            own_ranks=proposed.own.on_host() if proposed.own is not None else None,
+            own_ranks=proposed.own_ranks,
             draft_seconds=draft_seconds,
         )
 
@@ -249,6 +266,180 @@ def _verified_masks(masks: TokenMasks) -> HostMasks:
     """Wait for the drafted tokens of rows with a grammar, and return the masks of all verified nodes."""
     masks.load_tokens()
     return masks.verified()
+
+
+# Selection of the draft tree of every decoding request from the plan, the guard and exploration.
+#
+# It reads no clock: its caller passes measured step times to ``ShapeSelector.record_step``.
+
+_PLAIN_SHAPE = TreeShape(())
+
+
+def planned_shapes(plan: Plan, concurrency: int, context: int) -> set[TreeShape]:
+    """Return the shapes that the plan assigns to the tasks of a (concurrency, context) bucket."""
+    rows = {row.shape for row in plan.rows if (row.concurrency, row.context) == (concurrency, context)}
+    return rows or {plan.initial}
+
+
+class ShapeSelector:
+    """Shape selector of one engine. Without a draft it selects plain decoding for every request."""
+
+    def __init__(self, dispatcher: Dispatcher, drafts: DraftRegistry) -> None:
+        """Start with the plan of ``dispatcher``, an empty guard and no exploration under way."""
+        self.forced_shape: TreeShape | None = None
+        """Shape forced for all requests while step times are calibrated; None follows the plan."""
+        self._dispatcher, self._drafts = dispatcher, drafts
+        self._guard = Guard()
+        self._exploration = Exploration()
+        self._explores = True
+        self._curve = PlainStepTimes()
+
+    @property
+    def plan(self) -> Plan:
+        """Plan in force."""
+        return self._dispatcher.plan
+
+    @property
+    def plan_state(self) -> PlanState:
+        """State of the plan for the report."""
+        return self._dispatcher.state
+
+    @property
+    def draft_prefill(self) -> bool:
+        """True if drafts process prompts: a draft is loaded and the plan can lead to drafting."""
+        return bool(self._drafts) and (self.plan.max_depth > 0 or self.plan.initial.nodes > 0 or bool(self.plan.rows))
+
+    def guard_cells(self) -> tuple[GuardCell, ...]:
+        """Return the guard's state per load for the report."""
+        return self._guard.cells()
+
+    def set_plain_step_time(self, sequences: int, seconds: float) -> None:
+        """Store the time in seconds of a plain step of ``sequences`` requests, measured before the first request."""
+        self._curve.learn(sequences, seconds)
+        bucket = bisect_left(self.plan.buckets.concurrency, sequences)
+        self._guard.assume(bucket, 0, self._curve.scaled(seconds, sequences, self._edge(bucket)))
+
+    def take_plan(self, plan: Plan) -> None:
+        """Apply a plan. The guard drops its evidence on shapes that the plan no longer contains.
+
+        Raises:
+            PlanRefused: The plan is for another deployment or older than the current one.
+        """
+        before = self.plan
+        self._dispatcher.set_plan(plan)
+        if plan.buckets != before.buckets:
+            self._guard = Guard()
+        self._exploration.restart(changed_loads(before, plan))
+        self._guard.retain_planned(lambda cell, shape: shape in planned_shapes(plan, *cell))
+
+    def set_draft_hash(self, first_hash: str) -> None:
+        """Handle a change of drafts: reset the guard and set the hash that the plan's rows are matched against.
+
+        The guard keeps its times of plain steps, which do not depend on the draft.
+
+        Args:
+            first_hash: Hash of the first draft. Plan rows apply only if they were planned for it.
+        """
+        self._dispatcher.draft_hash = first_hash
+        self._guard = self._guard.without_shapes()
+        self._exploration.restart()
+
+    def set_trial(self, *, active: bool) -> None:
+        """Begin or end a draft trial.
+
+        During it the rows of the plan apply to any draft, and nothing is explored: bursts and shadow passes take time,
+        and could fall into the blocks of one draft more often than into those of the other.
+        """
+        self._dispatcher.accepts_any_draft = active
+        self._explores = not active
+
+    def select(self, requests: Sequence[Request]) -> Selection:
+        """Return the trees of the decoding requests, at least one, and the choice that they follow.
+
+        All requests use the plan rows of the longest context in the batch, because step times are recorded by the
+        longest context.
+        """
+        concurrency = self._dispatcher.load(len(requests))
+        context = self._dispatcher.context(max(request.cached_bound for request in requests))
+        if not self._drafts or self.forced_shape is not None:
+            forced_shape = self.forced_shape if self._drafts and self.forced_shape is not None else _PLAIN_SHAPE
+            tree = tree_of(forced_shape, 0)
+            trees = [tree if forced_shape.nodes and self._drafts.ready(request) else PLAIN for request in requests]
+            return Selection(trees, Choice(len(requests), concurrency, context, forced_shape))
+        # Requests of one task share a shape, so the shape is looked up once per task and not once per request.
+        tasks = [request.submit.task for request in requests]
+        planned = {task: self._dispatcher.shape(Load(concurrency, context, task)) for task in set(tasks)}
+        shapes = {task: self._allowed(concurrency, context, shape) for task, shape in planned.items()}
+        first, max_depth = tasks[0], self.plan.max_depth if self._explores else 0
+        burst = self._exploration.burst_for(concurrency, shapes[first], planned[first], max_depth, self.plan.explore)
+        counted = True
+        if burst is not None and max_depth:
+            burst.done += 1
+            counted = burst.done > DROPPED_STEPS
+            shapes = dict.fromkeys(shapes, burst.shape)
+        shadow = self._shadow_depth() if burst is None and self._explores else 0
+        tree_by_task = {task: tree_of(shape, shadow) for task, shape in shapes.items()}
+        ready = [self._drafts.ready(request) for request in requests]
+        trees = [tree_by_task[task] if can else PLAIN for task, can in zip(tasks, ready, strict=True)]
+        if self._drafts.tasks.merges and not shadow:
+            trees = [self._extended(tree, request) for tree, request in zip(trees, requests, strict=True)]
+        different = {id(tree): tree for tree in trees}.values()
+        passes = max(tree.drafted_depth for tree in different) - max(tree.depth for tree in different)
+        # The time of a step in which some requests had no draft ready is no evidence about the intended shape.
+        shape = shapes[first]
+        same_shape = len(set(shapes.values())) == 1 and (all(ready) or not shape.nodes)
+        explores = burst is not None or self._probes(concurrency, context, shapes.values())
+        common_shape = shape if same_shape else None
+        choice = Choice(len(requests), concurrency, context, common_shape, explores, counted, passes)
+        return Selection(trees, choice)
+
+    def record_step(self, choice: Choice, seconds: float, tokens: float, shadow_seconds: float) -> None:
+        """Pass a measured step without prefill to the guard and to exploration.
+
+        Steps with a forced shape (``forced_shape``) are ignored.
+
+        Args:
+            choice: Choice that the step ran with.
+            seconds: Duration of the step.
+            tokens: Emitted tokens per sequence.
+            shadow_seconds: Part of ``seconds`` spent on shadow passes.
+        """
+        if self.forced_shape is not None:
+            return
+        edge = self._edge(choice.concurrency)
+        full, shadow = (self._curve.scaled(part, choice.sequences, edge) for part in (seconds, shadow_seconds))
+        if self._explores:  # else the share of a whole trial would be explored at once after it
+            self._exploration.passed(
+                choice.concurrency, full, tokens, explores=choice.explores, shape=choice.shape, shadow_seconds=shadow
+            )
+        if choice.shape is not None and choice.counted:
+            self._guard.record_step(choice.concurrency, choice.context, choice.shape, full - shadow, tokens)
+
+    def _extended(self, tree: Tree, request: Request) -> Tree:
+        """Return the tree of a request, deeper if drafts without passes extend it. Plain decoding stays plain."""
+        depth = self._drafts.proposals.extension(request) if tree.drafted_depth else 0
+        return extended(tree, depth) if depth else tree
+
+    def _edge(self, bucket: int) -> int:
+        """Return the number of sequences that step times of a bucket are scaled to: its upper edge.
+
+        The bucket beyond the last edge has no upper edge and uses the last one.
+        """
+        edges = self.plan.buckets.concurrency
+        return edges[min(bucket, len(edges) - 1)] if edges else 1
+
+    def _allowed(self, concurrency: int, context: int, shape: TreeShape) -> TreeShape:
+        """Return the planned ``shape`` of a load, or plain decoding if the guard stopped that shape."""
+        stopped = self.plan.guard and not self._guard.allows(concurrency, context, shape)
+        return _PLAIN_SHAPE if stopped else shape
+
+    def _probes(self, concurrency: int, context: int, shapes: Iterable[TreeShape]) -> bool:
+        """Return whether the guard is probing one of the shapes at this load."""
+        return self.plan.guard and any(self._guard.is_probe(concurrency, context, shape) for shape in shapes)
+
+    def _shadow_depth(self) -> int:
+        """Return the depth to draft for scoring only, 0 if exploration affords no shadow passes now."""
+        return self.plan.max_depth if self._exploration.shadows(self.plan.explore) else 0
 
 
 # Engine: arrivals, steps in flight, and requests that end.
@@ -317,11 +508,6 @@ class Engine:
     def target_form(self) -> str:
         """Format of the target's matrices; empty for that of activations."""
         return self._target.form
-
-    @property
-    def preemptions(self) -> int:
-        """Number of preemptions since the last reset of the traffic counters."""
-        return self._scheduler.counters.preemptions
 
     def add(self, submit: Submit) -> None:
         """Queue a request.
@@ -499,8 +685,7 @@ class Engine:
 
         Requests whose deadline has passed are cancelled first, so that they take no part in the step.
         """
-        now = time.monotonic()
-        expired = self._cancel_expired(now) if now >= self._deadlines.next_seconds else []
+        expired = self._cancel_expired(time.monotonic())
         if self._grammars:
             expired += self._admit_compiled()
         if self._exchange:
@@ -556,7 +741,7 @@ class Engine:
             request = row.request
             if request.finish is not None or request.epoch != epoch:
                 continue  # The request ended, or was preempted and will emit these tokens again.
-            request.advance(row.max_committed, row.count if row.is_chunk or read is None else len(read.tokens))
+            request.advance(row.count if row.is_chunk or read is None else len(read.tokens))
             if index in prompts:
                 request.prompt_logprobs += prompts[index]
             if read is not None:
@@ -594,10 +779,6 @@ class Engine:
             guard=self._shape_selector.guard_cells(),
         )
         return build_report(state, self._recorder.statistics)
-
-    def check(self) -> None:
-        """Check that slots and blocks are accounted for. Cheap enough to run whenever the engine is idle."""
-        self._scheduler.check()
 
     def _emit(self, row: Row, read: RowResult, now: float) -> Tokens:
         """Append the tokens of one row to its request, end the request if it is complete, and return the message."""

@@ -17,13 +17,12 @@ from specdecode_worker.contract import DraftConfig, DraftState, EngineConfig, En
 from specdecode_worker.control.plan import Dispatcher
 from specdecode_worker.core.device_state import DeviceState, PagedCache
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
-from specdecode_worker.core.request import ShapeSelector
 from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadDraft, LoadedDraft
 from specdecode_worker.drafts.own_device import PlacedDraftLoader
 from specdecode_worker.drafts.registry import DraftLoader, DraftRegistry, Resolve, paged_cache
 from specdecode_worker.drafts.swap import describe_failure, worker_name
 from specdecode_worker.engine.cuda_graphs import CaptureBackend, StagedBackend, StepGraphs, capture_backend
-from specdecode_worker.engine.engine import Engine, EngineParts
+from specdecode_worker.engine.engine import Engine, EngineParts, ShapeSelector
 from specdecode_worker.engine.kernel_class import (
     kernel_class,
     use_compiled_kernels,

@@ -24,7 +24,7 @@ from specdecode_worker.contract import (
     WorkerConfig,
 )
 from specdecode_worker.core.device_state import SPARE_POSITIONS, STATE_RING_POSITIONS
-from specdecode_worker.core.kv_cache import BLOCK_SIZE
+from specdecode_worker.core.kv_cache import BLOCK_SIZE, blocks_for
 from specdecode_worker.drafts.base import DEFAULT_DRAFT, LoadedDraft, union_reads
 from specdecode_worker.drafts.own_device import PlacedDraftLoader
 from specdecode_worker.drafts.registry import CachedConfig, Resolve
@@ -145,6 +145,11 @@ class Budget:
     """Fixed bytes of draft processes that share this memory, which those on a CPU do.
 
     They include copies of the target's matrices that their drafts read.
+    """
+    own: Budget | None = None
+    """Budget of the GPU that drafts have to themselves, one of them in place of the target. None if none has one.
+
+    All caches have the same blocks, so they are as large as the smaller room.
     """
 
     @property
@@ -267,7 +272,8 @@ class Budget:
     @property
     def room_tokens(self) -> int:
         """Tokens of keys and values that fit into ``kv_bytes_left``: whole blocks, not counting the padding block."""
-        return max(0, self.kv_bytes_left // self.bytes_per_block - 1) * BLOCK_SIZE
+        room = max(0, self.kv_bytes_left // self.bytes_per_block - 1) * BLOCK_SIZE
+        return room if self.own is None else min(room, self.own.room_tokens)
 
     @property
     def min_tokens(self) -> int:
@@ -305,19 +311,14 @@ def kv_tokens(budget: Budget) -> int:
     batch of sequences of full length, since the machine's memory has other uses.
     """
     if budget.engine.kv_cache_tokens:
-        return _whole(budget.engine.kv_cache_tokens)
-    ever = _whole(budget.engine.max_num_seqs * (budget.max_model_len + SLACK_TOKENS))
+        return blocks_for(budget.engine.kv_cache_tokens) * BLOCK_SIZE
+    ever = blocks_for(budget.engine.max_num_seqs * (budget.max_model_len + SLACK_TOKENS)) * BLOCK_SIZE
     return min(budget.room_tokens, ever) if budget.device.kind == "cpu" else budget.room_tokens
 
 
 def kv_cache_bytes(budget: Budget, tokens: int) -> int:
     """Return the bytes of caches of ``tokens`` tokens, including the padding block."""
     return (tokens // BLOCK_SIZE + 1) * budget.bytes_per_block
-
-
-def _whole(tokens: int) -> int:
-    """Round up to whole blocks."""
-    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
 
 
 def _layer_width(network: Network) -> int:
@@ -363,6 +364,20 @@ def _cuda(count: int) -> Device:
     memory = [torch.cuda.mem_get_info(index) for index in range(count)]
     free, limit = min(free for free, _ in memory), min(total for _, total in memory)
     return Device(kind="cuda", limit=limit, free=free, source="GPU memory", count=count)
+
+
+def _gpu_beside(count: int, memory: Device | None) -> Device | None:
+    """Return the memory of the GPU behind the first ``count``; ``memory`` stands for any GPU.
+
+    None without one that works, of which the load of a draft there says more.
+    """
+    if memory is None and torch.cuda.device_count() <= count:
+        return None
+    try:
+        free, limit = (memory.free, memory.limit) if memory is not None else torch.cuda.mem_get_info(count)
+    except RuntimeError:
+        return None
+    return Device(kind="cuda", limit=limit, free=free, source="memory of the draft's GPU")
 
 
 def _cpu(count: int) -> Device:
@@ -456,7 +471,8 @@ def take_inventory(
     positions = target.config.max_position_embeddings
     part = target if ranks == 1 else split_network(target, Shard(0, ranks))
     models, misfits = _drafts(config, resolve, target, folder, device)
-    own = [model for _, model, draft in models if draft.placement == "own"]
+    own = [one for one in models if one[2].placement == "own"]
+    copied = sum(_copied_bytes(model, target, dtype) for _, model, _ in own)
     # The processes of drafts on a CPU share its memory with the target.
     here = [one for one in models if device.type == "cpu" or one[2].placement == "shared"]
     budget = Budget(
@@ -469,8 +485,23 @@ def take_inventory(
         aux_size=union_reads(model.reads for _, model, _ in models if not isinstance(model, CausalLM)).width(
             target.config.hidden_size
         ),
-        draft_processes=sum(_process_bytes(model, target, dtype) for model in own) if device.type == "cpu" else 0,
+        draft_processes=copied + len(own) * DRAFT_PROCESS_BYTES if device.type == "cpu" else 0,
     )
+    if own and device.type == "cuda" and (gpu := _gpu_beside(ranks, memory)) is not None:
+        apart = replace(
+            budget,
+            device=gpu,
+            engine=config.engine.model_copy(
+                update={"enforce_eager": True, "enable_prefix_caching": False, "kv_cache_dtype": "auto"}
+            ),
+            target=own[0][0],
+            drafts=tuple(sizes for sizes, _, _ in own[1:]),
+            draft_processes=copied + (len(own) - 1) * RUNTIME_BYTES["cuda"],
+        )
+        if apart.fits:
+            budget = replace(budget, own=apart)
+        else:
+            misfits += [(shortfall(apart), draft) for _, _, draft in own]
     return Inventory(
         budget=budget,
         draft_problem="; ".join(problem for problem, _ in misfits) or None,
@@ -497,8 +528,8 @@ def _drafts(
     return models, misfits
 
 
-def _process_bytes(draft: Draft, target: CausalLM, dtype: torch.dtype) -> int:
-    """Return the fixed bytes of a draft process, with copies of the target's matrices that the draft has not itself."""
+def _copied_bytes(draft: Draft, target: CausalLM, dtype: torch.dtype) -> int:
+    """Return the bytes of the target's matrices that a draft process copies, because the draft has none itself."""
     copied = []
     if isinstance(draft, Eagle3Head | EagleHead) and draft.embed_tokens is None:
         copied.append(target.model.embed_tokens.weight)
@@ -506,7 +537,7 @@ def _process_bytes(draft: Draft, target: CausalLM, dtype: torch.dtype) -> int:
         isinstance(draft, Eagle3Head) and draft.shares_output
     ):
         copied.append(target.lm_head.weight)
-    return DRAFT_PROCESS_BYTES + sum(one.numel() * dtype.itemsize for one in {id(one): one for one in copied}.values())
+    return sum(one.numel() * dtype.itemsize for one in {id(one): one for one in copied}.values())
 
 
 def expect_own_logits(draft: DraftConfig, ranks: int) -> None:
@@ -700,6 +731,11 @@ def remedies(budget: Budget) -> str:
 def warnings(budget: Budget) -> list[str]:
     """Return warnings about configurations that fit but are unlikely to perform well."""
     messages = []
+    if budget.own is not None and (alone := replace(budget, own=None).room_tokens) > budget.room_tokens:
+        messages.append(
+            f"the draft's GPU has room for {budget.room_tokens:,} tokens of keys and values, that of the target for"
+            f" {alone:,}; with a smaller draft, or placement shared, more requests can run at once"
+        )
     for draft in budget.drafts:
         share = draft.weights / max(budget.target.weights, 1)
         if share > LARGE_DRAFT:

@@ -524,18 +524,19 @@ def main(
     try:
         config = WorkerConfig.model_validate_json(config_json)
         plan = None if plan_json is None else Plan.model_validate_json(plan_json)
-        started = start_draft(config, plan, lambda uri: model_store.resolve(uri, Path(config.cache_dir)))
-        engine, loaded = (build or _build)(started.config)
+        started, problem = start_draft(config, plan, lambda uri: model_store.resolve(uri, Path(config.cache_dir)))
+        engine, loaded = (build or _build)(started)
         engine.on_launch = heartbeat.record_launch
         _prepare(engine, heartbeat, plan, knobs_json)
         port.send([loaded])
         loop = EngineLoop(engine, port, heartbeat, config)
-        loop.follow(plan, started.problem)
+        loop.follow(plan, problem)
         listening = config.engine.block_port
         own_address = None if listening is None else (config.server.host, listening)
         if block_port := engine.open_exchange(own_address, port.wake):
             print(f"specdecode-worker: block port: {block_port}", file=sys.stderr, flush=True)
         loop.run()
+        engine.close()
     except Exception as error:
         if isinstance(error, CannotServe):
             write_termination_message(error.verdict.model_dump_json())

@@ -181,19 +181,14 @@ class _Parked:
     request: Request
     peer: _Peer
     fetch: BlockFetch
-    sizes: dict[str, int]
-    end: int
-    """Number of the first block of the text that is computed here in any case."""
 
 
 @dataclass(slots=True)
 class _Export:
     request: Request
     outgoing: Outgoing
-    parts: dict[str, int]
     following: int
     """Number of the next block to send."""
-    end: int
 
 
 class BlockExchange:
@@ -307,7 +302,7 @@ class BlockExchange:
             notify=self._wake,
         )
         peer.forget_at = now + FORGET_SECONDS
-        self._parked[request.id] = _Parked(request, peer, fetch, sizes, end)
+        self._parked[request.id] = _Parked(request, peer, fetch)
         return True
 
     def discard(self, request: Request) -> None:
@@ -352,7 +347,7 @@ class BlockExchange:
             request,
             blocks.first,
             count,
-            parked.end + 1 - blocks.first,
+            blocks_for(len(request.tokens)) - blocks.first,
             draft=draft,
             states=states,
             followed=blocks.followed,
@@ -361,7 +356,7 @@ class BlockExchange:
             return False
         if adopted:
             payload: Tensor = arrived.payload
-            in_order = torch.split(payload, [count * parked.sizes[name] for name in blocks.parts])
+            in_order = torch.split(payload, [count * parked.fetch.want.parts[name] for name in blocks.parts])
             parts = {name: one.view(count, -1) for name, one in zip(blocks.parts, in_order, strict=True) if len(one)}
             rows = [number - blocks.first for number in adopted]
             self._parts.write(request, rows, list(adopted.values()), parts)
@@ -415,8 +410,7 @@ class BlockExchange:
         if any(own.get(name) != size for name, size in want.parts.items()):
             return "blocks consist of other parts here, for example of another draft's"
         request.renews_prefix = True
-        end = (len(request.tokens) - 1) // BLOCK_SIZE
-        self._exports[request.id] = _Export(request, outgoing, want.parts, want.first, end)
+        self._exports[request.id] = _Export(request, outgoing, want.first)
         return ""
 
     def advance_exports(self, is_alive: Callable[[str], bool]) -> list[str]:
@@ -439,13 +433,14 @@ class BlockExchange:
 
     def _send(self, export: _Export, *, alive: bool) -> bool:
         """Queue blocks while there is room. Return True if there will be no more of them."""
-        request = export.request
+        request, parts = export.request, export.outgoing.want.parts
+        end = (len(request.submit.prompt) - 1) // BLOCK_SIZE
         # Since the export began, a swap or a plan may have changed the draft, or the states that drafts read.
         own = self._parts.sizes(request, draft=True)
-        wanted = [name for name in export.parts if name in own]
-        most = max(MAX_FRAME_BYTES // max(sum(export.parts.values()), 1), 1)
-        while export.following < export.end:
-            stop = min(export.following + most, export.end)
+        wanted = [name for name in parts if name in own]
+        most = max(MAX_FRAME_BYTES // max(sum(parts.values()), 1), 1)
+        while export.following < end:
+            stop = min(export.following + most, end)
             blocks: list[StoredBlock] = []
             names: tuple[str, ...] = ()
             for k, block in enumerate(self._scheduler.reuse.stored(request, export.following, stop), export.following):
@@ -464,7 +459,7 @@ class BlockExchange:
                 parts=names,
                 followed=blocks[0].followed,
             )
-            count = len(blocks) * sum(export.parts[name] for name in names)
+            count = len(blocks) * sum(parts[name] for name in names)
             copy = partial(self._parts.read, request, [block.block for block in blocks], names)
             if not export.outgoing.offer(message, count, copy):
                 return False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from specdecode_worker.core.kv_cache import (
     BLOCK_SIZE,
@@ -95,7 +96,7 @@ class PrefixReuse:
         self._root = root_digest(salt)
         self._filling: set[bytes] = set()
         self._unseen = 0
-        self._known: dict[Request, _KnownHit] = {}
+        self._known: WeakKeyDictionary[Request, _KnownHit] = WeakKeyDictionary()
         """Hits of the last requests that were next, of which there are two: the first, and the first short prompt."""
 
     def begin_step(self) -> None:
@@ -488,8 +489,6 @@ class Deadlines:
     """Deadlines of all requests of an engine. The caller passes the time, in seconds of CLOCK_MONOTONIC."""
 
     def __init__(self) -> None:
-        self.next_seconds = float("inf")
-        """Time of the earliest deadline."""
         self._heap: list[tuple[float, str, Reason]] = []
         self._rebuild_at = _REBUILD_ENTRIES
 
@@ -503,7 +502,6 @@ class Deadlines:
             heapq.heappush(self._heap, (submit.deadline_seconds, submit.request_id, "deadline"))
         if submit.queue_deadline_seconds:
             heapq.heappush(self._heap, (submit.queue_deadline_seconds, submit.request_id, "queue_timeout"))
-        self._update_next()
 
     def pop_expired(self, now: float) -> list[tuple[str, Reason]]:
         """Remove and return the requests whose deadline has passed, earliest first. Some may have ended already."""
@@ -511,11 +509,7 @@ class Deadlines:
         while self._heap and self._heap[0][0] <= now:
             _, request_id, reason = heapq.heappop(self._heap)
             expired.append((request_id, reason))
-        self._update_next()
         return expired
-
-    def _update_next(self) -> None:
-        self.next_seconds = self._heap[0][0] if self._heap else float("inf")
 
 
 # Queue of requests whose grammars are being compiled, in a thread, so that steps of other requests go on.
@@ -747,11 +741,6 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self.waiting.charge_output(request)
-
-    def check(self) -> None:
-        """Check that every slot is owned or free and that every block is owned, cached or free."""
-        self._pool.check([block for request in self.running for block in request.blocks])
-        assert len(self._slots) + len(self.running) == self._limits.max_num_seqs, "a slot is lost"
 
     def _prompt_reserve(self, prompts: Sequence[Request]) -> int:
         """Return the tokens of the budget that decoding leaves to prompts, so that decoding cannot starve them.

@@ -290,10 +290,9 @@ class RankStep:
 class RankGraphs:
     """All captured steps of a rank other than 0, by their number in the order in which rank 0 captured its own."""
 
-    def __init__(self, model: CausalLM, cache: PagedCache, make_backend: Callable[[], StagedBackend]) -> None:
-        """Create an empty set. ``make_backend`` is called for the first step that is captured."""
-        self._model, self._cache, self._make_backend = model, cache, make_backend
-        self._backend: StagedBackend | None = None
+    def __init__(self, model: CausalLM, cache: PagedCache, backend: StagedBackend) -> None:
+        """Create an empty set."""
+        self._model, self._cache, self._backend = model, cache, backend
         self._table_SM: Tensor | None = None
         self._prepared: RankStep | None = None
         self._captures = 0
@@ -317,7 +316,6 @@ class RankGraphs:
     def prepare(self, shape: StepShape) -> None:
         """Build a step and rehearse it without collectives. Raise whatever makes it impossible here."""
         assert self._table_SM is not None, "rank 0 opens the table first"
-        self._backend = self._backend or self._make_backend()
         self._prepared = RankStep(shape, self._model, self._cache, self._table_SM)
         with collectives.rehearsal():
             self._backend.warm_up(self._prepared.run)
@@ -328,13 +326,11 @@ class RankGraphs:
         NCCL connects the ranks here, which may not happen during a capture:
         https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/cudagraph.html
         """
-        assert self._backend is not None, "the step is prepared"
         assert self._prepared is not None, "the step is prepared"
         self._backend.warm_up(self._prepared.run)
 
     def record(self) -> None:
         """Capture the prepared step. Raise whatever makes it impossible here."""
-        assert self._backend is not None, "the step is prepared"
         assert self._prepared is not None, "the step is prepared"
         self._graphs[self._captures] = self._prepared, self._backend.record(self._prepared.run)
         self._captures += 1
@@ -354,8 +350,7 @@ class RankGraphs:
         self._prepared = None
         self._graphs.clear()
         self._captures = 0
-        if self._backend is not None:
-            self._backend.clear()
+        self._backend.clear()
 
 
 # Process of a rank other than 0: it holds its shard of the target and runs the passes that rank 0 sends.
@@ -417,7 +412,7 @@ def _serve(assignment: Assignment, pipe: Connection) -> None:
     dtype = getattr(torch, assignment.dtype)
     scales = model.kv_scales if assignment.kv_cache_dtype == "fp8" else ()
     cache = paged_cache(model.config, model.config.num_hidden_layers, assignment.blocks, dtype, device, scales)
-    graphs = RankGraphs(model, cache, lambda: capture_backend(device) or EagerBackend())
+    graphs = RankGraphs(model, cache, capture_backend(device) or EagerBackend())
     pipe.send_bytes(msgspec.msgpack.encode(RankReady()))
     decoder = msgspec.msgpack.Decoder(RankMessage)
     while True:
@@ -660,10 +655,6 @@ class LeaderCache(PagedCache):
     def keep(self, source_slots: Tensor, target_slots: Tensor, *, group: int | None = None) -> None:
         """Move the keys and values of accepted nodes on all ranks. Raise RankLost if another rank ends meanwhile."""
         self._ranks.send_with(Keep(len(source_slots)), torch.stack((source_slots, target_slots)))
-        self.keep_here(source_slots, target_slots, group)
-
-    def keep_here(self, source_slots: Tensor, target_slots: Tensor, group: int | None) -> None:
-        """Move the keys and values of this rank alone."""
         super().keep(source_slots, target_slots, group=group)
 
     @property
@@ -695,8 +686,7 @@ class LeaderTarget(Target):
     """Shard of the target network on rank 0."""
 
     def __init__(self, model: CausalLM, cache: PagedCache, state: DeviceState, group: RankGroup) -> None:
-        self._leader_cache = LeaderCache(cache, group)
-        super().__init__(model, self._leader_cache, state)
+        super().__init__(model, LeaderCache(cache, group), state)
         self._ranks = group
         self._shape: StepShape | None = None
         """Sizes of the last pass over tables."""
@@ -722,7 +712,7 @@ class LeaderTarget(Target):
         self._shape = msgspec.structs.replace(self._shape, depth=depth)
         source, target = source_BD.flatten(), target_BD.flatten()
         collectives.broadcast(torch.stack((source, target)))
-        self._leader_cache.keep_here(source, target, depth)
+        PagedCache.keep(self.cache, source, target, group=depth)  # of this rank alone
 
     def take_shape(self) -> StepShape | None:
         """Return the sizes of the last pass over tables since the last call, None if there was none."""

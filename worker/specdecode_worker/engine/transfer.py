@@ -56,7 +56,6 @@ from typing import Any
 
 import msgspec
 
-from specdecode_worker.core.errors import EngineError
 from specdecode_worker.http_edge import TlsCertificate
 
 log = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ _MOST_SECONDS = 600.0
 _LENGTH = struct.Struct(">I")
 
 
-class TransferFailed(EngineError):
+class TransferFailed(Exception):
     """Blocks cannot be sent or received; the message gives the reason. The request goes on without them."""
 
 
@@ -466,7 +465,7 @@ class BlockFetch:
         self.wire_seconds = 0.0
         """Time in which the bytes of blocks arrived; `wire_bytes` is their number."""
         self.wire_bytes = 0
-        self._address, self._access, self._want, self._digests = address, access, want, tuple(digests)
+        self._address, self._access, self.want, self._digests = address, access, want, tuple(digests)
         self._budget, self._allocate, self._consider, self._notify = budget, allocate, consider, notify
         self._arrived: queue.SimpleQueue[ArrivedBlocks] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -552,7 +551,7 @@ class BlockFetch:
         self.declined = not seconds
         if self.declined:
             return 0.0
-        channel.send(msgspec.structs.replace(self._want, seconds=seconds))
+        channel.send(msgspec.structs.replace(self.want, seconds=seconds))
         return time.monotonic() + seconds
 
     def _receive(self, channel: _Channel, deadline: float) -> None:
@@ -565,7 +564,7 @@ class BlockFetch:
             if isinstance(message, Refused):
                 raise TransferFailed(f"refused: {message.reason}")
             if isinstance(message, AllSent):
-                if following < len(self._digests) and self._want.compute:
+                if following < len(self._digests) and self.want.compute:
                     raise TransferFailed(f"the peer has {following} of {len(self._digests)} blocks")
                 return
             if time.monotonic() > deadline:
@@ -576,9 +575,9 @@ class BlockFetch:
 
     def _store(self, channel: _Channel, blocks: Blocks, following: int, deadline: float) -> None:
         """Receive the bytes of blocks, whose description comes from a peer."""
-        count, parts = len(blocks.digests), self._want.parts
+        count, parts = len(blocks.digests), self.want.parts
         expected = self._digests[following : following + count]
-        if not count or blocks.first != self._want.first + following or blocks.digests != expected:
+        if not count or blocks.first != self.want.first + following or blocks.digests != expected:
             raise TransferFailed("the peer sends blocks of another text")
         is_known = len(set(blocks.parts)) == len(blocks.parts) and parts.keys() >= set(blocks.parts)
         if not is_known or TARGET_PART not in blocks.parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -222,8 +223,8 @@ def ancestors_of(trees: tuple[Tree, ...], device: torch.device) -> Tensor:
 
 def _level(trees: tuple[Tree, ...], depth: int, device: torch.device) -> Level:
     """Build the draft pass that expands the nodes of ``depth``."""
-    rows = _rows(trees, depth)
-    before = {row: index for index, row in enumerate(_rows(trees, depth - 1))} if depth else {}
+    rows = rows_at(trees, depth)
+    before = {row: index for index, row in enumerate(rows_at(trees, depth - 1))} if depth else {}
     at = {row: index for index, row in enumerate(rows)}
     children = [
         (b, child, at[b, parent], tree.ranks[child])
@@ -249,6 +250,6 @@ def _level(trees: tuple[Tree, ...], depth: int, device: torch.device) -> Level:
     )
 
 
-def _rows(trees: tuple[Tree, ...], depth: int) -> list[tuple[int, int]]:
-    """Return (sequence, node) of every node of ``depth`` that has children."""
+def rows_at(trees: Sequence[Tree], depth: int) -> list[tuple[int, int]]:
+    """Return (sequence, node) of every node of ``depth`` that has children, in the order of `Level`."""
     return [(b, node) for b, tree in enumerate(trees) if depth < tree.drafted_depth for node in tree.expanded[depth]]

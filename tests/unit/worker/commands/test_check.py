@@ -102,7 +102,7 @@ def test_a_draft_for_another_target_is_reported(folders: list[str], tmp_path: Pa
     del tensors["fc.weight"]
     save_file(tensors, path)
     assert main(["check", *folders]) == 1
-    assert f"the draft is not for this target: {tmp_path / 'h'}: fc.weight is missing" in capsys.readouterr().out
+    assert f"the draft cannot be used: {tmp_path / 'h'}: fc.weight is missing" in capsys.readouterr().out
 
 
 def test_an_unreadable_target_is_reported(tmp_path: Path, capsys: Any) -> None:

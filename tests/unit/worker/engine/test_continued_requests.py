@@ -9,6 +9,7 @@ import pytest
 
 from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import Request
+from support.worker.accounts import check_engine
 from support.worker.small_engine import drain, plan_of, small_engine, submit, texts
 
 PROMPT = tuple(range(1, 20))
@@ -45,7 +46,7 @@ def test_rest_of_the_text_is_the_same_at_every_token(name: str, shape: str, pipe
         own = [one for message in rest if message.request_id == str(count) for one in message.logprobs]
         assert [one.token for one in own] == [one.token for one in logprobs[count:]]
         assert [one.logprob for one in own] == pytest.approx([one.logprob for one in logprobs[count:]])
-    engine.check()
+    check_engine(engine)
 
 
 def test_continued_request_is_not_counted_again() -> None:

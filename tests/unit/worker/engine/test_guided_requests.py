@@ -17,6 +17,7 @@ from specdecode_worker.engine.scheduler import GrammarQueue
 from specdecode_worker.guided.guide import GrammarRefused, Guide
 from specdecode_worker.sampling.trees import PLAIN, given_chain, tree_of
 from support.small_llama import VOCABULARY
+from support.worker.accounts import check_engine
 from support.worker.small_engine import drain, small_engine, submit
 
 
@@ -55,7 +56,7 @@ def test_other_requests_are_answered_during_a_compilation() -> None:
     compiler.go.set()
     (refused,) = [new for new in drain(engine) if new.finish]
     assert (refused.request_id, refused.finish, refused.error) == ("guided", "error", "this grammar is bad")
-    engine.check()
+    check_engine(engine)
 
 
 def test_a_request_can_be_cancelled_during_its_compilation() -> None:
@@ -68,7 +69,7 @@ def test_a_request_can_be_cancelled_during_its_compilation() -> None:
     assert engine.idle
     compiler.go.set()
     assert not drain(engine)
-    engine.check()
+    check_engine(engine)
 
 
 def test_a_deadline_passes_during_a_compilation() -> None:
@@ -137,7 +138,7 @@ def test_a_panic_of_the_library_ends_one_request_alone(method: str) -> None:
     assert last["plain"].finish == "length"
     assert last["guided"].finish == ("length" if method == "none" else "error")
     assert ("index out of bounds" in last["guided"].error) == (method != "none")
-    engine.check()
+    check_engine(engine)
 
 
 def request(forced: tuple[int, ...] | None, *, left: int = 20) -> Any:

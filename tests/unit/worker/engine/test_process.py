@@ -10,9 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specdecode_worker.contract import ModelConfig, WorkerConfig
+from specdecode_worker.core.messages import Crashed, FromEngine, Loaded, Shutdown
+from specdecode_worker.engine import process
 from specdecode_worker.engine.process import (
     MAX_POLL_GAP_SECONDS,
     PHASE_SECONDS,
@@ -27,6 +31,7 @@ from specdecode_worker.engine.process import (
     order_stacks,
     request_stacks,
 )
+from support.worker.fake_engine import FakeEngine
 
 
 class Clock:
@@ -199,3 +204,30 @@ def test_the_interrupted_thread_comes_first() -> None:
     assert (
         order_stacks("Thread 0x1:\n  a\n\nCurrent thread 0x2:\n  b\n") == "Current thread 0x2:\n  b\n\nThread 0x1:\n  a"
     )
+
+
+class EndingPort:
+    """Port whose only message is the request to end."""
+
+    def __init__(self, address: str) -> None:
+        self.wake = self.close = lambda: None
+
+    def receive(self, timeout_seconds: float) -> list[Shutdown]:
+        return [Shutdown()]
+
+    def send(self, messages: list[FromEngine]) -> None:
+        assert not any(isinstance(message, Crashed) for message in messages)
+
+
+def test_an_engine_that_is_told_to_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On several GPUs its graphs hold collectives, and the process group does not end before they are gone."""
+    engine, closed = FakeEngine((1, 2, 3)), []
+    monkeypatch.setattr(engine, "close", lambda: closed.append(True))
+    monkeypatch.setattr(process, "EnginePort", EndingPort)
+    for name in ("install_stack_dump", "_prepare"):
+        monkeypatch.setattr(process, name, lambda *_: None)
+    config = WorkerConfig(model=ModelConfig(uri="file:///target", served_name="target"))
+    loaded = Loaded(max_model_len=64, target="t", draft_hash="d")
+    build: Any = lambda _: (engine, loaded)  # noqa: E731
+    process.main("", config.model_dump_json(), None, None, build, HeartbeatBlock(), "")
+    assert closed

@@ -17,6 +17,7 @@ from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.remote_prefill import BlockExchange
 from specdecode_worker.engine.transfer import Blocks
 from support.small_llama import ACCESS
+from support.worker.accounts import check_engine
 from support.worker.small_engine import plan_of, small_engine, submit
 
 PLAN = plan_of("chain:3")
@@ -41,7 +42,7 @@ class Two:
             for new in self.worker.step() if not self.worker.idle else ():
                 self.out.setdefault(new.request_id, []).append(new)
             (drive or self._step_prefill)()
-        self.worker.check()
+        check_engine(self.worker)
 
     def _step_prefill(self) -> None:
         if not self.prefill.idle:
@@ -238,7 +239,7 @@ def test_want_of_a_worker_that_has_left_is_dropped(two: Two) -> None:
         assert time.monotonic() < deadline, "the want is not dropped"
         two.prefill._exchange_blocks(two.prefill._exchange)  # type: ignore[arg-type]
     assert two.prefill._scheduler.counters.prefill_chunks == 0, "nothing was computed for it"
-    two.prefill.check()
+    check_engine(two.prefill)
 
 
 def test_prefill_worker_of_another_key_or_draft_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
 from specdecode_worker.core.request import Request, Row, Selection
 from specdecode_worker.engine.scheduler import PROMPT_SHARE, STEP_SECONDS, Limits, Scheduler
 from specdecode_worker.sampling.trees import PLAIN, tree_of
+from support.worker.accounts import check_scheduler
 from support.worker.device import SimulatedDevice
 from support.worker.small_engine import request
 
@@ -119,7 +120,7 @@ class Traffic(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "device"):
-            self.device.scheduler.check()
+            check_scheduler(self.device.scheduler)
             scheduler = self.device.scheduler
             known = scheduler.kv_tokens_used + scheduler.kv_tokens_cached
             assert known + self.device.pool.free * BLOCK_SIZE == scheduler.kv_tokens_total
@@ -339,7 +340,7 @@ def test_release_frees_a_waiting_a_prefilling_and_a_decoding_request() -> None:
     for each in (three, two, one):
         each.finish = "abort"
         device.scheduler.release(each)
-        device.scheduler.check()
+        check_scheduler(device.scheduler)
     assert device.scheduler.idle
     assert device.scheduler.kv_tokens_used == 0
 
@@ -356,6 +357,6 @@ def test_a_batch_of_64_with_256_waiting_is_scheduled_within_a_millisecond() -> N
         seconds.append(time.perf_counter() - began)
         for row in rows:
             row.request.in_flight.append(row.max_committed)
-            row.request.advance(row.max_committed, row.max_committed)
+            row.request.advance(row.max_committed)
     assert (len(scheduler.running), len(scheduler.waiting)) == (64, 256)
     assert min(seconds[10:]) < 1e-3

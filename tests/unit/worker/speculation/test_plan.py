@@ -25,7 +25,7 @@ from specdecode_worker.control.plan import (
     ShadowDraft,
     scores,
 )
-from specdecode_worker.core.request import ShapeSelector
+from specdecode_worker.engine.engine import ShapeSelector
 
 CHAIN = TreeShape.chain
 
@@ -147,13 +147,10 @@ class Ready:
     def __bool__(self) -> bool:
         return True
 
-    merges = False
+    tasks = SimpleNamespace(merges=False)
 
     def ready(self, request: Any) -> bool:
         return True
-
-    def extension(self, request: Any) -> int:
-        return 0
 
 
 def of(count: int) -> list[Any]:

@@ -27,7 +27,7 @@ from specdecode_worker.core.messages import SetDraft
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.registry import paged_cache
-from specdecode_worker.drafts.swap import FIRST_RETRY_SECONDS, DraftFollower, DraftSwapQueue, StartDraft, start_draft
+from specdecode_worker.drafts.swap import FIRST_RETRY_SECONDS, DraftFollower, DraftSwapQueue, start_draft
 from specdecode_worker.models.errors import ModelError
 from support.worker.small_engine import CPU, drain, networks, plan_of, small_engine, submit, texts
 
@@ -381,16 +381,16 @@ def test_a_start_with_the_wrong_files_falls_back_to_the_draft_of_the_config(run:
     def missing(uri: str) -> Path:
         raise ModelError(f"{uri} is not there")
 
-    assert start_draft(CONFIG, None, missing) == StartDraft(CONFIG)
-    assert start_draft(CONFIG, run.plan(None), missing) == StartDraft(CONFIG)
-    assert start_draft(CONFIG, plan, missing) == StartDraft(CONFIG, "file:///new is not there")
-    wrong = start_draft(CONFIG, plan, lambda uri: tmp_path)
-    assert wrong.config == CONFIG
-    assert wrong.problem.startswith("file:///new has the hash ")
+    assert start_draft(CONFIG, None, missing) == (CONFIG, "")
+    assert start_draft(CONFIG, run.plan(None), missing) == (CONFIG, "")
+    assert start_draft(CONFIG, plan, missing) == (CONFIG, "file:///new is not there")
+    started, problem = start_draft(CONFIG, plan, lambda uri: tmp_path)
+    assert started == CONFIG
+    assert problem.startswith("file:///new has the hash ")
     run.engine.set_plan(plan)
-    run.follower.start(plan, wrong.problem)
+    run.follower.start(plan, problem)
     run.settle()
-    assert (run.hash, run.problem, run.loads) == ("d", wrong.problem, [])
+    assert (run.hash, run.problem, run.loads) == ("d", problem, [])
     run.now += FIRST_RETRY_SECONDS
     run.settle()
     assert (run.hash, run.problem) == ("new", "")

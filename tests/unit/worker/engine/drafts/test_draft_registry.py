@@ -49,7 +49,7 @@ def test_the_report_shows_swaps_of_known_and_new_drafts() -> None:
 def test_each_plan_sets_the_requests_that_a_draft_serves() -> None:
     engine = small_engine()
     registry = engine._drafts
-    drafter: Any = registry.paged()[""]
+    drafter: Any = registry.paged[""]
     registry.replace("code", loaded("c", name="code"), ())
     chat, code = (Request.of(submit(task=task), (), arrived_seconds=0.0) for task in ("chat", "code"))
     own = (TaskMatch(name="code", draft="code"),)

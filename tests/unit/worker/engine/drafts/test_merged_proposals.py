@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdecode_worker.contract import MAX_RANKS, MergedDraft, TaskMatch
-from specdecode_worker.drafts.registry import CreditedDraft, OwnRanks, TaskDrafts, first_distinct
+from specdecode_worker.contract import MAX_RANKS, MergedDraft, TaskMatch, TreeShape
+from specdecode_worker.drafts.registry import CreditedDraft, OwnRanks, StepProposals, TaskDrafts, first_distinct
+from specdecode_worker.sampling.trees import PLAIN, tree_of
 
 MISS = MAX_RANKS
 HEAD, LOOKUP = CreditedDraft("", "h", 0), CreditedDraft("lookup", "l", 1)
@@ -73,6 +74,19 @@ def test_tasks_merge_drafts_that_can_run() -> None:
     one = task_drafts("", "head", "lookup", merges=False)
     one.set_tasks([TaskMatch(name="a", merge=merge)])
     assert (one.merges, one.merged("a")) == (False, ()), "its sampler verifies one draft"
+
+
+def test_the_drafts_of_a_task_are_looked_up_once_for_all_its_rows() -> None:
+    """Rows with a tree have the drafts that are ready, the others all that must know of their tokens."""
+    tasks, asked = task_drafts("", "lookup"), []
+    tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
+    names = tasks.names
+    tasks.names = lambda task: asked.append(task) or names(task)  # type: ignore[method-assign, func-returns-value]
+    request = SimpleNamespace(submit=SimpleNamespace(task="a"), proposers=("lookup",))
+    rows: Any = [SimpleNamespace(request=request, tree=tree) for tree in (PLAIN, tree_of(TreeShape.chain(2)), PLAIN)]
+    both = ("", "lookup")
+    assert StepProposals({}, tasks, None).proposers(rows) == [both, ("lookup",), both]  # type: ignore[arg-type]
+    assert asked == ["a"]
 
 
 def test_nothing_is_merged_with_a_draft_that_cannot_run() -> None:

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdecode_worker.contract import MAX_RANKS
+from specdecode_worker.contract import MAX_RANKS, TreeShape
 from specdecode_worker.core.device_state import DeviceState
+from specdecode_worker.core.request import Row
 from specdecode_worker.drafts.lookup import NgramDrafter, lookup
+from specdecode_worker.sampling.trees import forest_of, tree_of
 from support.worker.small_engine import request
 
 VOCABULARY = 5
@@ -63,7 +65,7 @@ def test_a_request_is_ready_if_its_last_tokens_occurred_before(growth: list[list
         text = one.tokens
         earlier = [text[i : i + shortest] for i in range(len(text) - shortest)]
         assert drafter.ready(one) == (text[-shortest:] in earlier)
-    drafter.record_end(one)
+    del one
     assert not drafter._known
 
 
@@ -87,3 +89,17 @@ def test_a_step_reads_a_few_tokens_of_a_long_text() -> None:
         text.append(5000 + token)
         assert not drafter.ready(one)
     assert text.read <= 100 * 2 * 2
+
+
+def test_the_host_reads_nothing_of_a_step_that_looks_tokens_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it would wait for all that is queued, and no step would be launched ahead."""
+    drafter, one, tree = drafter_of(1), request("one", [1, 2, 1]), tree_of(TreeShape.chain(2))
+    one.slot, one.cached = 0, 2
+    drafter._state.admit(0, one.tokens)
+    drafter._state.set_length(0, one.cached)
+    forest: Any = forest_of((tree,), torch.device("cpu"))
+    expand: Any = drafter.begin([Row(one, 3, tree)], forest, None)  # type: ignore[arg-type]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", lambda _: pytest.fail("the host waits"))
+        ranked = expand(0, forest.levels[0])
+    assert ranked[0, 0] == 2

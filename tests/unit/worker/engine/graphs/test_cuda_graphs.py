@@ -220,7 +220,7 @@ def test_the_loss_of_a_rank_is_no_failed_capture() -> None:
 def poison(engine: Engine) -> None:
     """Fill the padding slot and block with NaN, and integer fields with values that would cause visible errors."""
     state = engine._state
-    drafter: Any = engine._drafts.paged()[""]
+    drafter: Any = engine._drafts.paged[""]
     for cache in (engine._target.cache, drafter._cache):
         cache.data[:, :, PADDING_BLOCK] = torch.nan
     state.ring_SRA[state.padding_slot] = torch.nan
@@ -278,7 +278,7 @@ SHARPNESS = (3.0, 0.25)
 def served(*, graphs: bool) -> tuple[Any, int, int]:
     """Return the texts of greedy and sampled requests with a bias, and the counts of drafts and accepted tokens."""
     engine = engine_of(networks(torch.float64), backend=EagerBackend() if graphs else None)
-    drafter: Any = engine._drafts.paged()[""]
+    drafter: Any = engine._drafts.paged[""]
     drafter._ranking._sharpness = SHARPNESS
     engine.set_plan(plan_of("chain:3"))
     requests = [submit(i, sampled=i % 2 == 0, tokens=40, logit_bias=((5, 4.0), (9, 3.0))) for i in range(4)]

@@ -27,6 +27,7 @@ from specdecode_worker.engine.scheduler import PrefillLimit
 from specdecode_worker.guided.grammars import GrammarCompiler, regex_grammar
 from support.char_tokenizer import END, tokenizer_json
 from support.small_llama import engine_of, networks, plan_of, submit
+from support.worker.accounts import check_engine
 
 EVERY = 3
 """A request arrives every this many steps, so that its chunks run beside decoding rows."""
@@ -70,7 +71,7 @@ def serve(engine: Engine, asked: Sequence[Submit]) -> list[list[Tokens]]:
             engine.add(coming.pop())
             wait([compiled for _, compiled in engine._grammars._waiting.values()])
         steps.append(engine.step())
-    engine.check()
+    check_engine(engine)
     return steps
 
 

@@ -22,6 +22,7 @@ from specdecode_worker.core.kv_cache import (
     extend_digests,
     root_digest,
 )
+from support.worker.accounts import check_blocks, free_blocks
 
 
 def digests(text: str) -> list[bytes]:
@@ -115,13 +116,13 @@ def play(pool: BlockPool, seed: int, turns: int = 80) -> None:
                 block = random.choice(model.cached)
                 pool.evict(block)
                 model.evict(block)
-        pool.check([block for blocks, _ in sequences for block in blocks])
+        check_blocks(pool, [block for blocks, _ in sequences for block in blocks])
         assert (pool.free, pool.cached) == (len(model.free), len(model.cached))
         assert {block for block in range(pool.total + 1) if block in pool.prefixes} == model.texts.keys()
-        assert set(pool._free.blocks()) == model.free
+        assert set(free_blocks(pool)) == model.free
     for blocks, _ in sequences:
         pool.release(blocks)
-    pool.check([])
+    check_blocks(pool, [])
 
 
 BOTH = pytest.mark.parametrize("contiguous", [False, True])
@@ -206,7 +207,7 @@ def test_check_detects_wrong_owner_counts() -> None:
     taken = pool.allocate(2)
     for owned in ([], taken[:1], [*taken, taken[0]]):
         with pytest.raises(AssertionError, match="more owners than it knows of, or fewer"):
-            pool.check(owned)
+            check_blocks(pool, owned)
 
 
 def hold(pool: BlockPool, text: str) -> list[int]:
@@ -248,7 +249,7 @@ def test_blocks_that_are_used_again_and_again_do_not_fill_the_index() -> None:
     for _ in range(1000):
         pool.release(hold(pool, "abc"))
     assert len(pool.prefixes._ends) < 20
-    pool.check([])
+    check_blocks(pool, [])
 
 
 def test_marks_are_stored_per_draft_and_removed_with_the_block() -> None:

@@ -13,6 +13,7 @@ from specdecode_worker.core.kv_cache import BLOCK_SIZE, PrefixIndex
 from specdecode_worker.core.request import DraftProgress, Request, Row
 from specdecode_worker.engine.scheduler import Limits
 from specdecode_worker.sampling.trees import PLAIN
+from support.worker.accounts import check_blocks
 from support.worker.device import SimulatedDevice
 from support.worker.small_engine import submit
 
@@ -263,7 +264,7 @@ def test_every_fourth_request_computes_a_prefix_without_keys_of_its_draft_once_m
         reused.append((one.prefix, one.draft.start))
     assert reused == [(48, 48)] * 3 + [(0, 1), (48, 1)], "the fifth one's draft sees what the fourth one computed"
     simulated.drain()
-    simulated.pool.check([])
+    check_blocks(simulated.pool, [])
     assert first.finish is not None
 
 
@@ -330,7 +331,7 @@ def play(seed: int) -> int:
                 scheduler.reuse.forget(random.choice(("d", "e")), states=random.random() < 0.5)
             case "prefill" if random.random() < 0.3:
                 scheduler.reuse.draft_prefill = random.random() < 0.5
-            case "mark" if len(index):  # as by a draft that has caught up
+            case "mark" if index._entries:  # as by a draft that has caught up
                 index.mark(random.choice(sorted(index._entries)), random.choice(("d", "e", "followed", "states")))
             case "abort" if scheduler.running and random.random() < 0.3:
                 one = random.choice(scheduler.running)

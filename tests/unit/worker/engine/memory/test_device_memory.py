@@ -24,6 +24,7 @@ from specdecode_worker.engine.factory import _scheduler, device_of, load_engine
 from specdecode_worker.engine.memory import (
     CheckedDraftLoader,
     Device,
+    Inventory,
     free_bytes,
     kv_cache_bytes,
     kv_tokens,
@@ -267,6 +268,38 @@ def test_the_gpu_with_the_least_free_memory_counts(monkeypatch: pytest.MonkeyPat
         device_memory.device_memory(torch.device("cuda"), 4)
 
 
+def test_the_gpu_of_a_draft_bounds_the_caches(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the one behind those of the target. A draft that it has no room for leaves the target its own."""
+    small = write_target(tmp_path / "small")
+    for folder in (target, small):
+        write_tokenizer(folder)
+    draft = DraftConfig(method="draft-model", uri=str(small), placement="own")
+    config = config_of(target, max_num_seqs=1).model_copy(update={"draft": draft})
+
+    def inventory(*gib: float, **changed: Any) -> Inventory:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gib))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (int(gib[index] * GIB), int(gib[index] * GIB)))
+        placed = config.model_copy(update={"draft": draft.model_copy(update=changed)})
+        return take_inventory(placed, Path, torch.device("cuda"))
+
+    bounded, ample, alone = inventory(80, 8).budget, inventory(80, 80).budget, inventory(80).budget
+    assert bounded.own is not None
+    assert kv_tokens(bounded) == bounded.own.room_tokens < kv_tokens(ample) == kv_tokens(alone)
+    refused = inventory(80, 0.5)
+    assert kv_tokens(refused.budget) == kv_tokens(alone)
+    assert (refused.draft_problem or "").startswith("the memory of the draft's GPU of 0.50 GiB leaves no room")
+    assert make_verdict(refused).serves
+    assert not make_verdict(inventory(80, 0.5, required=True)).serves
+
+    def broken(index: int) -> tuple[int, int]:
+        if index:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+        return 80 * GIB, 80 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    assert kv_tokens(take_inventory(config, Path, torch.device("cuda")).budget) == kv_tokens(alone)
+
+
 @pytest.fixture
 def checked_loader(tmp_path: Path) -> CheckedDraftLoader:
     config = config_of(write_target(tmp_path / "target"), write_head(tmp_path / "head"), kv_cache_tokens=512)
@@ -366,7 +399,7 @@ def test_processes_with_gpus_have_the_threads_of_their_container(monkeypatch: py
         blocks=1, threads=4,
     )  # fmt: skip
     draft = FolderDraft(
-        config=DraftConfig(uri=str(nowhere)), uri="", name="", target_folder=nowhere, max_model_len=8,
+        config=DraftConfig(uri=str(nowhere)), name="", target_folder=nowhere, max_model_len=8,
         dtype=torch.bfloat16, device=cuda, slots=1, blocks=1, threads=4,
     )  # fmt: skip
     for start in (

@@ -262,6 +262,18 @@ def test_a_refusal_suggests_a_remedy(changed: dict[str, Any], remedy: str) -> No
     assert re.search(remedy, verdict.problem), verdict.problem
 
 
+def test_caches_are_as_large_as_the_gpu_of_a_draft_allows() -> None:
+    """The draft has a copy of every block, whatever its own memory: 16 layers of keys on 24 GiB."""
+    alone, draft = budget(draft=False), network("draft", weights=2_500_000_000, kv_layers=16)
+    apart = replace(budget(24, draft=False), target=draft)
+    beside = replace(alone, own=apart)
+    assert kv_tokens(beside) == apart.room_tokens < kv_tokens(alone)
+    assert kv_cache_bytes(apart, kv_tokens(beside)) <= apart.kv_bytes_left
+    assert f"the draft's GPU has room for {apart.room_tokens:,} tokens" in verdict_of(beside).warnings[0]
+    ample = replace(alone, own=replace(budget(80, draft=False), target=draft))
+    assert (kv_tokens(ample), verdict_of(ample).warnings) == (kv_tokens(alone), ())
+
+
 def test_a_large_draft_is_warned_about_and_not_refused() -> None:
     heavy = replace(budget(), drafts=(network("draft", weights=6_000_000_000),))
     assert verdict_of(heavy).serves

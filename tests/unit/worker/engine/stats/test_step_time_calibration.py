@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdecode_worker.engine.calibration import calibrate
+from support.worker.accounts import check_engine
 from support.worker.small_engine import drain, plan_of, small_engine, submit
 
 
@@ -17,7 +18,7 @@ def test_every_load_is_timed_and_only_step_times_remain(pipelined: bool) -> None
     assert min(seconds_by_load.values()) > 0
     report = engine.report()
     assert engine.idle
-    engine.check()
+    check_engine(engine)
     assert (report.traffic, report.acceptance, report.drafts, report.plain_steps) == ((), (), 0, 0)
     assert {cell.draft_passes for cell in report.steps} == {0}
     assert sum(cell.count for cell in report.steps) >= 3 * 5
@@ -64,7 +65,7 @@ def test_a_model_with_a_short_context_is_calibrated(max_model_len: int) -> None:
     engine = small_engine(max_num_seqs=2, max_model_len=max_model_len)
     engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0.01))
     assert list(calibrate(engine, 60)) == [1, 2]
-    engine.check()
+    check_engine(engine)
 
 
 def test_the_guard_starts_with_calibrated_plain_step_times() -> None:
