@@ -18,7 +18,7 @@ from specdecode_router.frontend.application import build_application
 from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.state import RouterState
 from specdecode_router.settings import RouterSettings
-from specdecode_worker.http_edge import TlsCertificate
+from specdecode_worker.http_edge import TlsCertificate, listen
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,8 @@ def raise_file_limit(max_connections: int) -> None:
 
 def bind(settings: RouterSettings) -> socket.socket:
     """Return the socket of the port. Raises CannotStart."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        listener = socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+        listener = listen(settings.host, settings.port, _BACKLOG)
     except OSError as error:
         raise CannotStart(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}") from None
     scheme = "http" if settings.tls_cert_file is None else "https"

@@ -1,4 +1,4 @@
-"""Parts of worker and router servers: a budget of bytes for bodies, TLS, and files of keys that change."""
+"""Parts of worker and router servers: sockets, a budget of bytes for bodies, TLS, and files of keys that change."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import re
+import socket
 import ssl
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,6 +14,12 @@ from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 log = logging.getLogger(__name__)
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """Return a socket that listens on an address, with `::` on those of IPv4 too. Raise OSError if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=host == "::")
 
 
 class BodyBudget:

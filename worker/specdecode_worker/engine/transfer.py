@@ -56,7 +56,7 @@ from typing import Any
 
 import msgspec
 
-from specdecode_worker.http_edge import TlsCertificate
+from specdecode_worker.http_edge import TlsCertificate, listen
 
 log = logging.getLogger(__name__)
 
@@ -331,7 +331,7 @@ class BlockServer:
         self._certificate = TlsCertificate.of_files(access.cert_file, access.key_file)
         self._wants: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
         self._slots = threading.Semaphore(MAX_CONNECTIONS)
-        self._listener = socket.create_server(address, backlog=MAX_CONNECTIONS)
+        self._listener = listen(*address, backlog=MAX_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="blocks", daemon=True).start()
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from specdecode_worker.contract import Env, Plan, SyntheticKnobs, WorkerConfig
 from specdecode_worker.engine.client import EngineClient
 from specdecode_worker.engine.process import Build
-from specdecode_worker.http_edge import TlsCertificate
+from specdecode_worker.http_edge import TlsCertificate, listen
 from specdecode_worker.models import fetch as model_store
 from specdecode_worker.models.errors import ConfigMismatch, ModelError
 from specdecode_worker.models.fields import sampling_defaults
@@ -246,8 +246,7 @@ def _bind(config: WorkerConfig, admin_host: str) -> list[socket.socket]:
     sockets = []
     for what, host, port in (("public", server.host, server.port), ("admin", admin_host, server.admin_port)):
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            sockets.append(socket.create_server((host, port), family=family, backlog=2048))
+            sockets.append(listen(host, port, backlog=2048))
         except OSError as error:
             raise CannotStart(f"cannot listen on {host}:{port} ({what} port): {error.strerror or error}") from None
         log.info("%s port: %s://%s:%d", what, scheme, *sockets[-1].getsockname()[:2])
