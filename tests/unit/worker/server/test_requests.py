@@ -61,9 +61,7 @@ def test_prompt_accepts_four_forms(prompt: Any, expected: Any) -> None:
     assert completion(prompt=prompt).prompt == expected
 
 
-@pytest.mark.parametrize(
-    "prompt", [[], {}, 3, [1.5], ["a", 1], [[1, "a"]], [True], [[1.5]], ["a"] * (MAX_PROMPTS + 1)]
-)
+@pytest.mark.parametrize("prompt", [[], {}, 3, [1.5], ["a", 1], [[1, "a"]], [True], [[1.5]], ["a"] * (MAX_PROMPTS + 1)])
 def test_invalid_prompt_forms_are_refused(prompt: Any) -> None:
     with pytest.raises(BadRequest) as refused:
         completion(prompt=prompt)

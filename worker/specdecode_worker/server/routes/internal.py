@@ -82,9 +82,7 @@ class RouterTable:
         self._seen = {name: seen for name, seen in self._seen.items() if now - seen <= ROUTER_SECONDS}
 
 
-def load_of(
-    report: Report, tasks: Iterable[TaskMatch], clients: Mapping[str, int], routers: RouterTable
-) -> WorkerLoad:
+def load_of(report: Report, tasks: Iterable[TaskMatch], clients: Mapping[str, int], routers: RouterTable) -> WorkerLoad:
     """Return what routers need of a report and of the plan's tasks.
 
     Routers gather the requests of tasks with a draft of their own. A task whose draft is not loaded uses the first one.
