@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -258,7 +258,7 @@ class PromptLine(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     messages: tuple[Message, ...] = ()
-    prompt: str | None = None
+    prompt: str | None = Field(default=None, min_length=1)
     domain: str = "other"
 
     @model_validator(mode="after")

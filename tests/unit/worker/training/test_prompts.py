@@ -100,7 +100,10 @@ def test_a_prompt_may_contain_line_separators_of_unicode(tmp_path: Path) -> None
     assert [line.text for line in read_prompts(path)] == ["one\u2028two\x85three"]
 
 
-@pytest.mark.parametrize("line", ["{", '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "{}"])
+BOTH = '{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}'
+
+
+@pytest.mark.parametrize("line", ["{", BOTH, "{}", '{"prompt": ""}'])
 def test_invalid_prompt_line_is_reported_with_its_number(line: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "fine"}\n' + line)
