@@ -37,7 +37,7 @@ DRY_PATIENCE = 5
 
 @dataclass(slots=True)
 class Document:
-    """What is written, to files of the same names in all ``folders``. A repeated run reads those of the first."""
+    """Results of a run, written to every one of ``folders``. A repeated run goes on from those in the first folder."""
 
     folders: tuple[Path, ...]
     stem: str

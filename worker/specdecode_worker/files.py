@@ -36,7 +36,7 @@ def filled(folder: Path, fill: Callable[[Path], None]) -> Path:
     """Return ``folder``, which the first of all processes fills, through a partial folder and one rename."""
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder.with_suffix(".lock"), lambda _: None):
+        with locked(folder.with_suffix(".lock")):
             if not folder.is_dir():
                 partial = folder.with_suffix(".partial")
                 shutil.rmtree(partial, ignore_errors=True)
@@ -50,13 +50,13 @@ def filled(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Hold the lock file ``path``. ``note`` gets a message if another download holds it."""
+def locked(path: Path, waits: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Hold the lock file ``path``. ``waits`` is called first if another process holds it."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            note("another pull of this model is running; waiting for it")
+            waits()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -29,7 +29,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What every stage is given. ``dry``: tiny shapes on a CPU, to see that everything goes through."""
+    """Settings of a run that every stage gets. A ``dry`` run uses tiny shapes on a CPU and measures nothing."""
 
     device: torch.device
     dry: bool

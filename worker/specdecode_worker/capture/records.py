@@ -233,7 +233,7 @@ class RecordQueue:
             return True
 
     def take(self, may_take: Callable[[], bool]) -> QueuedRecord | None:
-        """Wait for a record and return the oldest one, or None once ``may_take`` is false, of which `wake` tells.
+        """Wait for a record and return the oldest one. Return None if ``may_take`` is false, now or after a `wake`.
 
         The caller hands the record to `done` when it is written or dropped, or to `give_back`.
         """

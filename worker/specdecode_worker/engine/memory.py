@@ -367,9 +367,11 @@ def _cuda(count: int) -> Device:
 
 
 def _gpu_beside(count: int, memory: Device | None) -> Device | None:
-    """Return the memory of the GPU behind the first ``count``; ``memory`` stands for any GPU.
+    """Return the memory of the next GPU after those of the target, or None if there is none that works.
 
-    None without one that works, of which the load of a draft there says more.
+    Args:
+        count: Number of GPUs of the target.
+        memory: Memory to assume for every GPU; None asks the GPU. Why one does not work, the load of the draft says.
     """
     if memory is None and torch.cuda.device_count() <= count:
         return None

@@ -59,6 +59,7 @@ PART_BYTES = 64 << 20
 _PARTS = 8
 """Parts that are received at a time. One connection to a store carries some hundred megabytes a second."""
 _ATTEMPTS = 5
+_OTHER_PULL = "another pull of this model is running; waiting for it"
 _CHUNK_BYTES = 1 << 20
 TEMPORARY_BYTES = 1 << 30
 """Most bytes of models in the folder for temporary files: half of what a worker's pod has for them."""
@@ -279,7 +280,7 @@ class Hub:
         folder = model.folder(cache_dir)
         with disk_full_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            with locked(folder.with_name(f"{folder.name}.lock"), note):
+            with locked(folder.with_name(f"{folder.name}.lock"), lambda: note(_OTHER_PULL)):
                 if not (folder / MANIFEST).is_file():
                     files = self._list(model)
                     _fetch_all(self, files, folder, progress, uri=model.uri, commit=self._commit)
@@ -502,7 +503,7 @@ def fetch(uri: str, cache: Path, progress: Progress = lambda name, received, siz
     base = bucket.folder(place)
     with disk_full_errors(base):
         base.mkdir(parents=True, exist_ok=True)
-        with locked(base.with_name(f"{base.name}.lock"), _note):
+        with locked(base.with_name(f"{base.name}.lock"), lambda: _note(_OTHER_PULL)):
             if not (base / content / MANIFEST).is_file():
                 if place != cache:
                     _make_room(place, sum(file.size for file in files))

@@ -11,7 +11,7 @@ from specdecode_worker.http_edge import BodyBudget, BodyReservation, listen
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6")
 def test_the_wildcard_of_ipv6_serves_ipv4_too() -> None:
-    """As with servers that leave this to the system: `--host ::` is what a cluster with both families needs."""
+    """`--host ::` accepts connections over IPv4 and IPv6."""
     with listen("::", 0, 8) as listener:
         for address in ("127.0.0.1", "::1"):
             socket.create_connection((address, listener.getsockname()[1]), timeout=5).close()
