@@ -29,6 +29,7 @@ from specdecode_worker.contract import (
     OTHER_TASK,
     PLACEABLE,
     WITH_MLP,
+    DraftMethod,
     DraftQuantization,
     MergedDraft,
     Method,
@@ -97,7 +98,7 @@ class NamedDraftSpec(Api):
 
     name: TaskName = Field(examples=["sql-head"])
     """Name by which tasks choose the draft."""
-    method: Literal["eagle3", "peagle", "dflash", "eagle", "draft-model", "medusa", "ngram", "suffix"] = "eagle3"
+    method: DraftMethod = "eagle3"
     """Kind of the draft, as in speculation.method."""
     uri: ModelUri | None = Field(
         default=None,

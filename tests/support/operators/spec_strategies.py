@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from specdecode_worker.contract import DRAFT_FREE
 from support.operators.api_examples import BAD
 
 Json = Any
@@ -237,7 +238,7 @@ def _repair_speculation(speculation: Json) -> None:
     for draft in drafts.values():
         draft.pop("quantization", None)
         draft.pop("uri", None)
-        if draft.get("method") not in ("ngram", "suffix"):
+        if draft.get("method") not in DRAFT_FREE:
             draft["uri"] = "file:///draft"
     tasks = {task["name"]: task for task in speculation.get("tasks", ())}
     for task in tasks.values():
@@ -257,7 +258,7 @@ def _repair_speculation(speculation: Json) -> None:
 
 
 def _repair_draft(speculation: Json) -> None:
-    if speculation.get("method", "eagle3") in ("ngram", "suffix", "none"):
+    if speculation.get("method", "eagle3") in DRAFT_FREE:
         speculation.pop("draft", None)
         return
     speculation.setdefault("draft", {"uri": "embedded://draft"})

@@ -70,6 +70,7 @@ from specdecode_worker.contract.wire import (
     MAX_TASKS,
     OTHER_TASK,
     SUPPORTED_CONTRACT_VERSIONS,
+    DraftMethod,
     DraftQuantization,
     Dtype,
     KVCacheDtype,

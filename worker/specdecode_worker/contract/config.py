@@ -78,11 +78,11 @@ class DraftConfig(Written):
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if (self.method in DRAFT_FREE) != (self.uri is None):
-            raise ValueError("draft.uri is needed by every method but ngram, suffix and none, and only by those")
+            raise ValueError(f"draft.uri is needed by every method but {', '.join(DRAFT_FREE)}, and only by those")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError("prompt_lookup_min is above prompt_lookup_max")
-        if self.method == "suffix" and (self.prompt_lookup_min, self.prompt_lookup_max) != (2, 5):
-            raise ValueError("prompt_lookup_min and prompt_lookup_max are for the method ngram; suffix takes neither")
+        if self.method != "ngram" and (self.prompt_lookup_min, self.prompt_lookup_max) != (2, 5):
+            raise ValueError(f"prompt_lookup_min and prompt_lookup_max are for the method ngram, not for {self.method}")
         if self.quantization and self.method not in WITH_MLP:
             raise ValueError(f"draft.quantization is for methods {', '.join(WITH_MLP)}; {self.method} has no MLP")
         if self.placement == "own" and self.method not in PLACEABLE:

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 CONTRACT_VERSION = 1
 """Version of the documents that this package writes.
 
-A new optional field keeps the version: readers ignore it. A change of the meaning, the name or the type of a field
-raises it by one.
+A new optional field keeps the version: readers ignore it. So does a new value of a field with fixed ones, which only
+workers write whose configuration names it. A change of the meaning, the name or the type of a field raises it by one.
 """
 SUPPORTED_CONTRACT_VERSIONS = range(max(1, CONTRACT_VERSION - 2), CONTRACT_VERSION + 2)
 """Versions of reports that the operator reads: the last three, and one newer than its own.
@@ -32,7 +32,8 @@ MAX_MERGED = 2
 OTHER_TASK = "other"
 MAX_REPORT_BYTES = 64 * 1024
 
-Method = Literal["eagle3", "peagle", "dflash", "eagle", "draft-model", "medusa", "ngram", "suffix", "none"]
+DraftMethod = Literal["eagle3", "peagle", "dflash", "eagle", "draft-model", "medusa", "ngram", "suffix"]
+Method = Literal[DraftMethod, "none"]
 Sampler = Literal["coupled", "mss"]
 """Acceptance of draft tokens.
 

@@ -1,8 +1,7 @@
-"""Drafter of Medusa heads (Cai et al., arXiv 2401.10774), which propose all depths in one pass.
+"""Drafter of Medusa heads (Cai et al., arXiv 2401.10774), one head for each depth.
 
 Head d reads the target's final hidden state at the token before the root, and proposes the tokens of depth d + 1
-independently of those of other depths. A tree therefore costs one pass, and all nodes of one depth have the same
-children.
+independently of those of other depths: all nodes of one depth have the same children.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from specdecode_worker.sampling.trees import Nodes
 
 
 class MedusaDrafter(CapturedDrafter):
-    """Drafter of the method medusa. It has no cache; the "passes" of its levels run one head each.
+    """Drafter of the method medusa. It has no cache; the "pass" of a level runs its head.
 
     Acceptance is exact, as for other methods; the typical acceptance of the paper would change the text.
     """

@@ -96,7 +96,14 @@ def test_the_placement_of_the_draft_is_read() -> None:
         (("--draft-placement", "own", "--sampler", "mss"), "placement own needs the sampler coupled"),
         (("--speculative-config", '{"method": "ngram", "quantization": "int4"}'), "ngram has no MLP"),
         (("--speculative-config", '{"method": "suffix", "quantization": "int4"}'), "suffix has no MLP"),
-        (("--speculative-config", '{"method": "suffix", "prompt_lookup_max": 6}'), "suffix takes neither"),
+        (
+            ("--speculative-config", '{"method": "suffix", "prompt_lookup_max": 6}'),
+            "for the method ngram, not for suffix",
+        ),
+        (
+            ("--speculative-config", '{"method": "eagle3", "model": "file:///d", "prompt_lookup_max": 6}'),
+            "not for eagle3",
+        ),
         (("--method", "suffix", "--draft", "file:///d"), "--method suffix takes no --draft"),
         (
             ("--speculative-config", '{"method": "medusa", "model": "file:///d", "quantization": "fp8"}'),
