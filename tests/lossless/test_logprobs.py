@@ -209,6 +209,7 @@ def test_single_sequences_equal_plain_decoding(
     assert 1 + report.accepted_tokens / report.drafts >= 1.2, "paths must be walked to test anything"
 
 
+# Prompt, seed and shape follow from the place in PROCESSORS: an entry elsewhere than at its end changes all behind it.
 MIXED = [(i, name, bool(i % 2) or name == "min_p") for i, name in enumerate([*PROCESSORS, None, "all"])]
 
 

@@ -89,8 +89,8 @@ def noised(logits_RV: Tensor, sampling: Sampling, position_R: Tensor) -> Tensor:
     if sampling.temperature == 0:
         return logits_RV
     rows = len(logits_RV)
-    params = (torch.full((rows,), sampling.temperature), torch.full((rows,), sampling.top_k))
-    logp = processed(logits_RV, *params, torch.full((rows,), sampling.top_p))
+    fields = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    logp = processed(logits_RV, *(torch.full((rows,), value) for value in fields))
     return logp + gumbel(torch.full((rows,), sampling.seed), position_R, logits_RV.shape[-1])
 
 
