@@ -18,6 +18,15 @@ HELM = Path(sys.executable).parent / "helm"
 Manifest = dict[str, Any]
 
 
+class OneOfEachKey(yaml.CSafeLoader):
+    """Reads YAML as Flux does: it refuses an object that has a key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
+        return super().construct_mapping(node, deep)
+
+
 class Rendered(list[Manifest]):
     """Manifests rendered by one `helm template` run."""
 
@@ -71,7 +80,7 @@ class Chart:
     def template(self, values: Mapping[str, Any] | None = None, *flags: str) -> Rendered:
         done = self.try_template(values or {}, *flags)
         assert done.returncode == 0, done.stderr
-        return Rendered(manifest for manifest in yaml.safe_load_all(done.stdout) if manifest)
+        return Rendered(manifest for manifest in yaml.load_all(done.stdout, OneOfEachKey) if manifest)
 
 
 def annotations(manifest: Manifest) -> dict[str, str]:
