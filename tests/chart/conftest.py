@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "helm" / "specdecode"
-HELM = Path(sys.executable).parent / "helm"
-
-Manifest = dict[str, Any]
+from support.kube import CHART, HELM, ROOT, Manifest
 
 
 class OneOfEachKey(yaml.CSafeLoader):
