@@ -21,6 +21,7 @@ from localcluster import (
     lifecycle,
     network_policies,
     node,
+    shell,
     snapshot,
     templates,
 )
@@ -78,6 +79,24 @@ def test_only_our_rules_are_removed_from_a_shared_table() -> None:
 
 def test_a_clean_packet_filter_needs_no_script() -> None:
     assert firewall.removal_script("*filter\n:INPUT ACCEPT [0:0]\nCOMMIT\n") == ""
+
+
+def test_programs_are_found_where_su_does_not_look(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `down` takes a filter that it cannot see for none, and leaves its rules."""
+    for name, output in (
+        ("nft", '{"nftables": [{"table": {"family": "ip", "name": "nat"}}]}'),
+        ("iptables-save", "*filter\n:KUBE-ROUTER-FORWARD - [0:0]\nCOMMIT"),
+        ("iptables-restore", ""),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n: >{tmp_path}/{name}-ran\necho '{output}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(shell, "_ADMINISTRATORS", str(tmp_path))
+    assert firewall.tables() == ["ip nat"]
+    network_policies.stop(layout)
+    assert (tmp_path / "iptables-restore-ran").exists()
 
 
 def test_chains_of_network_policies_go_alone() -> None:
