@@ -77,6 +77,10 @@ def commands(release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             Path(str(words[-2])).write_text('{"containerimage.digest": "sha256:0f"}')
         return "registry.example/me/specdecode-operator:0.1.0"
 
+    (tmp_path / "CHANGELOG.md").write_text("## 0.1.0 (2026-12-01)\n")
+    for name in ("helm", "requirements"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setattr(release, "ROOT", tmp_path)
     monkeypatch.setattr(release, "run", run)
     monkeypatch.setattr(release, "DIST", tmp_path / "dist")
     monkeypatch.setattr(release, "agreed_version", lambda: "0.1.0")
@@ -96,6 +100,15 @@ def test_a_push_without_all_that_it_needs_begins_nothing(
     monkeypatch.setattr(release.shutil, "which", lambda name: None if name == "cosign" else name)
     assert release.main() == 1
     assert "--push needs $TORCH_INDEX, cosign" in capsys.readouterr().err
+    assert commands == []
+
+
+def test_a_push_of_an_unreleased_version_is_refused(
+    release: ModuleType, commands: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "CHANGELOG.md").write_text("## 0.1.0 (unreleased)\n")
+    assert release.main() == 1
+    assert "write the date" in capsys.readouterr().err
     assert commands == []
 
 
