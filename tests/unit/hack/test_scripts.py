@@ -1,4 +1,4 @@
-"""hack/venv and hack/demo in a folder of their own, with stand-ins for the programs that they call."""
+"""hack/venv, hack/demo and hack/demo-down in a folder of their own, with stand-ins for the programs that they call."""
 
 from __future__ import annotations
 
@@ -103,3 +103,12 @@ def test_the_demo_of_another_cluster_waits_through_a_moment_without_answer(check
     assert (checkout / "asked").exists()
     assert "image=sha256:0f" in (checkout / "helm.log").read_text()
     assert {path.name for path in (checkout / "out").glob("image-*")} == {"image-operator.json", "image-worker.json"}
+
+
+def test_the_end_of_a_demo_without_its_kind_removes_the_operator(checkout: Path) -> None:
+    """The demo ended before the chart was installed whole: `kubectl delete` knows no SpecDecodeDeployment."""
+    program(checkout / "bin/kubectl", "exit 1")
+    program(checkout / ".venv/bin/helm", 'echo "$@" >helm.log')
+    done = run(checkout, "hack/demo-down", CLUSTER="current")
+    assert done.returncode == 0, done.stderr
+    assert (checkout / "helm.log").read_text().startswith("uninstall specdecode ")
