@@ -38,11 +38,12 @@ ensure_images() {
     fi
     [[ $IMAGE_PREFIX != localhost ]] || fail "CLUSTER=current needs IMAGE_PREFIX, a registry that its nodes can pull from."
     command -v docker >/dev/null || fail "CLUSTER=current builds with docker buildx: put docker on PATH."
+    mkdir -p out
     for component in operator worker; do
         say "Building and pushing $IMAGE_PREFIX/specdecode-$component:dev"
         # shellcheck disable=SC2086  # words of their own
         docker buildx build ${BUILD_FLAGS:-} --push --tag "$IMAGE_PREFIX/specdecode-$component:dev" \
-            --file "$component/Dockerfile" --metadata-file "/tmp/specdecode-$component.json" .
+            --file "$component/Dockerfile" --metadata-file "out/image-$component.json" .
     done
 }
 
@@ -51,6 +52,6 @@ image_identity() {
     if [[ $CLUSTER == local ]]; then
         hack/cluster/images --identity "$1"
     else
-        sed -n 's/.*"containerimage.digest": "\(.*\)".*/\1/p' "/tmp/specdecode-$1.json"
+        sed -n 's/.*"containerimage.digest": "\(.*\)".*/\1/p' "out/image-$1.json"
     fi
 }

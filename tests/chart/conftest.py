@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
-CHART = ROOT / "helm" / "specdecode"
-HELM = Path(sys.executable).parent / "helm"
+from support.kube import CHART, HELM, ROOT, Manifest
 
-Manifest = dict[str, Any]
+
+class OneOfEachKey(yaml.CSafeLoader):
+    """Reads YAML as Flux does: it refuses an object that has a key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        assert len(set(keys)) == len(keys), f"a key is there twice: {keys}"
+        return super().construct_mapping(node, deep)
 
 
 class Rendered(list[Manifest]):
@@ -71,7 +75,7 @@ class Chart:
     def template(self, values: Mapping[str, Any] | None = None, *flags: str) -> Rendered:
         done = self.try_template(values or {}, *flags)
         assert done.returncode == 0, done.stderr
-        return Rendered(manifest for manifest in yaml.safe_load_all(done.stdout) if manifest)
+        return Rendered(manifest for manifest in yaml.load_all(done.stdout, OneOfEachKey) if manifest)
 
 
 def annotations(manifest: Manifest) -> dict[str, str]:

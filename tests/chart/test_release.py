@@ -7,7 +7,7 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import yaml
@@ -50,7 +50,7 @@ def test_versions_that_differ_are_refused(release: ModuleType, tmp_path: Path, m
 
 @pytest.mark.slow
 def test_chart_names_the_images_of_the_release(release: ModuleType) -> None:
-    assert "registry.example" in release.chart("0.1.0", "registry.example/me", False)
+    assert "registry.example" in release.chart("0.1.0", "registry.example/me")
 
 
 @pytest.mark.slow
@@ -64,3 +64,56 @@ def test_sboms_have_every_pinned_package(release: ModuleType, tmp_path: Path) ->
         document = json.loads((tmp_path / f"specdecode-{name}-0.1.0.python.spdx.json").read_text())
         lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
         assert len(document["packages"]) == sum("==" in line and line[0].isalnum() for line in lines)
+
+
+@pytest.fixture
+def commands(release: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the commands of a push, whose programs are stand-ins. Each step without files is left out."""
+    ran: list[str] = []
+
+    def run(*words: object, cwd: Path = ROOT) -> str:
+        ran.append(" ".join(str(word).removeprefix(f"{release.BIN}/") for word in words))
+        if "--metadata-file" in words:
+            Path(str(words[-2])).write_text('{"containerimage.digest": "sha256:0f"}')
+        return "registry.example/me/specdecode-operator:0.1.0"
+
+    (tmp_path / "CHANGELOG.md").write_text("## 0.1.0 (2026-12-01)\n")
+    for name in ("helm", "requirements"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    monkeypatch.setattr(release, "run", run)
+    monkeypatch.setattr(release, "DIST", tmp_path / "dist")
+    monkeypatch.setattr(release, "agreed_version", lambda: "0.1.0")
+    monkeypatch.setattr(release, "plugin", lambda version: "")
+    monkeypatch.setattr(release.shutil, "which", lambda name: name)
+    monkeypatch.setattr(release.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(release.sys, "argv", ["release", "--push"])
+    monkeypatch.setenv("REGISTRY", "registry.example/me")
+    monkeypatch.setenv("TORCH_INDEX", "https://index.example")
+    return ran
+
+
+def test_a_push_without_all_that_it_needs_begins_nothing(
+    release: ModuleType, commands: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TORCH_INDEX")
+    monkeypatch.setattr(release.shutil, "which", lambda name: None if name == "cosign" else name)
+    assert release.main() == 1
+    assert "--push needs $TORCH_INDEX, cosign" in capsys.readouterr().err
+    assert commands == []
+
+
+def test_a_push_of_an_unreleased_version_is_refused(
+    release: ModuleType, commands: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "CHANGELOG.md").write_text("## 0.1.0 (unreleased)\n")
+    assert release.main() == 1
+    assert "write the date" in capsys.readouterr().err
+    assert commands == []
+
+
+def test_the_chart_is_pushed_when_its_images_are_there(release: ModuleType, commands: list[str]) -> None:
+    assert release.main() == 0
+    pushes = [line.split()[0] for line in commands if line.startswith(("docker buildx build", "helm push"))]
+    assert pushes == ["docker"] * len(release.IMAGES) + ["helm"]
+    assert sum(line.startswith("cosign sign ") for line in commands) == len(release.IMAGES) + 1, "and the chart"

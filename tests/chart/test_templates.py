@@ -202,6 +202,21 @@ def test_further_settings_of_the_operators_pods(chart: Any) -> None:
             assert manifest["metadata"]["labels"]["cost-center"] == "42", manifest["kind"]
 
 
+def test_a_label_that_chart_and_user_name_is_there_once(chart: Any) -> None:
+    """The user's value wins, but for labels of pods by which they are selected."""
+    common = {"app.kubernetes.io/part-of": "ml", "app.kubernetes.io/name": "mine"}
+    further = {"enabled": True, "labels": {"app.kubernetes.io/instance": "prometheus"}}
+    metrics = dict.fromkeys(("serviceMonitor", "podMonitor", "rules", "dashboard"), further)
+    rendered = chart.template({"commonLabels": common, "podLabels": common, "metrics": metrics})
+    selector = rendered.one("Deployment")["spec"]["selector"]["matchLabels"]
+    assert selector.items() <= rendered.pod["metadata"]["labels"].items()
+    for manifest in (*rendered, rendered.pod):
+        if manifest.get("kind") != "CustomResourceDefinition":
+            assert manifest["metadata"]["labels"]["app.kubernetes.io/part-of"] == "ml", manifest
+    for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule", "ConfigMap"):
+        assert rendered.one(kind)["metadata"]["labels"]["app.kubernetes.io/instance"] == "prometheus"
+
+
 def defaults_of(rendered: Any) -> Defaults:
     """Return the defaults of the operator of a rendered chart."""
     settings = read_settings(rendered.environment)

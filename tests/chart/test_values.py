@@ -88,6 +88,21 @@ def test_a_wrong_type_is_refused_by_name(chart: Any, path: str) -> None:
     assert f"- {path}" in done.stderr, done.stderr
 
 
+def test_a_list_or_map_that_is_left_empty_is_the_default(chart: Any) -> None:
+    """`template:` with nothing but comments below it is null, for which helm removes the default."""
+    asked: dict[str, Any] = {
+        "metrics": {name: {"enabled": True} for name in ("serviceMonitor", "podMonitor", "rules", "dashboard")}
+    }
+    expected = chart.template(asked)
+    for path in (path for path, value in DEFAULTS.items() if value in ({}, [])):
+        *parents, name = path.split(".")
+        node = asked
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = None
+    assert chart.template(asked) == expected
+
+
 def test_schema_and_values_list_the_same_keys() -> None:
     listed = {path for path, _ in schema_paths(read_schema()) if not is_inside_free_form(path)}
     assert listed - {"global"} == set(DEFAULTS)

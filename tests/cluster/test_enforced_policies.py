@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,7 +15,7 @@ from specdecode_operator.manifests import network_policy
 from specdecode_operator.manifests.objects import ROLE_LABEL, Role, router_labels, selector
 from specdecode_operator.settings import read_settings
 from specdecode_operator.types import Deployment
-from support.kube import ROOT, Cluster, Manifest, wait_for
+from support.kube import CHART, HELM, ROOT, Cluster, Manifest, wait_for
 
 pytestmark = [
     pytest.mark.cluster,
@@ -25,7 +23,6 @@ pytestmark = [
     pytest.mark.proof("network-policies"),
 ]
 COMMAND = ROOT / "hack" / "cluster" / "network-policies"
-HELM = Path(sys.executable).parent / "helm"
 OPERATOR_LABELS = {"app.kubernetes.io/name": "specdecode-operator", "app.kubernetes.io/instance": "sd"}
 PORTS = {8000: "http", 8001: "admin", 8002: "blocks", 8080: "health", 9090: "metrics", 9999: "other"}
 PROBE = """
@@ -126,7 +123,7 @@ def pods(cluster: Cluster, local_cluster: Cluster) -> Iterator[Pods]:
 
 def policies(system: str, team: str) -> list[Manifest]:
     """Return the policies of the chart in one namespace, and of its operator for a deployment in another."""
-    command = [str(HELM), "template", "sd", str(ROOT / "helm" / "specdecode"), "--namespace", system]
+    command = [HELM, "template", "sd", CHART, "--namespace", system]
     rendered = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     objects = {item["kind"]: item for item in yaml.safe_load_all(rendered) if item}
     (container,) = objects["Deployment"]["spec"]["template"]["spec"]["containers"]

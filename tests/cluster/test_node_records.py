@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from pathlib import Path
 
 import pytest
 from localcluster import certificates, extra_nodes, firewall, leftovers, templates
@@ -61,6 +62,36 @@ def test_numbers_are_reused_and_records_are_read_back(layout: Layout) -> None:
     leftovers.wipe(first.layout(layout))
     assert extra_nodes.recorded(layout) == [second]
     assert extra_nodes._record(layout, "three").number == 1
+
+
+def test_a_record_that_a_full_disk_cut_short_is_written_again(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever reads the records, such as `down`, works meanwhile."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda path, text: path.open("w").close() or full())
+        with pytest.raises(OSError, match="disk is full"):
+            extra_nodes._record(layout, "one")
+    assert extra_nodes.recorded(layout) == []
+    assert extra_nodes._record(layout, "one").number == 1
+    assert [node.name for node in extra_nodes.recorded(layout)] == ["one"]
+
+
+def full() -> None:
+    raise OSError("the disk is full")
+
+
+def test_certificates_whose_kubeconfigs_are_missing_are_made_again(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full when the first kubeconfig is written."""
+    monkeypatch.setattr(certificates, "_make_all", lambda folder: None)
+    monkeypatch.setattr(certificates, "_usable", Path.exists)
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates, "_write_kubeconfig", lambda layout, user: full())
+        with pytest.raises(OSError, match="disk is full"):
+            certificates.ensure(layout)
+    assert certificates.ensure(layout)
+    assert layout.kubeconfig.exists()
+    assert not certificates.ensure(layout)
 
 
 @pytest.mark.parametrize("name", ["", "Two", "a b", "../x", "-a", "a" * 31, NODE_NAME])

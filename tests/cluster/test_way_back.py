@@ -6,13 +6,27 @@ import json
 import signal
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
-from localcluster import daemons, firewall, lifecycle, network_policies, snapshot, templates
+from localcluster import (
+    archive,
+    daemons,
+    firewall,
+    host,
+    leftovers,
+    lifecycle,
+    network_policies,
+    node,
+    shell,
+    snapshot,
+    templates,
+)
 from localcluster.errors import ClusterError, DaemonDied
-from localcluster.settings import HERE, Layout
+from localcluster.settings import HERE, NODE_ADDRESS, NODE_NETWORK, SERVICE_NETWORK, Layout
 
 _SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -65,6 +79,24 @@ def test_only_our_rules_are_removed_from_a_shared_table() -> None:
 
 def test_a_clean_packet_filter_needs_no_script() -> None:
     assert firewall.removal_script("*filter\n:INPUT ACCEPT [0:0]\nCOMMIT\n") == ""
+
+
+def test_programs_are_found_where_su_does_not_look(
+    layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `down` takes a filter that it cannot see for none, and leaves its rules."""
+    for name, output in (
+        ("nft", '{"nftables": [{"table": {"family": "ip", "name": "nat"}}]}'),
+        ("iptables-save", "*filter\n:KUBE-ROUTER-FORWARD - [0:0]\nCOMMIT"),
+        ("iptables-restore", ""),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n: >{tmp_path}/{name}-ran\necho '{output}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    monkeypatch.setattr(shell, "_ADMINISTRATORS", str(tmp_path))
+    assert firewall.tables() == ["ip nat"]
+    network_policies.stop(layout)
+    assert (tmp_path / "iptables-restore-ran").exists()
 
 
 def test_chains_of_network_policies_go_alone() -> None:
@@ -124,6 +156,55 @@ def test_a_dead_daemon_is_reported_with_its_log(layout: Layout) -> None:
         daemons.check_alive(layout, "etcd")
 
 
+def test_a_daemon_that_cannot_be_written_down_is_ended(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would find it again: not the next `up`, whose port it has, and not `down`."""
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
+    (layout.pids / ".full").mkdir(parents=True)
+    monkeypatch.setattr(Path, "write_text", lambda path, text: (path.parent / ".full").read_text())
+    with pytest.raises(IsADirectoryError):
+        daemons.start(layout, "etcd", _SLEEP)
+    assert started[0].wait(5) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", ["NO_PROXY", "no_proxy"])
+def test_daemons_and_shells_use_no_proxy_for_the_clusters_own_addresses(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for both in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(both, raising=False)
+    monkeypatch.setenv(name, "internal.example")
+    daemons.start(layout, "etcd", [sys.executable, "-c", "import os; print(os.environ['NO_PROXY'])"])
+    while daemons.running(layout, "etcd"):
+        pass
+    networks = [NODE_NETWORK, SERVICE_NETWORK, "internal.example"]
+    assert daemons.log_lines(layout, "etcd")[0].split(",") == networks
+    script = f'set -u; eval "$({HERE}/env)"; echo "$NO_PROXY $no_proxy"'
+    upper, lower = subprocess.check_output(["bash", "-c", script], text=True).split()
+    assert upper == lower == ",".join([NODE_ADDRESS, *networks[1:]])
+
+
+def test_a_folder_that_the_user_names_keeps_what_was_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`down` removes the state folder, which is one of our own below it. Images move on the same disk."""
+    (tmp_path / "thesis").write_text("x")
+    monkeypatch.setenv("SPECDECODE_CLUSTER_DIR", str(tmp_path))
+    layout = Layout.from_environment()
+    layout.state.mkdir(parents=True)
+    leftovers.wipe(layout)
+    assert (tmp_path / "thesis").exists()
+    assert not layout.state.exists()
+    assert layout.kept_images.is_relative_to(tmp_path)
+    monkeypatch.setenv("SPECDECODE_CLUSTER_DIR", "")
+    assert Layout.from_environment().state == Path("/var/lib/specdecode/cluster")
+
+
+def test_cgroups_of_others_are_kept_when_nothing_of_ours_ran(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first `up` clears what an earlier run has left. Another kubelet's cgroups have the same name."""
+    monkeypatch.setattr(leftovers, "pod_cgroups", lambda: ["/sys/fs/cgroup/kubepods"])
+    assert host.cgroups_before(layout) == ["/sys/fs/cgroup/kubepods"]
+
+
 def test_daemon_that_ignores_sigterm_is_killed(layout: Layout) -> None:
     program = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
@@ -140,7 +221,7 @@ def test_a_second_cluster_is_refused(
     layout: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     lock = tmp_path_factory.mktemp("lock") / "lock"
-    lock.write_text("/somewhere/else")
+    lock.write_text("/somewhere/else/specdecode/cluster")
     monkeypatch.setattr(lifecycle, "LOCK", lock)
     monkeypatch.setattr(lifecycle.host, "check_root", lambda: None)
     with pytest.raises(ClusterError, match="SPECDECODE_CLUSTER_DIR=/somewhere/else hack/cluster/down"):
@@ -162,7 +243,33 @@ def test_leftover_process_is_reported(
     monkeypatch.setattr(snapshot, "FILE", tmp_path_factory.mktemp("snapshot") / "before.json")
     snapshot.save(layout)
     with subprocess.Popen([*_SLEEP, str(layout.state)]) as forgotten:
-        leftovers = [line for line in snapshot.differences(layout) if "process" in line]
+        left = [line for line in snapshot.differences(layout) if "process" in line]
         forgotten.send_signal(signal.SIGKILL)
-    assert len(leftovers) == 1
-    assert str(layout.state) in leftovers[0]
+    assert len(left) == 1
+    assert str(layout.state) in left[0]
+
+
+@pytest.mark.parametrize(("machine", "architecture"), [("x86_64", "amd64"), ("aarch64", "arm64")])
+def test_images_are_of_this_machines_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: str, architecture: str
+) -> None:
+    """Others are found by no pod and no build, whatever programs they hold."""
+    monkeypatch.setattr(archive.platform, "machine", lambda: machine)
+    (tmp_path / "pause").write_text("program")
+    archive.from_program(tmp_path / "pause", "localhost/pause:1", tmp_path / "image.tar")
+    with tarfile.open(tmp_path / "image.tar") as image:
+        config = image.extractfile("config.json")
+        assert config is not None
+        assert json.load(config)["architecture"] == architecture
+
+
+def test_pods_resolve_by_servers_that_they_can_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd-resolved listens on loopback, where a pod finds nobody, and lists its servers in a file of its own."""
+    files = [tmp_path / "resolv.conf", tmp_path / "resolved.conf"]
+    monkeypatch.setattr(node, "_RESOLVER_FILES", files)
+    files[0].write_text("nameserver 127.0.0.53\noptions edns0\n")
+    assert node._outside_nameservers() == []
+    files[1].write_text("nameserver 192.0.2.1\nnameserver 192.0.2.2\n")
+    assert node._outside_nameservers() == ["192.0.2.1", "192.0.2.2"]
+    files[0].write_text("nameserver 192.0.2.3\n")
+    assert node._outside_nameservers() == ["192.0.2.3"]

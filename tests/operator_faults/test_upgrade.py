@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api import crd
-from support.kube import Cluster, Manifest, wait_for
+from support.kube import Cluster, Manifest, is_ready, wait_for
 from support.operator_faults.api_client import Api
 from support.operator_faults.client_traffic import clients_of
 from support.operator_faults.counting_proxy import counting_proxy
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import Installation, is_ready
+from support.operator_faults.installation import Installation
 from support.operator_faults.local_operator import operator_behind
 from support.operator_faults.tenant import ServedDeployment, Tenant
 from support.operators.operator_process import install_crd

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Any, TypeVar
 import httpx
 
 ROOT = Path(__file__).parents[2]
+CHART = ROOT / "helm" / "specdecode"
+HELM = Path(sys.executable).parent / "helm"
 T = TypeVar("T")
 Manifest = dict[str, Any]
 
@@ -56,6 +59,13 @@ class Cluster:
         """Environment for programs that find the cluster themselves, such as helm and kubectl plugins."""
         return {**os.environ, **({"KUBECONFIG": self.kubeconfig} if self.kubeconfig else {})}
 
+    def helm(self, *words: str, namespace: str) -> str:
+        """Run helm and return its standard output. Fail with what it said if it fails."""
+        command = [HELM, "--namespace", namespace, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=self.environment)
+        assert done.returncode == 0, f"helm {words[0]}: {done.stderr}{done.stdout}"
+        return done.stdout
+
     def get(self, kind: str, name: str, namespace: str | None = None) -> Manifest:
         """Return one object."""
         manifest: Manifest = json.loads(self.kubectl("get", kind, name, "-o", "json", namespace=namespace))
@@ -82,6 +92,13 @@ class Cluster:
             yield name
         finally:
             self.kubectl("delete", "namespace", name, f"--wait={str(wait).lower()}", "--timeout=110s")
+
+
+def is_ready(pod: Manifest) -> bool:
+    """Return whether a pod is Ready and not terminating."""
+    conditions: list[dict[str, Any]] = pod["status"].get("conditions", [])
+    ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+    return ready and "deletionTimestamp" not in pod["metadata"]
 
 
 def connect() -> Cluster | None:

@@ -19,6 +19,18 @@ def spawned(pid: int) -> list[int]:
     return [child for child, words in children(pid).items() if "spawn_main" in words]
 
 
+def of_pod(uid: str, program: str) -> list[int]:
+    """Return the processes of a program in a pod of this machine's node, by the pod's cgroup. None is a failure."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # the process ended meanwhile
+            is_in_pod = uid in (folder / "cgroup").read_text().replace("_", "-")
+            if is_in_pod and program.encode() in (folder / "cmdline").read_bytes():
+                pids.append(int(folder.name))
+    assert pids, f"no process {program} of pod {uid} is visible on this machine"
+    return pids
+
+
 def has_ended(pid: int) -> bool:
     """Return whether a process is gone, or is a zombie that its parent has not collected yet."""
     try:

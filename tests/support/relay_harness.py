@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint, WorkerView
 from specdecode_worker.contract.internal_stream import End, Open, OpenStream, Step
 from support.stand_in_worker import TOKEN, Script, StandInWorker, running
+from support.waiting import eventually
 
 LIMITS = RouterSettings(
     open_seconds=0.5,
@@ -112,14 +113,7 @@ class Harness:
 
     async def settled(self) -> None:
         """Wait until no stream runs at any worker."""
-        await wait_until(lambda: not any(worker.running for worker in self.workers))
-
-
-async def wait_until(condition: Callable[[], object], seconds: float = 5) -> None:
-    """Wait until a condition holds."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.001)
+        await eventually(lambda: not any(worker.running for worker in self.workers))
 
 
 def chat(**fields: Any) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -16,6 +15,7 @@ from specdecode_router.frontend.state import RouterState
 from specdecode_router.process import running_router
 from specdecode_router.settings import RouterSettings
 from support.stand_in_worker import TOKEN, Script, StandInWorker, running
+from support.waiting import eventually
 
 
 @dataclass
@@ -39,9 +39,7 @@ class RouterUnderTest:
 
     async def wait_for_reports(self) -> None:
         """Wait until the report of every stand-in was read."""
-        async with asyncio.timeout(5):
-            while not all(view.max_num_seqs for view in self.state.relay.workers.views()):
-                await asyncio.sleep(0.01)
+        await eventually(lambda: all(view.max_num_seqs for view in self.state.relay.workers.views()))
 
 
 @contextlib.asynccontextmanager

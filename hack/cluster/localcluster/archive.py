@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import platform
 import shutil
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Names of images by those of the kernel."""
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -33,7 +36,7 @@ def from_layer(layer: Path, image: str, out: Path, *, entrypoint: Sequence[str] 
     config = {"Env": [_PATH], "User": user, "WorkingDir": "/"}
     config |= {"Entrypoint": list(entrypoint)} if entrypoint else {"Cmd": ["bash"]}
     document = {
-        "architecture": "amd64",
+        "architecture": _ARCHITECTURES.get(platform.machine(), platform.machine()),
         "os": "linux",
         "created": "1970-01-01T00:00:00Z",
         "config": config,

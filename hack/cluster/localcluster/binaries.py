@@ -44,35 +44,35 @@ _BUILD_GIB = 12  # sources, Go's build cache and the binaries themselves
 
 def build_for_boot(layout: Layout) -> None:
     """Everything that `up` needs."""
-    _once(layout, layout.kubernetes, _build_kubernetes)
-    _once(layout, layout.coredns, _build_coredns)
-    _once(layout, layout.pause, _build_pause)
+    once(layout, layout.kubernetes, _build_kubernetes)
+    once(layout, layout.coredns, _build_coredns)
+    once(layout, layout.pause, _build_pause)
 
 
 def build_for_images(layout: Layout) -> None:
     """Everything that `images` needs."""
-    _once(layout, layout.buildkit, _build_buildkit)
+    once(layout, layout.buildkit, _build_buildkit)
 
 
 def build_for_metrics(layout: Layout) -> None:
     """Everything that `metrics-server` needs."""
-    _once(layout, layout.metrics_server, _build_metrics_server)
+    once(layout, layout.metrics_server, _build_metrics_server)
 
 
 def build_for_network_policies(layout: Layout) -> None:
     """Everything that `network-policies` needs."""
-    _once(layout, layout.kube_router, _build_kube_router)
+    once(layout, layout.kube_router, _build_kube_router)
 
 
 def build_other_api_server(layout: Layout, version: str) -> Path:
     """API server and controller manager of another release, built by the Go that the release names; their folder."""
     folder = layout.cache / f"api-server-{version}"
     commands = ("kube-apiserver", "kube-controller-manager")
-    _once(layout, folder, lambda scratch: _build_kubernetes(scratch, version, commands))
+    once(layout, folder, lambda scratch: _build_kubernetes(scratch, version, commands))
     return folder
 
 
-def _once(layout: Layout, folder: Path, build: Callable[[Path], None]) -> None:
+def once(layout: Layout, folder: Path, build: Callable[[Path], None]) -> None:
     """Build into a scratch folder, then rename: a folder that exists is whole."""
     if folder.is_dir():
         return

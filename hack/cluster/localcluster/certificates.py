@@ -58,10 +58,10 @@ def ensure(layout: Layout) -> bool:
             shutil.rmtree(leftover, ignore_errors=True)
         scratch.mkdir(parents=True, mode=0o700)
         _make_all(scratch)
-        scratch.rename(layout.pki)
         layout.kubeconfig.parent.mkdir(mode=0o700)
         for user in _USERS:
             _write_kubeconfig(layout, user.name)
+        scratch.rename(layout.pki)  # at last: with this folder all is there
     return True
 
 

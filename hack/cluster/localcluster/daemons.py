@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localcluster.errors import DaemonDied
-from localcluster.settings import Layout
+from localcluster.settings import NODE_NETWORK, SERVICE_NETWORK, Layout
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -70,6 +70,8 @@ def start(layout: Layout, name: str, argv: Sequence[object]) -> None:
     layout.logs.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PATH": f"{layout.kubernetes}:{layout.buildkit}:{_PATH}"}
     environment.pop("NOTIFY_SOCKET", None)
+    outside = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    environment["NO_PROXY"] = ",".join(filter(None, (NODE_NETWORK, SERVICE_NETWORK, outside)))
     with (layout.logs / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
             [str(word) for word in argv],
@@ -83,7 +85,11 @@ def start(layout: Layout, name: str, argv: Sequence[object]) -> None:
     identity = identify(process.pid)
     if identity is None:
         raise DaemonDied(_obituary(layout, name))
-    (layout.pids / f"{name}.json").write_text(json.dumps(asdict(identity)))
+    try:
+        (layout.pids / f"{name}.json").write_text(json.dumps(asdict(identity)))
+    except BaseException:  # a full disk: nobody would find the process again
+        process.kill()
+        raise
 
 
 def check_alive(layout: Layout, *names: str) -> None:

@@ -127,8 +127,10 @@ def _record(layout: Layout, name: str) -> ExtraNode:
         raise ClusterError(f"there are {MAX_NODES} nodes already: remove one.")
     extra = ExtraNode(name, free[0])
     folder = extra.layout(layout).state
-    folder.mkdir(parents=True)
-    (folder / _RECORD).write_text(json.dumps({"name": extra.name, "number": extra.number}))
+    folder.mkdir(parents=True, exist_ok=True)
+    scratch = folder / ".record"
+    scratch.write_text(json.dumps({"name": extra.name, "number": extra.number}))
+    scratch.rename(folder / _RECORD)
     return extra
 
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 
-from localcluster.shell import run
+from localcluster.shell import run, which
 
 _OUR_CHAINS = "KUBE-|CNI-"
 
 
 def tables() -> list[str]:
     """Names of all nftables tables, as 'family name'."""
-    if shutil.which("nft") is None:
+    if which("nft") is None:
         return []
     listed = json.loads(run(["nft", "-j", "list", "tables"]))["nftables"]
     found = [item["table"] for item in listed if "table" in item]

@@ -127,9 +127,9 @@ def restore(layout: Layout) -> None:
 
 
 def cgroups_before(layout: Layout) -> list[str]:
-    """Cgroup trees of the names that our pods use, but made by somebody else."""
+    """Cgroup trees of the names that our pods use, made by others: all, where nothing of ours ran since the boot."""
     before = _read(layout)
-    return before.cgroups if before else []
+    return before.cgroups if before else leftovers.pod_cgroups()
 
 
 def _read(layout: Layout) -> Before | None:

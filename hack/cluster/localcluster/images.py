@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import textwrap
 from pathlib import Path
 
@@ -62,30 +61,23 @@ def _ensure_debian(layout: Layout) -> None:
     """The base image, made from Debian's archive the first time."""
     if DEBIAN_IMAGE in run(ctr(layout, "images", "list", "--quiet")).split():
         return
-    file = layout.debian / "image.tar"
-    if not file.exists():
-        with step(f"Making {DEBIAN_IMAGE} with debootstrap (a minute or two)"):
-            _bootstrap_debian(layout, file)
+    binaries.once(layout, layout.debian, _bootstrap_debian)
     with step(f"Importing {DEBIAN_IMAGE}"):
-        run(ctr(layout, "images", "import", file))
+        run(ctr(layout, "images", "import", layout.debian / "image.tar"))
 
 
-def _bootstrap_debian(layout: Layout, file: Path) -> None:
-    """A minimal Debian in a scratch folder below the cache, packed as one layer."""
-    layout.debian.mkdir(parents=True, exist_ok=True)
-    root = Path(tempfile.mkdtemp(prefix=".root-", dir=layout.debian))
-    layer = layout.debian / "layer.tar"
-    try:
-        command = ["debootstrap", "--variant=minbase", DEBIAN_SUITE, root]
-        run(command, hint="Is the Debian mirror reachable?")
+def _bootstrap_debian(folder: Path) -> None:
+    """A minimal Debian, packed as one layer."""
+    root, layer = folder / "root", folder / "layer.tar"
+    with step(f"Making {DEBIAN_IMAGE} with debootstrap (a minute or two)"):
+        run(["debootstrap", "--variant=minbase", DEBIAN_SUITE, root], hint="Is the Debian mirror reachable?")
         for waste in ("var/cache/apt/archives", "var/lib/apt/lists", "var/log", "dev"):
             shutil.rmtree(root / waste)
             (root / waste).mkdir()
         run(["tar", "--numeric-owner", "-C", root, "-cf", layer, "."])
-        archive.from_layer(layer, DEBIAN_IMAGE, file)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-        layer.unlink(missing_ok=True)
+        archive.from_layer(layer, DEBIAN_IMAGE, folder / "image.tar")
+    shutil.rmtree(root)
+    layer.unlink()
 
 
 def _check_space(layout: Layout, component: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from localcluster import (
     binaries,
@@ -173,6 +174,6 @@ def _only_one(layout: Layout) -> Iterator[None]:
         if owner not in ("", str(layout.state)):
             raise ClusterError(
                 f"a cluster in {owner} is up: use it, or take it down with "
-                f"SPECDECODE_CLUSTER_DIR={owner} hack/cluster/down"
+                f"SPECDECODE_CLUSTER_DIR={Path(owner).parents[1]} hack/cluster/down"
             )
         yield

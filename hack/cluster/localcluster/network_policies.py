@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-
 from localcluster import binaries, daemons, firewall, packages
 from localcluster.console import step, wait_for
 from localcluster.settings import NODE_NAME, SERVICE_NETWORK, Layout
-from localcluster.shell import run, succeeds
+from localcluster.shell import run, succeeds, which
 
 DAEMON = "kube-router"
 CHAINS = "KUBE-ROUTER-|KUBE-POD-FW-|KUBE-NWPLCY-"
@@ -31,10 +29,10 @@ def start(layout: Layout) -> None:
 def stop(layout: Layout) -> None:
     """End the daemon and remove its chains and sets; all traffic passes again. Safe to repeat."""
     daemons.stop(layout, DAEMON)
-    script = firewall.removal_script(run(["iptables-save"]), CHAINS) if shutil.which("iptables-save") else ""
+    script = firewall.removal_script(run(["iptables-save"]), CHAINS) if which("iptables-save") else ""
     if script:
         run(["iptables-restore", "--noflush"], stdin=script)
-    if shutil.which("ipset"):
+    if which("ipset"):
         for name in run(["ipset", "list", "-name"]).split():
             if name.startswith(_SETS):
                 succeeds(["ipset", "destroy", name])

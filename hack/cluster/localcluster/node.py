@@ -21,6 +21,8 @@ from localcluster.shell import run, succeeds
 
 DAEMONS = ("containerd", "kubelet", "kube-proxy")
 _READING = "server is not initialized yet"
+_RESOLVER_FILES = (Path("/etc/resolv.conf"), Path("/run/systemd/resolve/resolv.conf"))
+"""The second one has the servers of systemd-resolved, which is itself on loopback, as on Debian's cloud images."""
 _READY = '{.status.conditions[?(@.type=="Ready")].status}'
 
 
@@ -129,9 +131,11 @@ def write_resolv_conf(layout: Layout) -> None:
 
 def _outside_nameservers() -> list[str]:
     """Those of the machine that a pod can reach: a resolver on loopback is not among them."""
-    lines = Path("/etc/resolv.conf").read_text().splitlines()
-    found = [line.split()[1] for line in lines if line.startswith("nameserver ")]
-    return [address for address in found if not ipaddress.ip_address(address).is_loopback]
+    for file in filter(Path.exists, _RESOLVER_FILES):
+        named = [line.split()[1] for line in file.read_text().splitlines() if line.startswith("nameserver ")]
+        if found := [address for address in named if not ipaddress.ip_address(address).is_loopback]:
+            return found
+    return []
 
 
 def _wait_ready(layout: Layout, kubelet: Sequence[str]) -> None:

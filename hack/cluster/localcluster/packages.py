@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from localcluster.console import step
 from localcluster.errors import ClusterError
-from localcluster.shell import run, succeeds
+from localcluster.shell import run, succeeds, which
 
 # package -> a program of it; containernetworking-plugins puts its programs where PATH does not look
 _PACKAGES = {
@@ -28,7 +26,6 @@ _PACKAGES = {
     "kmod": "modprobe",
     "procps": "sysctl",
 }
-_SEARCH = "/usr/local/sbin:/usr/sbin:/sbin:" + os.environ.get("PATH", "")
 _POLICY = Path("/usr/sbin/policy-rc.d")
 
 
@@ -37,7 +34,7 @@ def install_missing(packages: Mapping[str, str] = _PACKAGES) -> None:
     missing = [name for name, program in packages.items() if not _present(program)]
     if not missing:
         return
-    if shutil.which("apt-get") is None:
+    if which("apt-get") is None:
         raise ClusterError(f"this needs {', '.join(missing)}; on Debian 12 they are installed for you")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
     with step(f"Installing Debian packages: {' '.join(missing)}"), _no_services():
@@ -46,9 +43,7 @@ def install_missing(packages: Mapping[str, str] = _PACKAGES) -> None:
 
 
 def _present(program: str) -> bool:
-    if program.startswith("/"):
-        return Path(program).exists()
-    return shutil.which(program, path=_SEARCH) is not None
+    return Path(program).exists() if program.startswith("/") else which(program) is not None
 
 
 @contextmanager

@@ -52,9 +52,10 @@ class Layout:
 
     @classmethod
     def from_environment(cls) -> Layout:
-        state = os.environ.get("SPECDECODE_CLUSTER_DIR", "/var/lib/specdecode/cluster")
+        """Return folders of our own below those that the user names: whatever is in `state` goes with `down`."""
+        state = os.environ.get("SPECDECODE_CLUSTER_DIR") or "/var/lib"
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        return cls(Path(state).resolve(), Path(cache).resolve() / "specdecode")
+        return cls(Path(state).resolve() / "specdecode" / "cluster", Path(cache).resolve() / "specdecode")
 
     @property
     def kept_images(self) -> Path:

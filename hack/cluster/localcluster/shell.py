@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,13 @@ from localcluster.console import say
 from localcluster.errors import CommandFailed
 
 _TAIL_LINES = 25
+_ADMINISTRATORS = "/usr/local/sbin:/usr/sbin:/sbin"
+"""Folders of programs that `su` leaves out of PATH: it keeps the user's."""
+
+
+def which(program: str) -> str | None:
+    """Path of a program, as `run` finds it."""
+    return shutil.which(program, path=_environment(None)["PATH"])
 
 
 def run(
@@ -72,8 +80,7 @@ def stream(argv: Sequence[object], *, log: Path, show: Callable[[str], str | Non
 
 
 def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
-    """Ours, with the folders of administrators' programs: `su` keeps a user's PATH, which lacks them."""
-    return {**os.environ, "PATH": os.environ.get("PATH", "") + ":/usr/local/sbin:/usr/sbin:/sbin", **(more or {})}
+    return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{_ADMINISTRATORS}", **(more or {})}
 
 
 def _explain(argv: Sequence[object], code: int, output: str, hint: str) -> str:

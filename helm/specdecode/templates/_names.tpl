@@ -16,9 +16,6 @@
 {{- printf "%s:%s" .Release.Namespace (include "specdecode.fullname" .) -}}
 {{- end -}}
 
-{{/* Releases before leader election used an account of the release's name. Their operator must not write while the
-     operators of this version run: with an account of another name it loses its rights when the bindings change,
-     which helm does before it touches the Deployment. */}}
 {{- define "specdecode.serviceAccountName" -}}
 {{- default (printf "%s-operator" (include "specdecode.fullname" .)) .Values.serviceAccount.name -}}
 {{- end -}}
@@ -32,15 +29,18 @@ app.kubernetes.io/name: specdecode-operator
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
+{{/* Merged, here and below: Flux refuses a manifest that has a label twice. */}}
 {{- define "specdecode.labels" -}}
-{{ include "specdecode.selector" . }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/part-of: specdecode
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
-{{- with .Values.commonLabels }}
-{{ toYaml . }}
-{{- end }}
+{{- $own := dict "app.kubernetes.io/version" .Chart.AppVersion "app.kubernetes.io/part-of" "specdecode" -}}
+{{- $own = merge $own (dict "app.kubernetes.io/managed-by" .Release.Service) -}}
+{{- $own = merge $own (dict "helm.sh/chart" (printf "%s-%s" .Chart.Name .Chart.Version)) -}}
+{{- $common := .Values.commonLabels | default dict -}}
+{{- mergeOverwrite $own $common (fromYaml (include "specdecode.selector" .)) | toYaml -}}
+{{- end -}}
+
+{{/* The chart's labels and further ones, which win. */}}
+{{- define "specdecode.labelsWith" -}}
+{{- mergeOverwrite (fromYaml (include "specdecode.labels" (first .))) (last . | default dict) | toYaml -}}
 {{- end -}}
 
 {{- define "specdecode.image" -}}
@@ -69,7 +69,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $pods := dict "matchLabels" (fromYaml (include "specdecode.selector" .)) -}}
 {{- $operator := dict "namespaceSelector" $namespace "podSelector" $pods -}}
 {{- $workers := .Values.networkPolicy.workers -}}
-{{- dict "clients" $workers.clientsFrom "admins" (prepend $workers.adminFrom $operator) | toJson -}}
+{{- $admins := prepend ($workers.adminFrom | default list) $operator -}}
+{{- dict "clients" ($workers.clientsFrom | default list) "admins" $admins | toJson -}}
 {{- end -}}
 
 {{/* Whether pods name their user: on OpenShift the namespace assigns it, and its admission refuses any other. */}}
@@ -87,11 +88,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if eq (include "specdecode.fixedUser" .) "true" -}}
 {{- $context = merge $context (dict "runAsUser" 65532 "runAsGroup" 65532 "fsGroup" 65532) -}}
 {{- end -}}
-{{- mergeOverwrite $context .Values.podSecurityContext | toYaml -}}
+{{- mergeOverwrite $context (.Values.podSecurityContext | default dict) | toYaml -}}
 {{- end -}}
 
 {{- define "specdecode.containerSecurity" -}}
 {{- $context := dict "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true -}}
 {{- $context = merge $context (dict "capabilities" (dict "drop" (list "ALL"))) -}}
-{{- mergeOverwrite $context .Values.securityContext | toYaml -}}
+{{- mergeOverwrite $context (.Values.securityContext | default dict) | toYaml -}}
 {{- end -}}

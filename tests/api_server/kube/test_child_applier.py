@@ -16,7 +16,8 @@ from specdecode_operator.kube.kinds import CONFIG_MAPS, SERVICES, Child
 from specdecode_operator.types import ChildProblem, Key
 from support.background import background
 from support.kube import Cluster as Kubectl
-from support.operators.kube_objects import config_map, owned, seconds_until
+from support.operators.kube_objects import config_map, owned
+from support.waiting import eventually
 
 
 class Children:
@@ -93,26 +94,26 @@ async def test_a_child_rests_and_is_repaired_within_two_seconds(
     manifest = child(namespace, "resting", owner, a="1")
     identity = ("ConfigMap", namespace, "resting")
     assert await children.apply(manifest, owner[1]) is None
-    await seconds_until("the record", lambda: children.record(identity), limit=2)
+    await eventually(lambda: children.record(identity), 2)
     for _ in range(3):
         assert await children.apply(manifest, owner[1]) is None
     assert methods == ["get", "patch"]
     cluster.kubectl("label", "configmap", "resting", "theirs=yes", namespace=namespace)
-    await seconds_until("the label", lambda: children.changes.count((namespace, owner[0])) == 2, limit=2)
+    await eventually(lambda: children.changes.count((namespace, owner[0])) == 2, 2)
     await children.apply(manifest, owner[1])
     assert methods == ["get", "patch"], "fields of others are left to them"
 
     before = children.record(identity)
     cluster.kubectl("patch", "configmap", "resting", "-p", '{"data":{"a":"2"}}', namespace=namespace)
-    await seconds_until("the drift", lambda: children.record(identity) != before, limit=2)
+    await eventually(lambda: children.record(identity) != before, 2)
     drifted = children.record(identity)
     assert await children.apply(manifest, owner[1]) is None
     assert cluster.get("configmap", "resting", namespace)["data"] == {"a": "1"}
     assert methods[2:] == ["patch"]
-    await seconds_until("the repair", lambda: children.record(identity) != drifted, limit=2)
+    await eventually(lambda: children.record(identity) != drifted, 2)
     assert await children.apply(manifest, owner[1]) is None
     assert methods[3:] == [], "the repaired child rests"
     cluster.kubectl("delete", "configmap", "resting", "--wait=false", namespace=namespace)
-    await seconds_until("the deletion", lambda: children.record(identity) is None, limit=2)
+    await eventually(lambda: children.record(identity) is None, 2)
     assert await children.apply(manifest, owner[1]) is None
     assert cluster.get("configmap", "resting", namespace)["data"] == {"a": "1"}

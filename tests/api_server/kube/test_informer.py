@@ -17,8 +17,9 @@ from specdecode_operator.kube.kinds import CONFIG_MAPS
 from specdecode_operator.types import Key
 from support.background import background
 from support.kube import Cluster as Kubectl
-from support.operators.kube_objects import config_map, seconds_until
+from support.operators.kube_objects import config_map
 from support.operators.tcp_proxy import TcpProxy
+from support.waiting import eventually
 
 
 @asynccontextmanager
@@ -57,7 +58,7 @@ async def test_an_object_that_loses_its_label_leaves(api: KubeClient, namespace:
     await api.apply(config_map(namespace, "stripped", "label", a="1"), force=True)
     async with running(api, namespace, "label") as (informer, changes):
         cluster.kubectl("label", "configmap", "stripped", f"{GROUP}/name-", namespace=namespace)
-        await seconds_until("the object leaves", lambda: not informer.of((namespace, "label")), limit=2)
+        await eventually(lambda: not informer.of((namespace, "label")), 2)
         assert changes == [(namespace, "label")] * 2
 
 
@@ -67,7 +68,7 @@ async def test_a_half_open_connection_is_noticed_within_thirty_seconds(
     """Another request on a dead connection shows it, as a leader's and a candidate's do every two seconds."""
     async with running(proxied, namespace, "silent") as (informer, changes):
         await api.apply(config_map(namespace, "before", "silent"), force=True)
-        await seconds_until("the watch works", lambda: changes, limit=5)
+        await eventually(lambda: changes, 5)
         await proxied.get(CONFIG_MAPS, namespace, "before")
         proxy.silence_open_connections()
         contact = informer.last_contact
@@ -77,6 +78,6 @@ async def test_a_half_open_connection_is_noticed_within_thirty_seconds(
         with pytest.raises(Unavailable):
             await proxied.get(CONFIG_MAPS, namespace, "before")
         # 30 s on a quiet machine (benchmarks/reports/operator-faults-2026-11-27.md); other tests run at the same time.
-        await seconds_until("the missed object", lambda: informer.get(namespace, "after"), limit=25)
+        await eventually(lambda: informer.get(namespace, "after"), 25)
         assert lists == ["ConfigMap"]
         assert informer.last_contact > contact + 1

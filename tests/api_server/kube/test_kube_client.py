@@ -22,8 +22,9 @@ from specdecode_operator.kube.kinds import CONFIG_MAPS, PODS
 from specdecode_operator.kube.leader_election import LeaderElector
 from support.background import background
 from support.kube import Cluster as Kubectl
-from support.operators.kube_objects import config_map, seconds_until
+from support.operators.kube_objects import config_map
 from support.operators.tcp_proxy import TcpProxy
+from support.waiting import eventually
 
 WORKER_LABEL = f"{GROUP}/role=worker"
 
@@ -156,5 +157,5 @@ async def test_a_leader_that_is_cut_off_writes_nothing_more(
             with pytest.raises(NotLeader):
                 await proxied.create(CONFIG_MAPS, config_map(namespace, "refused"))
             assert not second.is_leader, "the first one stops before the second one starts"
-            await seconds_until("the second one leads", lambda: second.is_leader, limit=20 - (time.monotonic() - cut))
+            await eventually(lambda: second.is_leader, 20 - (time.monotonic() - cut))
             assert await api.get(CONFIG_MAPS, namespace, "refused") is None

@@ -16,8 +16,8 @@ from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.demand import read_demand
 from support.background import background
 from support.kube import Cluster
-from support.operators.kube_objects import seconds_until
 from support.operators.tcp_proxy import TcpProxy
+from support.waiting import eventually
 
 SERVICE = "demo-workers"
 
@@ -54,7 +54,7 @@ async def running(api: ApiServer, namespace: str) -> AsyncIterator[tuple[Endpoin
 
     discovery = EndpointSliceDiscovery(api, namespace, SERVICE)
     async with background(discovery.run(update)):
-        await seconds_until("the first list", lambda: updates, limit=10)
+        await eventually(lambda: updates, 10)
         yield discovery, updates
 
 
@@ -70,11 +70,11 @@ async def test_workers_that_come_and_go_are_reported_within_two_seconds(
     async with running(direct, namespace) as (_, updates):
         assert updates == [[Endpoint("a", "http://10.0.0.1:8001")]]
         await applied(cluster, namespace, slice_of("a", "b"))
-        await seconds_until("the second worker", lambda: [one.name for one in updates[-1]] == ["a", "b"], limit=2)
+        await eventually(lambda: [one.name for one in updates[-1]] == ["a", "b"], 2)
         await applied(cluster, namespace, slice_of("a", leaving=True))
-        await seconds_until("the worker that leaves", lambda: updates[-1][0].terminating, limit=2)
+        await eventually(lambda: updates[-1][0].terminating, 2)
         await asyncio.to_thread(cluster.kubectl, "delete", "endpointslice", "demo-workers-1", namespace=namespace)
-        await seconds_until("no worker", lambda: updates[-1] == [], limit=2)
+        await eventually(lambda: updates[-1] == [], 2)
 
 
 async def test_a_half_open_connection_is_noticed_and_the_list_stays(
@@ -87,7 +87,7 @@ async def test_a_half_open_connection_is_noticed_and_the_list_stays(
         await asyncio.sleep(1)
         assert len(updates) == 1, "the connection is not silent"
         # A watch of 18 s, its grace of 3 s and the first pause; other tests run at the same time as this one.
-        await seconds_until("the missed worker", lambda: len(updates[-1]) == 2, limit=30)
+        await eventually(lambda: len(updates[-1]) == 2, 30)
         assert len(updates) == 2, "the list was never empty"
 
 

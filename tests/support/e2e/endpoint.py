@@ -16,7 +16,7 @@ from specdecode_operator.state.learned import parse_state, plan_of
 from specdecode_worker.contract import Plan, Port, Report, Route, StepTime, SyntheticKnobs
 from support.e2e.kube import Namespace
 from support.e2e.traffic import Traffic
-from support.kube import KubectlError, Manifest, wait_for
+from support.kube import KubectlError, Manifest, is_ready, wait_for
 from support.processor import FASTEST_DTYPE, MULTIPLIES_BF16
 
 CHILDREN = "deployments,replicasets,pods,services,configmaps,secrets,poddisruptionbudgets"
@@ -207,10 +207,7 @@ class Endpoint:
         return {pod["metadata"]["name"] for pod in pods}
 
     def ready_pods(self, role: str = "worker") -> list[str]:
-        def ready(pod: Manifest) -> bool:
-            return any(c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", []))
-
-        return [pod["metadata"]["name"] for pod in self.pods(role) if ready(pod)]
+        return [pod["metadata"]["name"] for pod in self.pods(role) if is_ready(pod)]
 
     def identities(self) -> set[tuple[str, int]]:
         """Return the uid and restart count of every pod.

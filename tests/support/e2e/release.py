@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from support.e2e.kube import Namespace
-from support.kube import ROOT, Cluster, KubectlError, Manifest, wait_for
+from support.kube import CHART, ROOT, Cluster, KubectlError, Manifest, wait_for
 
-HELM = Path(sys.executable).parent / "helm"
-CHART = ROOT / "helm" / "specdecode"
 CRD = "specdecodedeployments.specdecode.io"
 CRDS = (CRD, "specdecodedrafts.specdecode.io")
 OWNER_OF_CRD = {
@@ -126,12 +121,8 @@ class Release:
         labels = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/name=specdecode-operator"
         return self.namespace.list("pods", labels)
 
-    def _helm(self, *arguments: str) -> str:
-        command = [str(HELM), "--namespace", self.namespace.name, *arguments]
-        environment = dict(self.namespace.cluster.environment)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
-        assert done.returncode == 0, f"helm {arguments[0]}: {done.stderr}{done.stdout}"
-        return done.stdout
+    def _helm(self, *words: str) -> str:
+        return self.namespace.cluster.helm(*words, namespace=self.namespace.name)
 
 
 def _containers(pod: Manifest) -> list[Manifest]:

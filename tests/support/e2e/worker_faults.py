@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-from pathlib import Path
 
 from specdecode_worker.contract import Route
+from support import processes
 from support.e2e.endpoint import Endpoint
 from support.kube import Manifest, wait_for
 
@@ -58,17 +59,9 @@ def wait_for_ready_pods(endpoint: Endpoint, count: int) -> None:
 
 def kill_server(pod: Manifest) -> None:
     """End all processes of a worker's container with SIGKILL, past the API server; the kubelet starts it again."""
-    killed = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            cgroup = (folder / "cgroup").read_text().replace("_", "-")
-            is_worker = b"specdecode-worker" in (folder / "cmdline").read_bytes()
-        except OSError:  # the process ended meanwhile
-            continue
-        if is_worker and pod["metadata"]["uid"] in cgroup:
-            os.kill(int(folder.name), signal.SIGKILL)
-            killed += 1
-    assert killed, f"no process of pod {pod['metadata']['name']} is visible on this machine"
+    for pid in processes.of_pod(pod["metadata"]["uid"], "specdecode-worker"):
+        with contextlib.suppress(ProcessLookupError):  # it ended with the one before
+            os.kill(pid, signal.SIGKILL)
 
 
 def swap_draft(endpoint: Endpoint, pod: str, **change: str) -> str | None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-from support.kube import ROOT, Cluster, KubectlError, Manifest, wait_for
+from support import processes
+from support.kube import CHART, Cluster, KubectlError, Manifest, is_ready, wait_for
 from support.operator_faults.api_client import Api
 
-HELM = Path(sys.executable).parent / "helm"
 RELEASE = "faults"
-CHART = str(ROOT / "helm" / "specdecode")
 SELECTOR = "app.kubernetes.io/name=specdecode-operator"
 
 
@@ -34,7 +30,7 @@ class Installation:
 
     def install(self) -> None:
         """Install the chart with its defaults, except for image, namespaces and a short poll interval."""
-        self._helm("install", RELEASE, CHART, *self._flags())
+        self._helm("install", RELEASE, str(CHART), *self._flags())
         try:
             wait_for("the operator runs", self.is_running, timeout_s=90)
         except AssertionError as error:
@@ -44,7 +40,7 @@ class Installation:
     def upgrade(self) -> None:
         """Upgrade the release, with new pods; the pods before are gone then."""
         before = {pod["metadata"]["name"] for pod in self.pods()}
-        self._helm("upgrade", RELEASE, CHART, *self._flags(), "--set=podAnnotations.upgraded=yes")
+        self._helm("upgrade", RELEASE, str(CHART), *self._flags(), "--set=podAnnotations.upgraded=yes")
 
         def is_new() -> bool:
             return self.is_running() and before.isdisjoint(pod["metadata"]["name"] for pod in self.pods())
@@ -109,40 +105,14 @@ class Installation:
             texts.append(f"--- {name}\n{log}")
         return "\n".join(texts)
 
-    def _helm(self, *arguments: str) -> None:
-        command = [str(HELM), "--namespace", self.home, *arguments]
-        environment = dict(self._cluster.environment)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
-        assert done.returncode == 0, f"helm {arguments[0]}: {done.stderr}{done.stdout}"
-
-
-def is_ready(pod: Manifest) -> bool:
-    """Return whether a pod is Ready and not terminating."""
-    conditions: list[dict[str, Any]] = pod["status"].get("conditions", [])
-    ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
-    return ready and "deletionTimestamp" not in pod["metadata"]
-
-
-def operator_processes(pod: Manifest) -> list[int]:
-    """Return the pids of the operator in a pod of this machine's node, found by the pod's cgroup."""
-    uid = pod["metadata"]["uid"]
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            cgroup = (folder / "cgroup").read_text().replace("_", "-")
-            command = (folder / "cmdline").read_bytes()
-        except OSError:  # the process ended meanwhile
-            continue
-        if uid in cgroup and b"specdecode-operator" in command:
-            pids.append(int(folder.name))
-    return pids
+    def _helm(self, *words: str) -> None:
+        self._cluster.helm(*words, namespace=self.home)
 
 
 @contextmanager
 def stopped_operator(pod: Manifest) -> Iterator[None]:
     """Stop the operator's process in a pod (SIGSTOP) while the block runs, as a frozen node would."""
-    pids = operator_processes(pod)
-    assert pids, f"no process of pod {pod['metadata']['name']} is visible on this machine"
+    pids = processes.of_pod(pod["metadata"]["uid"], "specdecode-operator")
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:

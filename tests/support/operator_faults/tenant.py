@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 
 from specdecode_operator.manifests.pods import merged
-from support.kube import Manifest, wait_for
+from support.kube import Manifest, is_ready, wait_for
 from support.operator_faults.api_client import Api
-from support.operator_faults.installation import is_ready
 
 SCRIPT = "stand-in-worker"
 START_SECONDS = 90

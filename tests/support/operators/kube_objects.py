@@ -1,10 +1,8 @@
-"""Manifests, and waiting on the event loop."""
+"""Manifests of the operator's kind and of children."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import GROUP, KIND, VERSION
@@ -43,12 +41,3 @@ def resource(name: str, **spec: Any) -> dict[str, Any]:
     """Return a SpecDecodeDeployment without replicas: every child is made but pods."""
     fields = deep({**SPEC, "replicas": 0}, spec)
     return {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "metadata": {"name": name}, "spec": fields}
-
-
-async def seconds_until(what: str, condition: Callable[[], object], *, limit: float) -> float:
-    """Return the seconds until a condition holds. Raises AssertionError after ``limit`` seconds."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < limit, f"{what}: not within {limit:g} s"
-        await asyncio.sleep(0.02)
-    return time.monotonic() - started

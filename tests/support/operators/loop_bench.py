@@ -196,9 +196,3 @@ class Bench:
     def restart(self) -> Bench:
         """Return the bench of a new process over the same cluster."""
         return Bench(self.cluster, pods=tuple(replace(pod) for pod in self.pods))
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)

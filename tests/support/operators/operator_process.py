@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import IO
 
 from specdecode_operator.api import crd
+from support import processes
 from support.kube import Cluster, Manifest, wait_for
 
 
@@ -28,11 +28,6 @@ def install_crd(cluster: Cluster, own: Manifest | None = None) -> None:
         wait_for("our kind is served", lambda words=words: cluster.kubectl(*words) is not None)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 class OperatorProcess:
     """`specdecode-operator run` as a context manager; SIGTERM at the end must make it exit with 0."""
 
@@ -46,8 +41,7 @@ class OperatorProcess:
         **settings: str,
     ) -> None:
         self.log = folder / "operator.log"
-        self.metrics_port = free_port()
-        self.health_port = free_port()
+        self.metrics_port, self.health_port = processes.free_ports(2)
         prefix = "SPECDECODE_OPERATOR_"
         self._environment = {
             **cluster.environment,
@@ -81,8 +75,7 @@ class OperatorProcess:
         self.process = None
 
     def resident_mib(self) -> float:
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS"))
+        return processes.resident_bytes(self.pid) / 2**20
 
     def probe(self, path: str) -> tuple[int, str]:
         """Return status and text of a probe; status 0 before the operator listens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from specdecode_worker.capture.live import CaptureLimits
 from specdecode_worker.capture.records import decode
 from specdecode_worker.capture.segments import list_segments, read_bodies
 from specdecode_worker.contract.capture import CaptureRules
+from support.waiting import until
 from support.worker.captured import record
 
 LIMITS = CaptureLimits(retry=0.2, hang=0.3, tick=0.02)
@@ -52,16 +53,9 @@ def numbers(folder: Path) -> list[int]:
     return sorted(seeds)
 
 
-def wait(condition: Callable[[], object], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def stored(recorder: Recorder, count: int) -> None:
     """Wait until the report counts this many stored records."""
-    wait(lambda: recorder.report().conversations == count)
+    until(lambda: recorder.report().conversations == count)
 
 
 def read(folder: Path) -> list[Record]:
@@ -85,4 +79,4 @@ def settle(recorder: Recorder) -> None:
             recorder._applied is state.rules and not len(queue) and not queue._taken and recorder._writer is not None
         )
 
-    wait(is_settled)
+    until(is_settled)

@@ -19,7 +19,8 @@ from specdecode_operator.types import Outcome, PolicyPeers
 from support.background import background
 from support.operators.canary import Canary, canary_with, capturing, distilling
 from support.operators.fleet import SimulatedWorker, Truth
-from support.operators.loop_bench import KEY, POD, Bench, Cluster, until
+from support.operators.loop_bench import KEY, POD, Bench, Cluster
+from support.waiting import eventually
 
 # --- one step ---------------------------------------------------------------------------------------------------------
 
@@ -187,7 +188,7 @@ async def test_policy_and_prefetch_are_deleted_once_none_is_wanted(owner: str) -
 async def test_workers_with_a_certificate_are_called_over_https(spec: dict[str, Any]) -> None:
     bench = Bench(Cluster(**spec), period=0.05, pods=(POD,))
     async with background(bench.loop.run()):
-        await until(lambda: bench.calls.access)
+        await eventually(lambda: bench.calls.access)
     assert bench.calls.access[0].tls == bool(spec)
 
 
@@ -198,12 +199,12 @@ async def test_a_change_by_a_user_does_not_wait_for_workers() -> None:
     bench = Bench(period=0.05, pods=(POD,))
     bench.calls.answers.clear()
     async with background(bench.loop.run()):
-        await until(lambda: bench.calls.access)
+        await eventually(lambda: bench.calls.access)
         before = len(bench.cluster.writes)
         bench.cluster.edit(speculation={"mode": "Advisory"})
         began = time.monotonic()
         bench.loop.wake(changed=True)
-        await until(lambda: len(bench.cluster.writes) > before)
+        await eventually(lambda: len(bench.cluster.writes) > before)
         assert time.monotonic() - began < module.GAP_SECONDS
         assert bench.cluster.status["observedGeneration"] == 2
 
@@ -213,7 +214,7 @@ async def test_a_round_of_reports_wakes_the_loop() -> None:
     worker.run(5)
     bench.calls.report = worker.report()
     async with background(bench.loop.run()):
-        await until(lambda: bench.calls.pushed)
+        await eventually(lambda: bench.calls.pushed)
     assert bench.loop._session.baselines.keys() == {"p"}
 
 
@@ -232,7 +233,7 @@ async def test_a_deployment_at_rest_is_looked_at_seldom(
     monkeypatch.setattr(module, "GAP_SECONDS", 0.0)
     monkeypatch.setattr(bench.loop, "_step", count)
     async with background(bench.loop.run()):
-        await until(lambda: bench.loop._poller.round >= 60)
+        await eventually(lambda: bench.loop._poller.round >= 60)
     assert abs(steps - share * bench.loop._poller.round) <= 0.2 * bench.loop._poller.round
 
 
@@ -261,9 +262,9 @@ async def test_a_step_that_fails_is_repeated_with_pauses(
     bench = Bench()
     bench.cluster.error = Unavailable("put status: no answer")
     async with background(bench.loop.run()):
-        await until(lambda: caplog.text.count("Unavailable") >= 4)
+        await eventually(lambda: caplog.text.count("Unavailable") >= 4)
         bench.cluster.error = None
-        await until(lambda: "status" in bench.cluster.writes)
+        await eventually(lambda: "status" in bench.cluster.writes)
     assert "again within 0 s" in caplog.text
     assert not bench.shared.writers.locked()
 
@@ -274,9 +275,9 @@ async def test_a_round_of_reports_ends_a_long_pause_after_a_failed_step(monkeypa
     bench = Bench(period=0.1)
     bench.cluster.error = Unavailable("put status: no answer")
     async with background(bench.loop.run()):
-        await until(lambda: bench.cluster.writes)
+        await eventually(lambda: bench.cluster.writes)
         bench.cluster.error = None
-        await until(lambda: "status" in bench.cluster.writes)
+        await eventually(lambda: "status" in bench.cluster.writes)
 
 
 async def test_steps_of_other_deployments_wait_for_a_place_only_while_one_talks_to_the_api_server() -> None:

@@ -19,7 +19,7 @@ from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.informer import Informer
 from specdecode_operator.kube.kinds import CONFIG_MAPS, LEASES
 from support.background import background
-from support.operators.kube_objects import seconds_until
+from support.waiting import eventually
 
 Watch = Callable[["Server", web.StreamResponse], Awaitable[None]]
 """Behavior of one watch, after its headers; it ends when this returns."""
@@ -116,7 +116,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_watches_that_are_cut_refused_or_ended_go_on_where_they_were() -> None:
     server = Server(cut, 500, 503, 429, bookmarked, silent)
     async with watching(server) as (informer, _):
-        await seconds_until("the last watch", lambda: len(server.versions) == 6, limit=5)
+        await eventually(lambda: len(server.versions) == 6, 5)
     assert server.versions == ["100", "101", "101", "101", "101", "150"]
     assert server.lists == 1
     assert informer.get("ns", "p") == "101"
@@ -127,7 +127,7 @@ async def test_watches_that_are_cut_refused_or_ended_go_on_where_they_were() -> 
 async def test_a_forgotten_version_is_listed_again(forget: Watch | int) -> None:
     server = Server(cut, forget, silent)
     async with watching(server):
-        await seconds_until("the last watch", lambda: len(server.versions) == 3, limit=5)
+        await eventually(lambda: len(server.versions) == 3, 5)
     assert (server.versions, server.lists) == (["100", "101", "200"], 2)
 
 
@@ -136,7 +136,7 @@ async def test_a_watch_without_bookmarks_is_replaced(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(informer_module, "SHORT_WATCH_SECONDS", 0.1)
     server = Server(silent)
     async with watching(server):
-        await seconds_until("another watch", lambda: len(server.versions) == 3, limit=5)
+        await eventually(lambda: len(server.versions) == 3, 5)
     assert (set(server.versions), server.lists) == ({"100"}, 1)
 
 
@@ -144,10 +144,10 @@ async def test_a_request_without_an_answer_puts_silent_watches_in_doubt() -> Non
     """A route that was lost takes all open connections; Leases are renewed every two seconds."""
     server = Server(silent)
     async with watching(server) as (_, client):
-        await seconds_until("the watch", lambda: len(server.versions) == 1, limit=5)
+        await eventually(lambda: len(server.versions) == 1, 5)
         for _ in range(2):
             with pytest.raises(Unavailable):
                 await client.get(LEASES, "ns", "l")
-        await seconds_until("another watch", lambda: len(server.versions) == 2, limit=5)
+        await eventually(lambda: len(server.versions) == 2, 5)
         await asyncio.sleep(0.2)
     assert (server.versions, server.lists) == (["100", "100"], 1), "once in twenty seconds"

@@ -14,9 +14,9 @@ import aiohttp
 from specdecode_router.discovery.sources import open_sources
 from specdecode_router.process import _apply, running_router
 from specdecode_router.settings import LiveSettings, RouterSettings
-from support.relay_harness import wait_until
 from support.router_harness import RouterUnderTest
 from support.stand_in_worker import TOKEN, Script, StandInWorker, running
+from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -101,13 +101,13 @@ async def test_a_worker_may_know_either_token_of_a_file(tmp_path: Path) -> None:
 async def test_workers_of_a_deployment_without_a_share_are_no_places(tmp_path: Path) -> None:
     async with two_deployments(Script(tokens=1), Script(tokens=1, key="key-2"), 0, tmp_path) as router:
         state, workers = router.state, router.state.relay.workers
-        await wait_until(lambda: len(workers.endpoints) == 2)
+        await eventually(lambda: len(workers.endpoints) == 2)
         await router.wait_for_reports()
         assert workers.capacity == 80, "64 rows of the own worker, and a quarter"
         both = workers.endpoints
         workers.update([one for one in both if one.deployment == "new"])
         held = asyncio.create_task(router.post(CHAT, data=turn(1)))
-        await wait_until(lambda: state.admission.held == 1)
+        await eventually(lambda: state.admission.held == 1)
         workers.update(both)
         assert (await held)[0] == 200
         await router.wait_for_reports()

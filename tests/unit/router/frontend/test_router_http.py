@@ -16,10 +16,10 @@ from aiohttp import web
 from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle, State
 from support.certificates import self_signed
-from support.relay_harness import wait_until
 from support.router_harness import RouterUnderTest, router_over
 from support.stand_in_worker import Script, StandInWorker, error_frame, text_of
 from support.virtual_loop import run_virtual
+from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 
@@ -146,7 +146,7 @@ async def test_forwarded_requests_have_bounds_of_number_and_bytes(monkeypatch: p
     monkeypatch.setattr("specdecode_router.frontend.forwarding._MAX_AT_ONCE", 2)
     async with router_over(Script(), max_unfinished_body_bytes=1000) as router:
         asked = [asyncio.create_task(router.post("/tokenize", data=b"x" * 900))]
-        await wait_until(lambda: router.workers[0].forwarded == 1)
+        await eventually(lambda: router.workers[0].forwarded == 1)
         status, headers, content = await asyncio.wait_for(router.post("/tokenize", data=b"x" * 900), 2)
         assert (status, headers["Retry-After"]) == (503, "1")
         assert json.loads(content)["error"]["code"] == "too_many_bodies"
@@ -173,16 +173,16 @@ async def test_client_that_goes_is_cancelled_at_the_worker() -> None:
     async with router_over(Script(tokens=100_000)) as router:
         async with router.client.post(CHAT, data=body(stream=True)) as response:
             await response.content.readline()
-        await wait_until(lambda: router.workers[0].cancelled)
-        await wait_until(lambda: not router.state.lifecycle.running)
+        await eventually(lambda: router.workers[0].cancelled)
+        await eventually(lambda: not router.state.lifecycle.running)
 
 
 async def test_client_that_goes_while_the_body_is_made() -> None:
     async with router_over(Script(tokens=100_000)) as router:
         task = asyncio.create_task(router.post(CHAT, data=body()))
-        await wait_until(lambda: router.workers[0].running)
+        await eventually(lambda: router.workers[0].running)
         task.cancel()
-        await wait_until(lambda: router.workers[0].cancelled)
+        await eventually(lambda: router.workers[0].cancelled)
 
 
 def post(path: str, content: bytes) -> bytes:
@@ -208,7 +208,7 @@ async def slow_client(router: RouterUnderTest) -> tuple[asyncio.StreamReader, as
 async def test_requests_behind_a_running_one_wait_unread(request_bytes: bytes) -> None:
     async with router_over(Script(silent_at=0)) as router:
         _, writer = await slow_client(router)
-        await wait_until(lambda: router.workers[0].running)
+        await eventually(lambda: router.workers[0].running)
         writer.write(request_bytes * 40)
         await asyncio.sleep(0.5)
         assert writer.transport.get_write_buffer_size() > 6_000_000, "the kernel holds ten megabytes at most"
@@ -217,7 +217,7 @@ async def test_requests_behind_a_running_one_wait_unread(request_bytes: bytes) -
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, no_linger)
         writer.transport.abort()
         router.workers[0].voice.set()
-        await wait_until(lambda: not router.state.lifecycle.running)
+        await eventually(lambda: not router.state.lifecycle.running)
 
 
 async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
@@ -226,7 +226,7 @@ async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
         router.workers[1].script.tokens = 20
         _, writer = await slow_client(router)
         busy = router.workers
-        await wait_until(lambda: any(worker.running for worker in busy))
+        await eventually(lambda: any(worker.running for worker in busy))
         await asyncio.sleep(0.7)
         busy[0].script.tokens = 20
         fast = await asyncio.wait_for(router.post(CHAT, data=body(stream=True)), 2)
@@ -234,7 +234,7 @@ async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
         sent = sum(worker.sent_bytes for worker in busy)
         await asyncio.sleep(0.2)
         assert sum(worker.sent_bytes for worker in busy) < sent + 1000, "the worker is not read any more"
-        await wait_until(lambda: not router.state.lifecycle.running, 3)
+        await eventually(lambda: not router.state.lifecycle.running, 3)
         assert sum(len(worker.requests) for worker in busy) == 2, "a slow client is no failed worker"
         writer.close()
 
@@ -250,8 +250,8 @@ async def test_client_that_does_not_read_a_large_answer_is_dropped(forwarded: bo
         answer = len(content) if forwarded else len(text_of(content, 200_000))
         writer.write(post("/tokenize" if forwarded else "/v1/completions", content))
         worker = router.workers[0]
-        await wait_until(lambda: worker.forwarded if forwarded else worker.ended, 20)
-        await wait_until(lambda: not router.state.lifecycle.running)
+        await eventually(lambda: worker.forwarded if forwarded else worker.ended, 20)
+        await eventually(lambda: not router.state.lifecycle.running)
         received = await asyncio.wait_for(reader.read(-1), 5)
         assert len(received) < answer, "the connection was dropped in the middle"
         writer.close()
@@ -280,7 +280,7 @@ async def test_clients_that_do_not_read_the_answers_of_probes_are_dropped(
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
             writers.append(writer)
         await asyncio.sleep(0.3)
-        await wait_until(lambda: len(servers[0].connections) == left, 3)
+        await eventually(lambda: len(servers[0].connections) == left, 3)
         for writer in writers:
             writer.transport.abort()
 
@@ -329,7 +329,7 @@ async def test_connections_that_had_a_request_make_room_too() -> None:
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
         closed = [asyncio.create_task(reader.read()) for reader, _ in many]
-        await wait_until(lambda: sum(one.done() for one in closed) == 4)
+        await eventually(lambda: sum(one.done() for one in closed) == 4)
         assert [one.done() for one in closed] == [True] * 4 + [False] * 2, "the oldest ones"
         assert await running.content.readline()
         for one, (_, writer) in zip(closed, many, strict=True):
@@ -354,7 +354,7 @@ async def test_probes_and_shutdown() -> None:
     async with router_over(Script(tokens=100, interval_seconds=0.01)) as router:
         assert (await router.get("/ready"))[0] == 200
         running = asyncio.create_task(router.post(CHAT, data=body(stream=True)))
-        await wait_until(lambda: router.workers[0].running)
+        await eventually(lambda: router.workers[0].running)
         leaving = asyncio.create_task(router.state.lifecycle.shut_down(0.2, 10))
         await asyncio.sleep(0.05)
         assert (await router.get("/ready"))[0] == 503
@@ -374,7 +374,7 @@ async def test_requests_are_held_until_a_worker_comes() -> None:
         endpoints = workers.endpoints
         workers.update([])
         held = asyncio.create_task(router.post(CHAT, data=body(stream=True)))
-        await wait_until(lambda: router.state.admission.held == 1)
+        await eventually(lambda: router.state.admission.held == 1)
         workers.update(endpoints)
         assert (await held)[2].endswith(b"[DONE]\n\n")
 

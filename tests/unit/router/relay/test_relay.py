@@ -12,9 +12,10 @@ import pytest
 from specdecode_router.errors import ApiError
 from specdecode_router.relay import attempt_history
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
-from support.relay_harness import LIMITS, Harness, chat, harness, wait_until
+from support.relay_harness import LIMITS, Harness, chat, harness
 from support.router_harness import router_over
 from support.stand_in_worker import Script, error_frame, text_of
+from support.waiting import eventually
 
 BODY = chat()
 TEXT = text_of(BODY, 20)
@@ -141,7 +142,7 @@ async def test_a_connection_that_breaks_while_the_client_does_not_read_is_no_fau
         over.client.write_seconds = 0.2
         relay = over.relay(BODY)
         task = asyncio.create_task(relay.run())
-        await wait_until(lambda: over.workers[1].requests)
+        await eventually(lambda: over.workers[1].requests)
         assert (over.registry.counts()["suspect"], relay._history.crashes) == (0, 0)
         over.client.write_seconds = 0.0
         await task
@@ -214,7 +215,7 @@ async def test_client_that_is_gone_at_a_write_cancels_at_the_worker(monkeypatch:
         monkeypatch.setattr(over.client, "write", gone)
         with pytest.raises(ClientGone):
             await over.run(BODY)
-        await wait_until(lambda: over.workers[0].cancelled == 1)
+        await eventually(lambda: over.workers[0].cancelled == 1)
 
 
 async def test_trace_headers_and_identity_reach_every_attempt() -> None:
@@ -238,7 +239,7 @@ async def test_silent_worker_loses() -> None:
         assert over.metric("resumes_total", reason="silence", outcome="resumed") == 1
         assert over.metric("resume_gap_seconds_count") == 1
         over.workers[0].voice.set()
-        await wait_until(lambda: not over.workers[0].running)
+        await eventually(lambda: not over.workers[0].running)
         assert (over.workers[0].cancelled, over.workers[0].ended) == (1, 0), "the loser is cancelled"
 
 
@@ -246,7 +247,7 @@ async def test_loser_is_cancelled_while_the_winner_runs() -> None:
     async with harness(Script(silent_at=5), Script(tokens=10_000, interval_seconds=0.01)) as over:
         over.scripts[0].tokens = 10_000
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.workers[0].cancelled)
+        await eventually(lambda: over.workers[0].cancelled)
         assert over.workers[1].running
         assert not task.done()
         task.cancel()
@@ -257,7 +258,7 @@ async def test_loser_is_cancelled_while_the_winner_runs() -> None:
 async def test_false_suspicion_changes_nothing() -> None:
     async with harness(Script(silent_at=5), Script(resumed_delay_seconds=30)) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.workers[1].requests)
+        await eventually(lambda: over.workers[1].requests)
         over.workers[0].voice.set()
         client = await task
         assert client.text() == TEXT
@@ -272,9 +273,9 @@ async def test_false_suspicion_changes_nothing() -> None:
 async def test_a_suspicion_ends_when_the_frames_go_on_without_a_token() -> None:
     async with harness(Script(silent_at=1, interval_seconds=30, alive_seconds=0.1)) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.registry.counts()["suspect"])
+        await eventually(lambda: over.registry.counts()["suspect"])
         over.workers[0].voice.set()
-        await wait_until(lambda: not over.registry.counts()["suspect"], 2)
+        await eventually(lambda: not over.registry.counts()["suspect"], 2)
         assert len(over.client.events) == 1
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -284,7 +285,7 @@ async def test_a_suspicion_ends_when_the_frames_go_on_without_a_token() -> None:
 async def test_both_deliver_at_the_same_time() -> None:
     async with harness(Script(silent_at=5), Script(resumed_delay_seconds=0.05)) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.workers[1].requests)
+        await eventually(lambda: over.workers[1].requests)
         await asyncio.sleep(0.05)
         over.workers[0].voice.set()
         client = await task
@@ -328,7 +329,7 @@ async def test_a_stream_that_is_too_long_for_a_second_attempt_goes_on(monkeypatc
     monkeypatch.setattr("specdecode_router.relay.relay.MAX_FRAME_BYTES", 600)
     async with harness(Script(tokens=400, per_step=20, silent_at=200), Script(tokens=400)) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.registry.counts()["suspect"])
+        await eventually(lambda: over.registry.counts()["suspect"])
         await asyncio.sleep(0.1)
         over.workers[0].voice.set()
         assert (await task).text() == text_of(BODY, 400)
@@ -341,14 +342,14 @@ async def test_two_silent_workers_make_room_for_a_third_one() -> None:
         client = await asyncio.wait_for(over.run(BODY), 5)
         assert client.text() == TEXT
         assert [len(worker.requests) for worker in over.workers] == [1, 1, 1]
-        await wait_until(lambda: [worker.cancelled for worker in over.workers[:2]] == [1, 1])
+        await eventually(lambda: [worker.cancelled for worker in over.workers[:2]] == [1, 1])
         assert over.metric("hedges_total", outcome="won") == 1
 
 
 async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:
     async with harness(Script(silent_at=5, close_at=5), Script(resumed_delay_seconds=0.3)) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.workers[1].requests)
+        await eventually(lambda: over.workers[1].requests)
         over.workers[0].voice.set()
         assert (await task).text() == TEXT
         assert len(over.workers[1].requests) == 1
@@ -369,7 +370,7 @@ async def test_refusal_of_the_second_attempt_leaves_the_first_one_running(before
     first = Script(open_delay_seconds=0.9) if before_open else Script(silent_at=5)
     async with harness(first, Script(refuse=error_frame(500, "engine_error", retryable=False))) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.workers[1].requests)
+        await eventually(lambda: over.workers[1].requests)
         await asyncio.sleep(0.1)
         over.workers[0].voice.set()
         client = await task
@@ -381,7 +382,7 @@ async def test_crashes_of_further_workers_leave_a_slow_stream_running() -> None:
     crash = Script(refuse=error_frame(500, "engine_error", retryable=True))
     async with harness(Script(silent_at=5), crash, crash, crash) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.workers[1].requests and over.workers[2].requests)
+        await eventually(lambda: over.workers[1].requests and over.workers[2].requests)
         await asyncio.sleep(0.6)
         assert not over.workers[3].requests, "the request may be the cause, so it is not given to a third one"
         over.workers[0].voice.set()
@@ -399,7 +400,7 @@ async def test_a_winner_whose_client_reads_slowly_is_not_hedged() -> None:
     async with harness(Script(silent_at=5), Script()) as over:
         relay = over.relay(BODY)
         task = asyncio.create_task(relay.run())
-        await wait_until(lambda: len(over.client.events) >= 6)
+        await eventually(lambda: len(over.client.events) >= 6)
         over.client.write_seconds = 30
         await asyncio.sleep(0.9)
         assert [attempt.is_paused for attempt in relay._running.values()] == [True]
@@ -434,11 +435,11 @@ async def test_request_waits_as_long_as_a_held_one_while_there_is_no_worker() ->
         first, second = over.registry.endpoints
         over.registry.update([first])
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: len(over.client.events) == 5)
+        await eventually(lambda: len(over.client.events) == 5)
         over.registry.update([])
         over.scripts[0].close_at = 5
         over.workers[0].voice.set()
-        await wait_until(lambda: over.registry.demand[0] == 1)
+        await eventually(lambda: over.registry.demand[0] == 1)
         await asyncio.sleep(1.5 * LIMITS.no_worker_seconds)
         assert not task.done()
         assert over.registry.demand[1] > LIMITS.no_worker_seconds
@@ -462,7 +463,7 @@ async def test_no_worker_until_the_end_of_the_hold_time() -> None:
 async def test_request_that_leaves_its_only_worker_out_is_no_demand() -> None:
     async with harness(Script(close_at=5)) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: over.registry.counts()["suspect"] == 1)
+        await eventually(lambda: over.registry.counts()["suspect"] == 1)
         assert over.registry.demand == (0, 0.0), "the worker may answer again"
         with pytest.raises(ApiError):
             await task
@@ -472,7 +473,7 @@ async def test_a_stream_waits_for_a_place_at_a_full_worker(monkeypatch: pytest.M
     monkeypatch.setattr(attempt_history, "_EXCLUDE_SECONDS", 0.1)
     async with harness(Script(move_at=9), Script(refuse=FULL)) as over:
         task = asyncio.create_task(over.run(BODY))
-        await wait_until(lambda: len(over.workers[1].requests) == 3)
+        await eventually(lambda: len(over.workers[1].requests) == 3)
         over.scripts[1].refuse = None
         assert (await task).text() == text_of(BODY, 20)
 
@@ -503,16 +504,16 @@ async def test_operator_learns_of_requests_that_lost_the_last_worker() -> None:
     async with router_over(Script(tokens=50, interval_seconds=0.01), demand=demand, no_worker_seconds=5) as router:
         workers = router.state.relay.workers
         sent = asyncio.create_task(router.post("/v1/chat/completions", data=BODY))
-        await wait_until(lambda: router.workers[0].running)
+        await eventually(lambda: router.workers[0].running)
         endpoints = workers.endpoints
         workers.update([])
         router.workers[0].script.close_at = 0
-        await wait_until(lambda: demand.held[-1][0] == 1)
+        await eventually(lambda: demand.held[-1][0] == 1)
         router.workers[0].script.close_at = None
         workers.update(endpoints)
         _, _, content = await sent
         assert content.endswith(b"[DONE]\n\n")
-        await wait_until(lambda: demand.held[-1] == (0, 0.0))
+        await eventually(lambda: demand.held[-1] == (0, 0.0))
 
 
 async def test_prefixes_of_a_worker_that_is_gone_are_dropped() -> None:

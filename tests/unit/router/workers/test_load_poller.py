@@ -13,6 +13,7 @@ from specdecode_router.workers.registry import WorkerRegistry
 from specdecode_router.workers.worker import Endpoint
 from specdecode_worker.contract.internal_stream import PlanTask, StepKindTime, WorkerLoad, encode_document
 from support.stand_in_worker import TOKEN, Script, StandInWorker, running
+from support.waiting import eventually
 
 
 async def test_loads_of_live_workers_do_not_wait_for_dead_ones() -> None:
@@ -23,9 +24,7 @@ async def test_loads_of_live_workers_do_not_wait_for_dead_ones() -> None:
         registry.update([Endpoint("silent", f"http://127.0.0.1:{port}"), Endpoint("live", worker.url)])
         client = WorkerClient(lambda url: (TOKEN,), connect_seconds=1)
         task = asyncio.create_task(LoadPoller(registry, client, 0.2, "r1", lambda: False).run())
-        async with asyncio.timeout(5):
-            while not registry.views()[-1].max_num_seqs or registry.counts()["suspect"] < 1:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: registry.views()[-1].max_num_seqs and registry.counts()["suspect"] == 1)
         live = registry.views()[-1]
         assert (live.max_num_seqs, live.compatibility_key, live.suspect) == (7, "key-7", False)
         task.cancel()

@@ -21,8 +21,9 @@ from specdecode_worker.capture.recorder import MAX_HUNG_WRITERS
 from specdecode_worker.capture.records import QUEUE_RECORDS
 from specdecode_worker.capture.segments import KEY_SUFFIX, derived_key, key_id, stored_keys, stored_retention
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
+from support.waiting import until
 from support.worker.captured import record
-from support.worker.live_captures import LIMITS, RULES, live, numbers, put, stored, wait
+from support.worker.live_captures import LIMITS, RULES, live, numbers, put, stored
 
 
 def changed(**values: object) -> CaptureRules:
@@ -42,8 +43,8 @@ def test_rules_switch_capture_on_and_off(tmp_path: Path) -> None:
         recorder.apply(None)
         assert not recorder.should_capture("other")
         put(recorder, 3)
-        wait(lambda: not list(folder.iterdir()))
-        wait(lambda: recorder.report() == CaptureReport(dropped={"deleted": 2}))  # counted after the last file is gone
+        until(lambda: not list(folder.iterdir()))
+        until(lambda: recorder.report() == CaptureReport(dropped={"deleted": 2}))  # counted after the last file is gone
         recorder.apply(RULES)
         put(recorder, 4)
         stored(recorder, 1)
@@ -59,7 +60,7 @@ def test_plan_decides_about_records_of_an_earlier_process(tmp_path: Path) -> Non
         stored(recorder, 3)
     assert numbers(tmp_path) == [0, 1, 2]
     with live(tmp_path, None):
-        wait(lambda: not list(tmp_path.iterdir()))
+        until(lambda: not list(tmp_path.iterdir()))
 
 
 def test_shares_hold_from_the_next_request_on(tmp_path: Path) -> None:
@@ -77,9 +78,9 @@ def test_record_that_waits_for_the_disk_passes_the_new_redaction(tmp_path: Path)
         stored(recorder, 1)
         with recorder._store.lock:
             put(recorder, 2)
-            wait(lambda: recorder._writer.activity() is not None)  # type: ignore[union-attr]
+            until(lambda: recorder._writer.activity() is not None)  # type: ignore[union-attr]
             recorder.apply(changed(redact="support.worker.redaction_hooks:odd_ones"))
-        wait(lambda: recorder.counts.dropped == {Dropped.redacted: 1})
+        until(lambda: recorder.counts.dropped == {Dropped.redacted: 1})
     assert numbers(tmp_path) == [1]
 
 
@@ -98,20 +99,20 @@ def test_records_before_the_time_are_deleted_and_the_others_stay(tmp_path: Path)
         assert numbers(tmp_path) == [1, 3]
         assert recorder.report().oldest == pytest.approx(time.time() - 10, abs=5)
     with live(tmp_path, changed(delete_before=time.time() - 5)) as recorder:
-        wait(lambda: numbers(tmp_path) == [3])
+        until(lambda: numbers(tmp_path) == [3])
         (copy,) = (path.with_suffix(".rewrite") for path in tmp_path.glob("*.segment"))
         copy.write_bytes(b"text that a killed deletion left")
         recorder.apply(changed(delete_before=time.time() + 5))
-        wait(lambda: not list(tmp_path.glob("*.segment")))
-        wait(lambda: not copy.exists())
+        until(lambda: not list(tmp_path.glob("*.segment")))
+        until(lambda: not copy.exists())
 
 
 def test_a_queued_record_is_deleted_too(tmp_path: Path, held: threading.Event) -> None:
     with live(tmp_path, changed(redact="support.worker.redaction_hooks:hanging")) as recorder:
         put(recorder, 0, 1, age=100)
-        wait(lambda: len(recorder._queue) == 1)
+        until(lambda: len(recorder._queue) == 1)
         recorder.apply(changed(redact="support.worker.redaction_hooks:hanging", delete_before=time.time() - 50))
-        wait(lambda: not len(recorder._queue))
+        until(lambda: not len(recorder._queue))
         held.set()
         put(recorder, 2)
         stored(recorder, 1)
@@ -136,7 +137,7 @@ def test_smaller_bounds_hold_at_once(tmp_path: Path) -> None:
         stored(recorder, 20)
         assert recorder.report().stored_bytes > 2**17
         recorder.apply(changed(max_bytes=2**16))
-        wait(lambda: recorder.report().stored_bytes <= 2**16)
+        until(lambda: recorder.report().stored_bytes <= 2**16)
         assert sum(path.stat().st_size for path in tmp_path.glob("*.segment")) <= 2**16
 
 
@@ -167,7 +168,7 @@ def test_records_of_a_user_are_deleted_also_from_the_queue(tmp_path: Path, held:
         held.clear()
         put(recorder, 2, 3, user=ann)  # one is in the hook, the other waits
         put(recorder, 4, user=bob)
-        wait(lambda: len(recorder._queue) == 2)
+        until(lambda: len(recorder._queue) == 2)
         counts = recorder.delete_user("ann")
         assert (counts.records, counts.queued, counts.undecidable) == (1, 2, 0)
         held.set()
@@ -185,7 +186,7 @@ def test_rotated_token_prevents_no_deletion(tmp_path: Path) -> None:
         tokens[0] = "second"
         recorder._swept_at = 0.0
         first = recorder.subject_of("ann")
-        wait(lambda: recorder.subject_of("ann") != first)
+        until(lambda: recorder.subject_of("ann") != first)
         put(recorder, 1, user=recorder.subject_of("ann"))
         stored(recorder, 2)
     with live(tmp_path, read_token=lambda: "third") as recorder:
@@ -255,10 +256,10 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_full_disk_stops_capture_until_the_retry(tmp_path: Path, full_disk: list[bool]) -> None:
     with live(tmp_path) as recorder:
         put(recorder, 0)
-        wait(lambda: "No space left" in problem_of(recorder))
-        wait(lambda: recorder.counts.dropped[Dropped.write_error] == 1)
+        until(lambda: "No space left" in problem_of(recorder))
+        until(lambda: recorder.counts.dropped[Dropped.write_error] == 1)
         full_disk[0] = False
-        wait(lambda: recorder.should_capture("other"))
+        until(lambda: recorder.should_capture("other"))
         put(recorder, 1)
         stored(recorder, 1)
         assert problem_of(recorder) == ""
@@ -269,13 +270,13 @@ def test_changed_rules_are_tried_at_once(tmp_path: Path, full_disk: list[bool]) 
     patient = type(LIMITS)(retry=3600, hang=0.3, tick=0.02)
     with live(tmp_path, limits=patient) as recorder:
         put(recorder, 0)
-        wait(lambda: problem_of(recorder))
+        until(lambda: problem_of(recorder))
         assert not recorder.should_capture("other")
         put(recorder, 1)
         assert recorder.counts.dropped[Dropped.stopped] == 2
         full_disk[0] = False
         recorder.apply(RULES.model_copy(update={"share": 0.999}))
-        wait(lambda: not recorder.is_stopped)
+        until(lambda: not recorder.is_stopped)
         put(recorder, 2)
         stored(recorder, 1)
     assert numbers(tmp_path) == [2]
@@ -289,7 +290,7 @@ def test_slow_disk_delays_no_call(tmp_path: Path, slow_disk: threading.Event) ->
         recorder.apply(RULES.model_copy(update={"share": 0.5}))
         assert time.monotonic() - began < 2
         assert recorder.counts.dropped[Dropped.queue_full] >= 49
-        wait(lambda: "has not answered" in problem_of(recorder))
+        until(lambda: "has not answered" in problem_of(recorder))
         with pytest.raises(CaptureError, match="does not answer"):
             recorder.delete_user("ann")
         slow_disk.set()
@@ -303,7 +304,7 @@ def test_capture_can_be_switched_off_while_the_disk_is_slow(tmp_path: Path, slow
         recorder.apply(None)
         assert not recorder.should_capture("other")
         slow_disk.set()
-        wait(lambda: not list(tmp_path.iterdir()))
+        until(lambda: not list(tmp_path.iterdir()))
         time.sleep(0.1)
         assert not list(tmp_path.iterdir()), "nothing is written afterwards"
 
@@ -311,12 +312,12 @@ def test_capture_can_be_switched_off_while_the_disk_is_slow(tmp_path: Path, slow
 def test_hanging_redaction_stops_capture_and_writes_nothing_later(tmp_path: Path, held: threading.Event) -> None:
     with live(tmp_path, HANGING) as recorder:
         put(recorder, 0, 1)
-        wait(lambda: "has not returned" in problem_of(recorder))
+        until(lambda: "has not returned" in problem_of(recorder))
         assert recorder.report().dropped == {"stopped": 2}
         time.sleep(3 * LIMITS.retry)
         assert len([one for one in threading.enumerate() if one.name == "capture"]) == 1, "one hangs, no other starts"
         recorder.apply(RULES)
-        wait(lambda: recorder.should_capture("other"))
+        until(lambda: recorder.should_capture("other"))
         put(recorder, 2)
         stored(recorder, 1)
         held.set()
@@ -327,9 +328,9 @@ def test_hanging_redaction_stops_capture_and_writes_nothing_later(tmp_path: Path
 def test_hook_that_returns_is_used_again(tmp_path: Path, held: threading.Event) -> None:
     with live(tmp_path, HANGING) as recorder:
         put(recorder, 0)
-        wait(lambda: problem_of(recorder))
+        until(lambda: problem_of(recorder))
         held.set()
-        wait(lambda: not problem_of(recorder))
+        until(lambda: not problem_of(recorder))
         put(recorder, 1)
         stored(recorder, 1)
     assert numbers(tmp_path) == [1]
@@ -341,9 +342,9 @@ def test_capture_can_be_switched_off_while_redaction_hangs(tmp_path: Path, held:
         stored(recorder, 1)
         recorder.apply(HANGING)
         put(recorder, 1)
-        wait(lambda: len(recorder._queue) == 0)
+        until(lambda: len(recorder._queue) == 0)
         recorder.apply(None)
-        wait(lambda: not list(tmp_path.iterdir()))
+        until(lambda: not list(tmp_path.iterdir()))
         assert recorder.report().problem is None
 
 
@@ -364,10 +365,10 @@ def test_redaction_that_cannot_be_loaded_is_reported_and_tried_again(tmp_path: P
     rules = RULES.model_copy(update={"redact": "late_hooks:hook"})
     try:
         with live(tmp_path / "captures", rules) as recorder:
-            wait(lambda: "late_hooks:hook cannot be imported" in problem_of(recorder))
+            until(lambda: "late_hooks:hook cannot be imported" in problem_of(recorder))
             put(recorder, 0)
             module.write_text("def hook(record):\n    return record\n")
-            wait(lambda: not problem_of(recorder))
+            until(lambda: not problem_of(recorder))
             put(recorder, 1)
             stored(recorder, 1)
             assert numbers(tmp_path / "captures") == [1], "nothing is written without the hook"
@@ -379,10 +380,10 @@ def test_thread_that_ends_is_replaced_and_its_message_is_not_reported(tmp_path: 
     rules = RULES.model_copy(update={"redact": "support.worker.redaction_hooks:ending"})
     with live(tmp_path, rules) as recorder:
         put(recorder, 0)
-        wait(lambda: problem_of(recorder) == "the capture thread ended with SystemExit")
+        until(lambda: problem_of(recorder) == "the capture thread ended with SystemExit")
         assert recorder.counts.dropped[Dropped.redaction_error] == 1
         recorder.apply(RULES)
-        wait(lambda: recorder.should_capture("other"))
+        until(lambda: recorder.should_capture("other"))
         put(recorder, 1)
         stored(recorder, 1)
 
@@ -391,15 +392,15 @@ def test_folder_that_cannot_be_written_is_reported_and_tried_again(tmp_path: Pat
     folder = tmp_path / "captures"
     folder.write_text("a file")
     with live(folder) as recorder:
-        wait(lambda: "cannot be written" in problem_of(recorder))
+        until(lambda: "cannot be written" in problem_of(recorder))
         assert not recorder.should_capture("other")
         folder.unlink()
-        wait(lambda: not problem_of(recorder))
+        until(lambda: not problem_of(recorder))
         put(recorder, 0)
         stored(recorder, 1)
         shutil.rmtree(folder)
         put(recorder, 1)
-        wait(lambda: folder.exists() and numbers(folder) == [1])
+        until(lambda: folder.exists() and numbers(folder) == [1])
 
 
 def test_folder_that_is_emptied_by_hand_gets_its_bounds_and_keys_again(tmp_path: Path) -> None:
@@ -410,7 +411,7 @@ def test_folder_that_is_emptied_by_hand_gets_its_bounds_and_keys_again(tmp_path:
         stored(recorder, 1)
         shutil.rmtree(folder)
         put(recorder, 1, user=recorder.subject_of("ann"))
-        wait(lambda: folder.exists() and numbers(folder) == [1])
+        until(lambda: folder.exists() and numbers(folder) == [1])
         assert stored_retention(folder) is not None
         assert set(stored_keys(folder)) == {key_id(derived_key("token"))}
 
@@ -445,9 +446,9 @@ def test_capture_goes_on_after_a_failure_of_the_control_thread(
             broken.setattr(recorder._store, step, refuse)
             recorder._swept_at = 0.0
             recorder.apply(RULES.model_copy(update={"share": 0.999, "max_bytes": 2**20}))
-            wait(lambda: "Input/output error" in problem_of(recorder))
+            until(lambda: "Input/output error" in problem_of(recorder))
             assert recorder.is_stopped
-        wait(lambda: not problem_of(recorder) and not recorder.is_stopped)
+        until(lambda: not problem_of(recorder) and not recorder.is_stopped)
         put(recorder, 1)
         stored(recorder, 2)
     assert numbers(tmp_path) == [0, 1]

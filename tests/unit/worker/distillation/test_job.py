@@ -42,6 +42,7 @@ from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached,
 from specdecode_worker.training.prompts import PromptLine, Question
 from specdecode_worker.training.split_target import TargetPlacement
 from support.tiers import skip_reason
+from support.waiting import until
 from support.worker.captured_folders import noise, write
 from support.worker.job_runs import run, run_job
 
@@ -258,10 +259,7 @@ def test_killed_training_goes_on_to_the_same_draft(flags: list[str], tmp_path: P
 
     assert start("whole").wait(240) == 0
     killed = start("killed")
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "killed" / "checkpoint.pt").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until((tmp_path / "killed" / "checkpoint.pt").exists, 120)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     state = torch.load(tmp_path / "killed" / "checkpoint.pt", weights_only=True)

@@ -34,6 +34,7 @@ from specdecode_worker.engine.transfer import (
     Welcome,
 )
 from support.certificates import self_signed
+from support.waiting import until
 
 ACCESS = TransferAccess("key", lambda: ("token",))
 SIZE = 3000
@@ -63,14 +64,6 @@ def fetch(port: int, access: TransferAccess = ACCESS, *, most: int = 1 << 20, **
         **options,
     }
     return BlockFetch(f"127.0.0.1:{port}", access, WANT, DIGESTS, **given)
-
-
-def until(condition: Callable[[], Any], seconds: float = 10) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.002)
-    return value
 
 
 def offer(

@@ -36,6 +36,7 @@ from specdecode_worker.server.admission import (
 )
 from specdecode_worker.server.errors import CannotStart
 from specdecode_worker.server.routes.admin import admin_app
+from support.waiting import until
 
 ADMIN = {Env.admin_token: "admin"}
 
@@ -307,22 +308,14 @@ def test_watching_survives_an_unexpected_error(
     with watching([secrets]):
         path.content = None  # type: ignore[assignment]
         path.version += 1
-        _wait_for(lambda: "cannot read secrets again" in caplog.text)
+        until(lambda: "cannot read secrets again" in caplog.text)
         path.change(bob="2")
-        _wait_for(lambda: secrets.current.names_of("2") == ("bob",))
+        until(lambda: secrets.current.names_of("2") == ("bob",))
     time.sleep(0.05)
     reads = path.reads
     path.change(bob="3")
     time.sleep(0.05)
     assert path.reads == reads, "the thread goes on after the block"
-
-
-def _wait_for(condition: object) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_every_admin_route_is_the_operators_but_those_of_captures_and_routers() -> None:
