@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,12 @@ def _no_process_is_left() -> Iterator[None]:
     while left := _own_children():
         assert time.monotonic() < deadline, f"tests have left processes: {left}"
         time.sleep(0.05)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_folders_go(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Keep the temporary folders of processes that tests kill among those of pytest, which deletes them."""
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("tmp"))
 
 
 def _own_children() -> dict[int, str]:

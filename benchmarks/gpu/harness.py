@@ -6,6 +6,7 @@ caches, and the blocks are made known as somebody's beginning, so that requests 
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -193,7 +194,6 @@ class Asked:
     context: int
     dtype: torch.dtype
     device: torch.device
-    folder: Path
     eager: bool = False
     draft_quantization: str | None = None
     sampler: str = "coupled"
@@ -212,16 +212,19 @@ class Asked:
 
 def build(asked: Asked) -> Bench:
     """The engine, and as many texts as were asked for in its caches."""
-    where = asked.folder / "target", asked.folder / "head"
-    write_config(asked.shapes, where[0])
     target = random_target(asked.shapes, asked.dtype, asked.device)
     error = products_error(target)
     if asked.always_right:
         make_loud(target)
-    write_head(asked.shapes, target, where[1], asked.dtype, asked.device)
-    config = _config(asked, *where)
-    budget = _budget(asked, config, target)
-    engine = assemble(target, where[0], config, lambda uri: Path(uri.removeprefix("file://")), budget, lambda: "random")
+    with tempfile.TemporaryDirectory(prefix="specdecode-gpu-") as folder:  # a head has a gigabyte
+        where = Path(folder, "target"), Path(folder, "head")
+        write_config(asked.shapes, where[0])
+        write_head(asked.shapes, target, where[1], asked.dtype, asked.device)
+        config = _config(asked, *where)
+        budget = _budget(asked, config, target)
+        engine = assemble(
+            target, where[0], config, lambda uri: Path(uri.removeprefix("file://")), budget, lambda: "random"
+        )
     caches = engine._target.cache.data, _draft_cache(engine)
     for cache in caches:
         cache.normal_()

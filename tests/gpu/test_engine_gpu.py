@@ -186,7 +186,7 @@ def test_a_recording_that_breaks_off_holds_no_memory_once_the_graphs_are_cleared
         torch.empty(int(share * free), dtype=torch.uint8, device="cuda")
 
 
-def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices that the product of few rows serves, heads of 128 numbers in groups of 4, and a real EAGLE-3 head.
 
     The weights are random and the temperature is 1: the noise, which target and draft share, decides most tokens, so
@@ -204,7 +204,7 @@ def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)
         asked = Asked(
             shapes=shapes, batches=(4,), context=64, dtype=torch.float32, device=torch.device("cuda"),
-            folder=tmp_path / str(on_kernels), always_right=False, filled=False, eager=not on_kernels,
+            always_right=False, filled=False, eager=not on_kernels,
         )  # fmt: skip
         bench = build(asked)
         for shape in SHAPES:

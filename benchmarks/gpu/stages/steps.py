@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,7 +149,6 @@ def asked_of(run: Run, shapes: Shapes, wanted: Wanted, *, tiny: Shapes = TINY, *
         context=context,
         dtype=dtype,
         device=run.device,
-        folder=Path(tempfile.mkdtemp(prefix="specdecode-gpu-")),
         eager=wanted.eager,
         draft_quantization=wanted.draft_quantization,
         **more,

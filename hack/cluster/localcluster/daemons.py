@@ -108,8 +108,10 @@ def stop(layout: Layout, name: str, *, grace_s: float = 10) -> None:
 
 
 def end(identities: Sequence[Identity], *, grace_s: float) -> None:
-    """End exactly these processes and wait until they are gone."""
+    """End exactly these processes and wait until they are gone. Without a grace period there is no SIGTERM."""
     for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 5.0)):
+        if not patience_s:
+            continue
         left = [one for one in identities if identify(one.pid) == one]
         for one in left:
             _signal(one.pid, number)

@@ -45,7 +45,10 @@ def hanging_api_server() -> Iterator[None]:
 
 @contextmanager
 def dead_api_server() -> Iterator[None]:
-    """Kill the API server's process, and start another one after the block. Connections to it are refused."""
+    """Kill the API server's process, and start another one after the block. Connections to it are refused.
+
+    One that gets SIGTERM takes itself out of the Service `kubernetes`, and kube-proxy learns late that it is back.
+    """
     with _ended_controllers():
         daemons.stop(Layout.from_environment(), API_SERVER, grace_s=0)
         yield
