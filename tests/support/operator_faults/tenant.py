@@ -210,7 +210,8 @@ class ServedDeployment:
         finally:
             for kind, name in (child.split("/") for child in self.owned_names()):
                 self.api.delete(kind, self.namespace, name)
-            wait_for(f"workers of {self.name} are gone", lambda: not self.all_pods(), timeout_s=60)
+            # After an outage of the API server, the kubelet learns of a deletion more than a minute late.
+            wait_for(f"workers of {self.name} are gone", lambda: not self.all_pods(), timeout_s=150)
 
     # Workers
 
