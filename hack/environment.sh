@@ -39,10 +39,14 @@ ensure_images() {
     [[ $IMAGE_PREFIX != localhost ]] || fail "CLUSTER=current needs IMAGE_PREFIX, a registry that its nodes can pull from."
     command -v docker >/dev/null || fail "CLUSTER=current builds with docker buildx: put docker on PATH."
     mkdir -p out
+    local component flags
     for component in operator worker; do
         say "Building and pushing $IMAGE_PREFIX/specdecode-$component:dev"
+        flags=${BUILD_FLAGS:-}
+        flags=${flags//COMPONENT/$component}
+        # An attestation has the time of the build in it: each build would be another image.
         # shellcheck disable=SC2086  # words of their own
-        docker buildx build ${BUILD_FLAGS:-} --push --tag "$IMAGE_PREFIX/specdecode-$component:dev" \
+        docker buildx build $flags --provenance=false --push --tag "$IMAGE_PREFIX/specdecode-$component:dev" \
             --file "$component/Dockerfile" --metadata-file "out/image-$component.json" .
     done
 }
