@@ -61,13 +61,15 @@ class Features:
 
 @dataclass(slots=True)
 class Counters:
+    """Counters of steps are exact sums, of which a report has the whole part: rounded one by one they would err."""
+
     names: Names
     generator: Any
     """Random generator of numpy that spreads misses over ranks."""
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    plain_steps: int = 0
+    drafts: float = 0.0
+    draft_tokens: float = 0.0
+    accepted_tokens: float = 0.0
+    plain_steps: float = 0.0
     running_seconds: float = 0.0
     waiting_seconds: float = 0.0
     prefill_chunks: int = 0
@@ -77,7 +79,7 @@ class Counters:
     _spread_misses: Array = field(init=False)
     """[labels, kinds, 2, DEPTH] misses that are spread over ranks already."""
     _ranks: Array = field(init=False)
-    _contexts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    _contexts: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     """First draft tokens, and right ones, by label and context bucket of the batch."""
     _requests: Array = field(init=False)
     _traffic: Array = field(init=False)
@@ -87,7 +89,7 @@ class Counters:
 
     def __post_init__(self) -> None:
         labels, kinds = len(self.names.labels), len(self.names.kinds)
-        self._runs = np.zeros((labels, kinds, 2, DEPTH, 2), dtype=np.int64)
+        self._runs = np.zeros((labels, kinds, 2, DEPTH, 2))
         self._spread_misses = np.zeros((labels, kinds, 2, DEPTH), dtype=np.int64)
         self._ranks = np.zeros((labels, 2, DEPTH, MAX_RANKS + 1), dtype=np.int64)
         self._requests = np.zeros((labels, 6), dtype=np.int64)
@@ -114,26 +116,23 @@ class Counters:
     def ran(self, group: Group, context: int, count: float, segment: Segment, outcome: Outcome) -> None:
         """``count`` sequences of a group ran the steps of a segment, whose longest context is in bucket ``context``."""
         form = segment.forms[group]
-        steps = round(count * outcome.steps)
-        sums = outcome.runs[group]
+        steps, sums = count * outcome.steps, outcome.runs[group]
         if form.nodes:
             self.drafts += steps
             self.draft_tokens += steps * form.nodes
-            self.accepted_tokens += int(sums[8])
+            self.accepted_tokens += float(sums[8])
         else:
             self.plain_steps += steps
         deep = max(form.depth, segment.drafted_depth if segment.shadow else 0)
         deep = min(deep, DEPTH)
         if deep:
-            right = sums.tolist()
-            reached = [steps, *map(int, right[: deep - 1])]
-            hits = [min(round(count), most) for count, most in zip(right[:deep], reached, strict=True)]
+            right = sums[:deep].tolist()
             main, beside = self._runs[group.label, group.kind]
-            main[:deep] += np.array((reached, hits)).T
-            first = self._contexts.setdefault((group.label, context), [0, 0])
-            first[0], first[1] = first[0] + steps, first[1] + hits[0]
+            main[:deep] += np.array(([steps, *right[:-1]], right)).T
+            first = self._contexts.setdefault((group.label, context), [0.0, 0.0])
+            first[0], first[1] = first[0] + steps, first[1] + right[0]
             if len(sums) > BESIDE + 1:
-                beside[1:] += np.rint(sums[BESIDE:]).astype(np.int64).reshape(-1, 2)
+                beside[1:] += sums[BESIDE:].reshape(-1, 2)
 
     def timed(self, x: Features, context: int, steps: float, seconds: float, squares: float, emitted: float) -> None:
         """``steps`` steps took ``seconds`` together, with ``squares`` the sum of their squares."""
@@ -153,15 +152,12 @@ class Counters:
             waiting_request_seconds=self.waiting_seconds + pending_seconds,
             preemptions=self.preemptions,
             prefill_chunks=self.prefill_chunks,
-            drafts=self.drafts,
-            draft_tokens=self.draft_tokens,
-            accepted_tokens=self.accepted_tokens,
-            plain_steps=self.plain_steps,
+            drafts=int(self.drafts),
+            draft_tokens=int(self.draft_tokens),
+            accepted_tokens=int(self.accepted_tokens),
+            plain_steps=int(self.plain_steps),
             acceptance=tuple(self._acceptance()),
-            contexts=tuple(
-                ContextCell(draft=DRAFT, task=self.names.labels[label], context=context, total=total, hits=hits)
-                for (label, context), (total, hits) in self._contexts.items()
-            ),
+            contexts=tuple(self._context_cells()),
             requests=tuple(self._request_cells()),
             steps=tuple(self._step_cells()),
             traffic=tuple(self._traffic_cells()),
@@ -180,12 +176,17 @@ class Counters:
 
     def _spread(self) -> None:
         """New misses get ranks as the records have them: what was counted is whether the first choice was right."""
-        missed = self._runs[..., 0] - self._runs[..., 1]
+        missed = np.maximum(self._spread_misses, (self._runs[..., 0] - self._runs[..., 1]).astype(np.int64))
         for at in np.argwhere(missed > self._spread_misses).tolist():
             label, kind, parent, depth = at
             new = missed[tuple(at)] - self._spread_misses[tuple(at)]
             self._ranks[label, parent, depth] += self.generator.multinomial(new, self.names.tails(kind)[parent, depth])
         self._spread_misses = missed
+
+    def _context_cells(self) -> Iterator[ContextCell]:
+        for (label, context), (total, hits) in self._contexts.items():
+            task = self.names.labels[label]
+            yield ContextCell(draft=DRAFT, task=task, context=context, total=int(total), hits=int(hits))
 
     def _request_cells(self) -> Iterator[RequestCell]:
         for task, sums in zip(self.names.labels, self._requests.tolist(), strict=True):

@@ -7,21 +7,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from specdecode_simulator.policies import operator_loop
 from specdecode_simulator.policies.engine_rules import Fixed
 from specdecode_simulator.policies.operator_loop import DEEPEST, Look, Ours
 from specdecode_simulator.policies.registry import InEngine, controller
-from specdecode_simulator.records.acceptance_walks import PLAIN
+from specdecode_simulator.records.acceptance_walks import DEPTH, PLAIN, chain
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.scoring.matrix import Cell, Matrix
 from specdecode_simulator.scoring.run import ANSWERED, one, run_trace
 from specdecode_simulator.traces.catalogue import TRACES, named
 from specdecode_simulator.traces.job import Limits
 from specdecode_simulator.traces.trace import Kind, Trace, flat, square
+from specdecode_simulator.world.counters import Counters, Names
 from specdecode_simulator.world.fleet import Fleet
-from specdecode_worker.contract import Plan, PlanRow, TreeShape
+from specdecode_simulator.world.segment import Outcome, Segment
+from specdecode_worker.contract import MAX_RANKS, Plan, PlanRow, TreeShape
+from support.small_simulation import ONE
 
 
 def small(**fields: Any) -> Trace:
@@ -111,6 +115,25 @@ def test_counters_only_rise_and_hold_together(library: Library) -> None:
     emitted = sum(cell.output_tokens for cell in last.traffic)
     assert emitted == pytest.approx(last.drafts + last.plain_steps + last.accepted_tokens, rel=0.05)
     assert sum(cell.t for cell in last.steps) <= 300.0
+
+
+def counters() -> Counters:
+    """Counters of one task, whose misses are beyond all ranks."""
+    tails = np.broadcast_to(np.arange(MAX_RANKS + 1) == MAX_RANKS, (2, DEPTH, MAX_RANKS + 1)).astype(float)
+    return Counters(Names(("other",), ("qa",), lambda kind: tails), np.random.default_rng(0))
+
+
+def test_reported_acceptance_does_not_depend_on_where_requests_end() -> None:
+    """The part of a segment until its requests end has no whole number of drafts."""
+    found, generator = counters(), np.random.default_rng(1)
+    for first in generator.uniform(6.0, 18.0, 2000).tolist():
+        sums = np.array([first, 0.6 * first, 0.3 * first, *[0.0] * 5, 1.9 * first])
+        outcome = Outcome(steps=20, seconds=1.0, sequences=1.0, emitted=0.0, runs={ONE: sums})
+        found.ran(ONE, 0, 1.0, Segment({ONE: chain(3)}), outcome)
+    report = found.report(0.0, boot_id="b", worker="b", clock_seconds=1.0)
+    rates = {cell.depth: cell.ranks[0] / cell.total for cell in report.acceptance}
+    assert rates == pytest.approx({1: 12 / 20, 2: 0.6, 3: 0.5}, rel=0.02)
+    assert report.accepted_tokens == pytest.approx(2000 * 1.9 * 12, rel=0.01)
 
 
 @pytest.mark.slow
