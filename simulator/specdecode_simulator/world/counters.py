@@ -141,7 +141,8 @@ class Counters:
         vector = np.array((1.0, x.sequences, x.verify_tokens, x.kv_tokens, x.draft_passes, x.prefill_tokens))
         sums = (steps, seconds, squares, emitted)
         values = np.concatenate((sums, vector * steps, vector * seconds, vector[_ROWS] * vector[_COLUMNS] * steps))
-        self._steps[kind] = self._steps[kind] + values if kind in self._steps else values
+        known = self._steps.pop(kind, None)
+        self._steps[kind] = values if known is None else known + values  # the cell of the latest steps is the last one
 
     def report(self, pending_seconds: float, **state: Any) -> Report:
         """Return the report with further fields in ``state``; ``pending_seconds`` are those of waiting requests."""
@@ -195,8 +196,8 @@ class Counters:
                 yield RequestCell(draft=DRAFT, task=task, sampled=False, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
 
     def _step_cells(self) -> Iterator[StepCell]:
-        most = sorted(self._steps, key=lambda kind: -self._steps[kind][0])[:MOST_STEP_CELLS]
-        for kind in sorted(most):
+        latest = [*reversed(self._steps)][:MOST_STEP_CELLS]
+        for kind in sorted(latest):
             (bucket, passes, prefill, context), values = kind, self._steps[kind].tolist()
             yield StepCell(
                 tokens_bucket=bucket,

@@ -21,10 +21,11 @@ from specdecode_simulator.scoring.run import ANSWERED, one, run_trace
 from specdecode_simulator.traces.catalogue import TRACES, named
 from specdecode_simulator.traces.job import Limits
 from specdecode_simulator.traces.trace import Kind, Trace, flat, square
-from specdecode_simulator.world.counters import Counters, Names
+from specdecode_simulator.world.counters import MOST_STEP_CELLS, Counters, Features, Names
 from specdecode_simulator.world.fleet import Fleet
 from specdecode_simulator.world.segment import Outcome, Segment
 from specdecode_worker.contract import MAX_RANKS, Plan, PlanRow, TreeShape
+from specdecode_worker.engine.stats import StepCosts, StepSize
 from support.small_simulation import ONE
 
 
@@ -134,6 +135,22 @@ def test_reported_acceptance_does_not_depend_on_where_requests_end() -> None:
     rates = {cell.depth: cell.ranks[0] / cell.total for cell in report.acceptance}
     assert rates == pytest.approx({1: 12 / 20, 2: 0.6, 3: 0.5}, rel=0.02)
     assert report.accepted_tokens == pytest.approx(2000 * 1.9 * 12, rel=0.01)
+
+
+def test_a_report_has_the_kinds_of_step_that_a_workers_has() -> None:
+    """Those of the latest steps: a shape that begins to run must not stay behind the others."""
+    found, engine = counters(), StepCosts()
+    often = ((passes, 50) for passes in range(2, MOST_STEP_CELLS + 1))
+    for passes, steps in ((1, 90), *often, (70, 1), (1, 1), (71, 1)):
+        x = Features(sequences=1.0, verify_tokens=4.0, kv_tokens=100.0, draft_passes=passes, prefill_tokens=0.0)
+        size = StepSize(sequences=1, verify_tokens=4, kv_tokens=100, draft_passes=passes, prefill_tokens=0)
+        found.timed(x, 0, steps, 0.02 * steps, 0.02**2 * steps, 2.0 * steps)
+        for _ in range(steps):
+            engine.add(0, size, 2, 0.02)
+    reported = found.report(0.0, boot_id="b", worker="b", clock_seconds=1.0).steps
+    expected = engine.cells(MOST_STEP_CELLS)
+    assert [(cell.draft_passes, cell.count) for cell in reported] == [(c.draft_passes, c.count) for c in expected]
+    assert {1, 70, 71} < {cell.draft_passes for cell in reported}
 
 
 @pytest.mark.slow
