@@ -130,15 +130,12 @@ class Ours:
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
         """A new pod mounts the plan that is out."""
         table = fleet.truth(index).table
-        last = len(table.pass_seconds) - 1
 
-        def pass_seconds(running: int) -> float:
-            return table.pass_seconds[min(running.bit_length() - 1, last)]
+        def step_seconds(sequences: int, passes: int) -> float:
+            return table.seconds(sequences, sequences, passes, CALIBRATION_CONTEXT * sequences)
 
-        pilot = PlanPilot(fleet.trace.labels, self._plan(), pass_seconds, DRAFT)
-        pilot.calibrate(
-            lambda count: table.seconds(count, count, 0, CALIBRATION_CONTEXT * count), self.trace.limits.max_num_seqs
-        )
+        pilot = PlanPilot(fleet.trace.labels, self._plan(), step_seconds, DRAFT)
+        pilot.calibrate(self.trace.limits.max_num_seqs)
         return pilot
 
     def poll(self, fleet: Fleet, now: float) -> int | None:

@@ -234,7 +234,7 @@ class Constrained:
         self._replan(0.0, 1.0, _FIRST_CONTEXT, {})
 
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
-        return PlanPilot(self.trace.labels, self.plan, lambda running: 0.0)
+        return PlanPilot(self.trace.labels, self.plan, lambda sequences, passes: 0.0)
 
     def poll(self, fleet: Fleet, now: float) -> int | None:
         running = [pod.worker.running for pod in fleet.ready if pod.worker.running]

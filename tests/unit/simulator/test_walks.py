@@ -122,6 +122,22 @@ def test_wider_trees_cost_more_and_as_many_passes(library: Library) -> None:
             assert more == pytest.approx(table.pass_seconds[2])
 
 
+@pytest.mark.parametrize("device", ["h200-8b", "plain-engine-8b"])
+def test_a_step_in_which_few_sequences_draft_takes_what_its_composition_says(
+    library: Library, recordings: Path, device: str
+) -> None:
+    """Speculation costs its fixed part once it drafts anything."""
+    known = json.loads((recordings / "steps-composed.json").read_text())["devices"][device]
+    for drafting, depth in ((0, 0), (1, 3), (2, 5), (8, 3), (0, 4)):
+        tokens, kv = 8 + drafting * depth, known["kv_token_seconds"] * 8 * 512
+        kv *= 1 + known.get("kv_node_share", 0.0) * drafting * depth / 8
+        networks = (known["weights_seconds"] ** 3 + (known["token_seconds"] * tokens) ** 3) ** (1 / 3)
+        one_pass = known["pass_seconds"] + 8 * known["pass_sequence_seconds"]
+        drafts = known["speculation_seconds"] + depth * one_pass if depth else 0.0
+        found = library.tables[device].seconds(8, tokens, depth, 8 * 512)
+        assert found == pytest.approx(known["overhead_seconds"] + networks + kv + drafts, rel=0.01)
+
+
 def test_more_passes_than_the_shape_cost_more(library: Library) -> None:
     for table in library.tables.values():
         assert table.seconds(4, 4, 5, 800) > table.seconds(4, 4, 0, 800)
