@@ -220,7 +220,6 @@ class Constrained:
     library: Library
     limits: StabilityLimits = LIMITS
     tree: TreeSpec = TREE
-    versions: int = 0
     plan: Plan = field(default_factory=lambda: Plan(uid="simulated"))
     _rows: dict[RowKey, Row] = field(default_factory=dict)
     _buckets: Buckets = field(default_factory=Buckets)
@@ -232,6 +231,11 @@ class Constrained:
         self._buckets = buckets_for(self.trace.limits.max_num_seqs)
         self.plan = Plan(uid="simulated", buckets=self._buckets, guard=False, explore=0)
         self._replan(0.0, 1.0, _FIRST_CONTEXT, {})
+
+    @property
+    def versions(self) -> int:
+        """Changes of the first plan."""
+        return self.plan.version - 1
 
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
         return PlanPilot(self.trace.labels, self.plan, lambda sequences, passes: 0.0)
@@ -260,7 +264,6 @@ class Constrained:
             rows.update(self._moves(now, concurrency, sequences, context, counts))
         if rows != self._rows:
             self._rows = rows
-            self.versions += 1
             self.plan = replace_plan(self.plan, rows)
 
     def _moves(

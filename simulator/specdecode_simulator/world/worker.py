@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from specdecode_simulator.records.acceptance_walks import MOST_STEPS, Form
+from specdecode_simulator.records.acceptance_walks import MOST_STEPS
 from specdecode_simulator.traces.job import Job, Limits
 from specdecode_simulator.world.batch import Batch, Members, Walked
 from specdecode_simulator.world.counters import Counters, Features
 from specdecode_simulator.world.segment import Calibrates, Group, Load, Outcome, Pilot, Segment
 from specdecode_simulator.world.truth import Truth
+from specdecode_worker.contract import TreeShape
 
 Array = Any
 LEAST_SECONDS = 0.25
@@ -40,7 +41,7 @@ class Worker:
         self.switches = 0
         self._offset = offset
         self.batch = Batch(limits.max_num_seqs, truth.context_edges)
-        self._last: dict[Group, Form] = {}
+        self._last: dict[Group, TreeShape] = {}
 
     @property
     def running(self) -> int:
@@ -139,7 +140,7 @@ class Worker:
         each = min(total, steps * budget) / steps
         before = self.clock
         if self.batch.count:
-            self._steps(load, members, segment, steps, each)
+            steps = self._steps(load, members, segment, steps, each)
         else:
             counted = self.truth.table.prefill_seconds(each) * self.truth.factor(self.clock)
             mean, squares = self.truth.table.noisy(self._next_offset(steps), steps)
@@ -203,7 +204,8 @@ class Worker:
         seconds = self.truth.table.seconds(load.sequences, verify, passes, load.kv_tokens)
         return seconds * self.truth.factor(self.clock)
 
-    def _steps(self, load: Load, members: Members, segment: Segment, steps: int, chunk_tokens: float = 0.0) -> None:
+    def _steps(self, load: Load, members: Members, segment: Segment, steps: int, chunk_tokens: float = 0.0) -> int:
+        """Run the steps. Return how many they were: fewer than ``steps`` if all requests end before."""
         qualities = {group: self.truth.quality(group.kind, self.clock, group.context) for group in members}
         walked = self.batch.walk(self.truth.records, qualities, segment.forms, members, steps)
         steps, tokens, shares = walked.steps, walked.tokens, walked.shares
@@ -234,15 +236,16 @@ class Worker:
         self.pilot.measured(load, segment, outcome)
         self._retire(began, seconds, shares)
         self._preempt()
+        return steps
 
     def _count(self, context: int, members: Members, segment: Segment, outcome: Outcome, walked: Walked) -> None:
         for group, columns in members.items():
             self.counters.ran(group, context, float(walked.shares[columns].sum()), segment, outcome)
             self.counters.emitted(group.label, float(walked.tokens[columns].sum()))
-            form = segment.forms[group]
+            shape = segment.forms[group].shape
             if not segment.in_burst:
-                self.switches += self._last.get(group, form) is not form
-                self._last[group] = form
+                self.switches += self._last.get(group, shape) != shape
+                self._last[group] = shape
 
     def _retire(self, began: float, seconds: float, shares: Array) -> None:
         ended = self.batch.lefts <= 0

@@ -89,6 +89,7 @@ def test_the_constrained_oracle_keeps_to_the_limits(library: Library) -> None:
 
     def versions(**limits: float) -> int:
         oracle = Constrained(trace, library, limits=replace(STABILITY["Medium"], **{**free, **limits}))
+        assert oracle.versions == 0, "the first plan is no change"
         Fleet(trace, library, 0).run(oracle)
         return oracle.versions
 

@@ -19,14 +19,16 @@ from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.scoring.matrix import Cell, Matrix
 from specdecode_simulator.scoring.run import ANSWERED, one, run_trace
 from specdecode_simulator.traces.catalogue import TRACES, named
-from specdecode_simulator.traces.job import Limits
+from specdecode_simulator.traces.job import Job, Limits
 from specdecode_simulator.traces.trace import Kind, Trace, flat, square
-from specdecode_simulator.world.counters import MOST_STEP_CELLS, Counters, Features, Names
+from specdecode_simulator.world.counters import MOST_STEP_CELLS, Counters, Features, Names, UnreadCounters
 from specdecode_simulator.world.fleet import Fleet
 from specdecode_simulator.world.segment import Outcome, Segment
+from specdecode_simulator.world.truth import Truth
+from specdecode_simulator.world.worker import Worker
 from specdecode_worker.contract import MAX_RANKS, Plan, PlanRow, TreeShape
 from specdecode_worker.engine.stats import StepCosts, StepSize
-from support.small_simulation import ONE
+from support.small_simulation import ONE, table_of
 
 
 def small(**fields: Any) -> Trace:
@@ -116,6 +118,28 @@ def test_counters_only_rise_and_hold_together(library: Library) -> None:
     emitted = sum(cell.output_tokens for cell in last.traffic)
     assert emitted == pytest.approx(last.drafts + last.plain_steps + last.accepted_tokens, rel=0.05)
     assert sum(cell.t for cell in last.steps) <= 300.0
+
+
+def test_a_prompt_is_read_no_faster_because_the_other_requests_end_meanwhile(library: Library) -> None:
+    truth = Truth(table_of(0.0001), library.records, lambda kind, now, context: 0.0, lambda now: 1.0)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=100)
+    worker = Worker(0, truth, limits, Fixed(0), UnreadCounters(counters().names, None), 0.0, 0)
+    short = Job(id=0, arrived=0.0, label=0, kind=0, prompt=8, output=21, root=0)
+    long = Job(id=1, arrived=0.27, label=0, kind=0, prompt=1000, output=4, root=0)
+    for job in (short, long):
+        worker.offer(job)
+    worker.run(3.0)
+    assert short.done is not None
+    assert long.first is not None
+    assert 0.27 < short.done < long.first
+    assert long.first - long.arrived > worker.truth.table.prefill_seconds(1000.0)
+
+
+def test_drafts_of_one_length_are_no_changes_however_many_of_them_are_verified(library: Library) -> None:
+    trace = small(seconds=60.0)
+    for policy, is_changing in (("vllm-adaptive", False), ("vllm-table", True)):
+        figures = one(policy, trace, library, 0, {"vllm-table": {"edges": (1,), "depths": (3, 1)}}, None).figures
+        assert (figures.plan_changes_per_hour > 0) is is_changing
 
 
 def counters() -> Counters:
