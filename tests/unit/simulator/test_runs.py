@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specdecode_simulator.errors import SimulatorError
 from specdecode_simulator.policies import operator_loop
 from specdecode_simulator.policies.engine_rules import Fixed
 from specdecode_simulator.policies.operator_loop import DEEPEST, Look, Ours
@@ -258,6 +260,21 @@ def test_the_shape_in_use_is_that_of_the_load_that_is_asked_for() -> None:
     look = Look(0.0, 0, Plan(version=1, rows=rows, initial=TreeShape.chain(3)), set())
     assert [look.form(sequences, 96, "other").depth for sequences in (1, 2, 3)] == [5, 2, 3]
     assert look._replace(suspended={(0, 0)}).form(1, 96, "other") is PLAIN
+
+
+def test_a_run_that_fails_is_told_before_the_others_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cell(self: Matrix, trace: str, seed: int) -> Cell:
+        (self.recordings / str(seed)).touch()
+        if seed == 0:
+            raise SimulatorError("planted")
+        time.sleep(0.02)
+        return trace, seed, {}
+
+    monkeypatch.setattr(Matrix, "cell", cell)
+    matrix = Matrix(traces=("steady-gpu",), seeds=60, hours=1, recordings=tmp_path)
+    with pytest.raises(SimulatorError, match="planted"):
+        list(matrix.run(jobs=2))
+    assert len(list(tmp_path.iterdir())) < 20
 
 
 def test_runs_are_grouped_in_one_order() -> None:
