@@ -150,7 +150,7 @@ class Ours:
         before = self.decision.plan.version if self.decision else None
         self.versions += before is not None and decision.plan.version != before
         self.log += [(now, change) for change in decision.changes]
-        drafts = int(sum(worker.counters.drafts for worker in fleet.workers))
+        drafts = sum(worker.counters.drafts for worker in fleet.workers)
         if decision.shown.depth is not None:
             suspended = suppressed_loads(observed.reports, decision.plan.version)
             self.looks.append(Look(now, drafts, decision.plan, suspended))

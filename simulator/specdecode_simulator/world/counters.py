@@ -61,15 +61,13 @@ class Features:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of steps are exact sums, of which a report has the whole part: rounded one by one they would err."""
-
     names: Names
     generator: Any
     """Random generator of numpy that spreads misses over ranks."""
-    drafts: float = 0.0
-    draft_tokens: float = 0.0
-    accepted_tokens: float = 0.0
-    plain_steps: float = 0.0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    plain_steps: int = 0
     running_seconds: float = 0.0
     waiting_seconds: float = 0.0
     prefill_chunks: int = 0
@@ -79,7 +77,7 @@ class Counters:
     _spread_misses: Array = field(init=False)
     """[labels, kinds, 2, DEPTH] misses that are spread over ranks already."""
     _ranks: Array = field(init=False)
-    _contexts: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    _contexts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """First draft tokens, and right ones, by label and context bucket of the batch."""
     _requests: Array = field(init=False)
     _traffic: Array = field(init=False)
@@ -89,7 +87,7 @@ class Counters:
 
     def __post_init__(self) -> None:
         labels, kinds = len(self.names.labels), len(self.names.kinds)
-        self._runs = np.zeros((labels, kinds, 2, DEPTH, 2))
+        self._runs = np.zeros((labels, kinds, 2, DEPTH, 2), dtype=np.int64)
         self._spread_misses = np.zeros((labels, kinds, 2, DEPTH), dtype=np.int64)
         self._ranks = np.zeros((labels, 2, DEPTH, MAX_RANKS + 1), dtype=np.int64)
         self._requests = np.zeros((labels, 6), dtype=np.int64)
@@ -113,14 +111,13 @@ class Counters:
     def emitted(self, label: int, tokens: float) -> None:
         self._traffic[label, 3] += tokens
 
-    def ran(self, group: Group, context: int, count: float, segment: Segment, outcome: Outcome) -> None:
-        """``count`` sequences of a group ran the steps of a segment, whose longest context is in bucket ``context``."""
-        form = segment.forms[group]
-        steps, sums = count * outcome.steps, outcome.runs[group]
+    def ran(self, group: Group, context: int, steps: int, segment: Segment, outcome: Outcome) -> None:
+        """The sequences of a group ran so many steps of a segment, whose longest context is in bucket ``context``."""
+        form, sums = segment.forms[group], outcome.runs[group]
         if form.nodes:
             self.drafts += steps
             self.draft_tokens += steps * form.nodes
-            self.accepted_tokens += float(sums[8])
+            self.accepted_tokens += int(sums[8])
         else:
             self.plain_steps += steps
         deep = max(form.depth, segment.drafted_depth if segment.shadow else 0)
@@ -129,7 +126,7 @@ class Counters:
             right = sums[:deep].tolist()
             main, beside = self._runs[group.label, group.kind]
             main[:deep] += np.array(([steps, *right[:-1]], right)).T
-            first = self._contexts.setdefault((group.label, context), [0.0, 0.0])
+            first = self._contexts.setdefault((group.label, context), [0, 0])
             first[0], first[1] = first[0] + steps, first[1] + right[0]
             if len(sums) > BESIDE + 1:
                 beside[1:] += sums[BESIDE:].reshape(-1, 2)
@@ -153,10 +150,10 @@ class Counters:
             waiting_request_seconds=self.waiting_seconds + pending_seconds,
             preemptions=self.preemptions,
             prefill_chunks=self.prefill_chunks,
-            drafts=int(self.drafts),
-            draft_tokens=int(self.draft_tokens),
-            accepted_tokens=int(self.accepted_tokens),
-            plain_steps=int(self.plain_steps),
+            drafts=self.drafts,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
+            plain_steps=self.plain_steps,
             acceptance=tuple(self._acceptance()),
             contexts=tuple(self._context_cells()),
             requests=tuple(self._request_cells()),
@@ -177,7 +174,7 @@ class Counters:
 
     def _spread(self) -> None:
         """New misses get ranks as the records have them: what was counted is whether the first choice was right."""
-        missed = np.maximum(self._spread_misses, (self._runs[..., 0] - self._runs[..., 1]).astype(np.int64))
+        missed = self._runs[..., 0] - self._runs[..., 1]
         for at in np.argwhere(missed > self._spread_misses).tolist():
             label, kind, parent, depth = at
             new = missed[tuple(at)] - self._spread_misses[tuple(at)]
@@ -187,7 +184,7 @@ class Counters:
     def _context_cells(self) -> Iterator[ContextCell]:
         for (label, context), (total, hits) in self._contexts.items():
             task = self.names.labels[label]
-            yield ContextCell(draft=DRAFT, task=task, context=context, total=int(total), hits=int(hits))
+            yield ContextCell(draft=DRAFT, task=task, context=context, total=total, hits=hits)
 
     def _request_cells(self) -> Iterator[RequestCell]:
         for task, sums in zip(self.names.labels, self._requests.tolist(), strict=True):

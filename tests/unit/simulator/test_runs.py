@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from specdecode_simulator.traces.job import Job, Limits
 from specdecode_simulator.traces.trace import Kind, Trace, flat, square
 from specdecode_simulator.world.counters import MOST_STEP_CELLS, Counters, Features, Names, UnreadCounters
 from specdecode_simulator.world.fleet import Fleet
-from specdecode_simulator.world.segment import Outcome, Segment
+from specdecode_simulator.world.segment import Load, Outcome, Segment
 from specdecode_simulator.world.truth import Truth
 from specdecode_simulator.world.worker import Worker
-from specdecode_worker.contract import MAX_RANKS, Plan, PlanRow, TreeShape
+from specdecode_worker.contract import MAX_RANKS, Plan, PlanRow, PlanState, TreeShape
 from specdecode_worker.engine.stats import StepCosts, StepSize
-from support.small_simulation import ONE, table_of
+from support.small_simulation import table_of
 
 
 def small(**fields: Any) -> Trace:
@@ -150,17 +150,47 @@ def counters() -> Counters:
     return Counters(Names(("other",), ("qa",), lambda kind: tails), np.random.default_rng(0))
 
 
-def test_reported_acceptance_does_not_depend_on_where_requests_end() -> None:
-    """The part of a segment until its requests end has no whole number of drafts."""
-    found, generator = counters(), np.random.default_rng(1)
-    for first in generator.uniform(6.0, 18.0, 2000).tolist():
-        sums = np.array([first, 0.6 * first, 0.3 * first, *[0.0] * 5, 1.9 * first])
-        outcome = Outcome(steps=20, seconds=1.0, sequences=1.0, emitted=0.0, runs={ONE: sums})
-        found.ran(ONE, 0, 1.0, Segment({ONE: chain(3)}), outcome)
-    report = found.report(0.0, boot_id="b", worker="b", clock_seconds=1.0)
-    rates = {cell.depth: cell.ranks[0] / cell.total for cell in report.acceptance}
-    assert rates == pytest.approx({1: 12 / 20, 2: 0.6, 3: 0.5}, rel=0.02)
-    assert report.accepted_tokens == pytest.approx(2000 * 1.9 * 12, rel=0.01)
+@dataclass
+class InSegments:
+    """One depth, in segments of at most so many steps."""
+
+    depth: int
+    most_steps: int
+
+    def next(self, load: Load) -> Segment:
+        return Segment(dict.fromkeys(load.groups, chain(self.depth)), self.most_steps)
+
+    def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
+        pass
+
+
+def in_segments_and_step_by_step(trace: Trace, library: Library) -> list[Fleet]:
+    """Return two runs of the same requests."""
+    fleets = [Fleet(trace, library, 0), Fleet(trace, library, 0)]
+    for fleet, most_steps in zip(fleets, (127, 1), strict=True):
+        fleet.run(InEngine(lambda table, most_steps=most_steps: InSegments(3, most_steps)))  # type: ignore[misc]
+    return fleets
+
+
+@pytest.mark.parametrize("trace", [named("prompt-bound", 0.1), small(), small(rate=flat(1.2))], ids=lambda t: t.name)
+def test_requests_take_as_long_in_segments_as_step_by_step(trace: Trace, library: Library) -> None:
+    """Prompts are read as soon as they arrive, and steps are those of the requests that still run."""
+    workers = [fleet.pods[0].worker for fleet in in_segments_and_step_by_step(trace, library)]
+    once, stepwise = (worker.decode_seconds / worker.tokens for worker in workers)
+    assert once == pytest.approx(stepwise, rel=0.006)
+
+
+def test_acceptance_is_reported_as_if_every_step_were_counted_alone(library: Library) -> None:
+    """A request ends with a step in the middle of a segment; its tokens do not depend on when they come."""
+    trace = small(rate=lambda t: 0.4 if t < 500 else 0.0)
+    fleets = in_segments_and_step_by_step(trace, library)
+    assert all(fleet.in_flight == 0 for fleet in fleets)
+    once, stepwise = (fleet.pods[0].worker.report("b", PlanState(), ()) for fleet in fleets)
+    assert once.requests == stepwise.requests
+    assert [(cell.ranks[0], cell.total) for cell in once.acceptance] == [
+        (cell.ranks[0], cell.total) for cell in stepwise.acceptance
+    ]
+    assert (once.drafts, once.accepted_tokens) == (stepwise.drafts, stepwise.accepted_tokens)
 
 
 def test_a_report_has_the_kinds_of_step_that_a_workers_has() -> None:

@@ -74,6 +74,21 @@ def test_many_steps_are_single_steps(library: Library, steps: int, form: Form) -
     assert total.tolist() == alone.tolist()
 
 
+@pytest.mark.parametrize("doublings", [0, 3, 6])
+def test_a_request_ends_with_the_step_that_brings_its_last_token(library: Library, doublings: int) -> None:
+    walk = library.records.walk(0.25, chain(3 + doublings // 3))
+    while len(walk.jump) <= doublings:
+        walk.advance(np.array([0]), 127)
+    starts, tokens = np.array([5, 500, 5000, 9000]), np.array([1, 40, 90, 100])
+    steps, sums = walk.advance_to(starts, tokens, 100)
+    for root, wanted, count, total in zip(starts, tokens.tolist(), steps.tolist(), sums.tolist(), strict=True):
+        alone = [walk.advance(np.array([root]), most)[1][0] for most in range(1, count + 1)]
+        brought = [most + int(own[8]) for most, own in enumerate(alone, start=1)]
+        assert brought[-1] >= wanted
+        assert all(before < wanted for before in brought[:-1])
+        assert total == alone[-1].tolist()
+
+
 def test_plain_steps_go_one_token_and_stay_in_their_answer(library: Library) -> None:
     begin, length = library.records.answers["qa"][3]
     walk = library.records.walk(0.0, PLAIN)
