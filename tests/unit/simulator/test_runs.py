@@ -166,10 +166,13 @@ class InSegments:
 
 def in_segments_and_step_by_step(trace: Trace, library: Library) -> list[Fleet]:
     """Return two runs of the same requests."""
-    fleets = [Fleet(trace, library, 0), Fleet(trace, library, 0)]
-    for fleet, most_steps in zip(fleets, (127, 1), strict=True):
-        fleet.run(InEngine(lambda table, most_steps=most_steps: InSegments(3, most_steps)))  # type: ignore[misc]
-    return fleets
+    return [ended(trace, library, InSegments(3, most_steps)) for most_steps in (127, 1)]
+
+
+def ended(trace: Trace, library: Library, pilot: InSegments) -> Fleet:
+    fleet = Fleet(trace, library, 0)
+    fleet.run(InEngine(lambda table: pilot))
+    return fleet
 
 
 @pytest.mark.parametrize("trace", [named("prompt-bound", 0.1), small(), small(rate=flat(1.2))], ids=lambda t: t.name)
