@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, SpeculationSpec, Status, TreeSpec
+from specdecode_operator.api.v1alpha1 import ScalingSpec, Spec, Status, TreeSpec
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import LastReport, LearnedState, Session, parse_state, render_state
 from specdecode_operator.types import Decision, Defaults, Deployment, Observation, Workload
@@ -41,16 +41,15 @@ def deployment_for(trace: Trace, *, scaled: bool, given: Mapping[str, Any] | Non
     """
     speculation: dict[str, Any] = {
         "depth": {"min": 0, "max": DEEPEST, "initial": 3},
+        "objective": {
+            "itl": f"{max(1, round(1000 * trace.ttit_seconds))}ms",
+            "ttft": f"{max(1, round(1000 * trace.ttft_seconds))}ms",
+        },
         **(given or {}),
         "method": "eagle3",
         "draft": {"uri": "embedded://recorded"},
         "tasks": [{"name": name} for name in trace.labels[:-1]],
     }
-    if "objective" in SpeculationSpec.model_fields and "objective" not in speculation:
-        speculation["objective"] = {
-            "itl": f"{max(1, round(1000 * trace.ttit_seconds))}ms",
-            "ttft": f"{max(1, round(1000 * trace.ttft_seconds))}ms",
-        }
     spec: dict[str, Any] = {
         "model": {"uri": "embedded://simulated"},
         "speculation": speculation,
@@ -130,15 +129,12 @@ class Ours:
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
         """A new pod mounts the plan that is out."""
         table = fleet.truth(index).table
-        last = len(table.pass_seconds) - 1
 
-        def pass_seconds(running: int) -> float:
-            return table.pass_seconds[min(running.bit_length() - 1, last)]
+        def step_seconds(sequences: int, passes: int) -> float:
+            return table.seconds(sequences, sequences, passes, CALIBRATION_CONTEXT * sequences)
 
-        pilot = PlanPilot(fleet.trace.labels, self._plan(), pass_seconds, DRAFT)
-        pilot.calibrate(
-            lambda count: table.seconds(count, count, 0, CALIBRATION_CONTEXT * count), self.trace.limits.max_num_seqs
-        )
+        pilot = PlanPilot(fleet.trace.labels, self._plan(), step_seconds, DRAFT)
+        pilot.calibrate(self.trace.limits.max_num_seqs)
         return pilot
 
     def poll(self, fleet: Fleet, now: float) -> int | None:

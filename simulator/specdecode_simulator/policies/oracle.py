@@ -220,7 +220,6 @@ class Constrained:
     library: Library
     limits: StabilityLimits = LIMITS
     tree: TreeSpec = TREE
-    versions: int = 0
     plan: Plan = field(default_factory=lambda: Plan(uid="simulated"))
     _rows: dict[RowKey, Row] = field(default_factory=dict)
     _buckets: Buckets = field(default_factory=Buckets)
@@ -233,8 +232,13 @@ class Constrained:
         self.plan = Plan(uid="simulated", buckets=self._buckets, guard=False, explore=0)
         self._replan(0.0, 1.0, _FIRST_CONTEXT, {})
 
+    @property
+    def versions(self) -> int:
+        """Changes of the first plan."""
+        return self.plan.version - 1
+
     def pilot(self, fleet: Fleet, index: int) -> PlanPilot:
-        return PlanPilot(self.trace.labels, self.plan, lambda running: 0.0)
+        return PlanPilot(self.trace.labels, self.plan, lambda sequences, passes: 0.0)
 
     def poll(self, fleet: Fleet, now: float) -> int | None:
         running = [pod.worker.running for pod in fleet.ready if pod.worker.running]
@@ -260,7 +264,6 @@ class Constrained:
             rows.update(self._moves(now, concurrency, sequences, context, counts))
         if rows != self._rows:
             self._rows = rows
-            self.versions += 1
             self.plan = replace_plan(self.plan, rows)
 
     def _moves(

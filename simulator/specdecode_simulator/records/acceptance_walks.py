@@ -102,6 +102,20 @@ class Walk:
             roots = self.jump[bit].take(roots)
         return roots, total
 
+    def advance_to(self, roots: Array, tokens: Array, most: int) -> tuple[Array, Array]:
+        """(steps until each root brought so many tokens, at most ``most`` [n], sums of these steps [n, 9 or 23])."""
+        last = len(self.jump) - 1
+        bits = [last] * (most >> last) + [*reversed(range(last))]
+        self._looked_up += len(bits)
+        steps, total = np.zeros_like(tokens), np.zeros((len(roots), self.sums[0].shape[1]), dtype=np.int16)
+        for bit in bits:
+            longer = total + self.sums[bit].take(roots, axis=0)
+            is_before = steps + (1 << bit) + longer[:, 8] < tokens
+            steps += is_before << bit
+            total[is_before] = longer[is_before]
+            roots = np.where(is_before, self.jump[bit].take(roots), roots)
+        return steps + 1, total + self.sums[0].take(roots, axis=0)
+
 
 @dataclass(slots=True, eq=False)
 class Records:

@@ -38,6 +38,8 @@ class StepTable:
     """Seconds of a prompt chunk of ``chunk_tokens`` tokens that runs alone."""
     noise: tuple[float, ...]
     """Seconds over typical seconds of steps in a row, of mean 1."""
+    speculation_seconds: float = 0.0
+    """Part of a step with drafts, however few of its sequences have any. ``grid`` includes it."""
     _sums: Any = field(init=False)
     _squares: Any = field(init=False)
 
@@ -68,6 +70,8 @@ class StepTable:
             d = min(bisect_right(NODES, nodes), len(NODES) - 1) - 1
             u = (nodes - NODES[d]) / (NODES[d + 1] - NODES[d])
             seconds_per_step = (1 - u) * of_nodes(d) + u * of_nodes(d + 1)
+            if passes > 0 and nodes < 1:
+                seconds_per_step += (1 - nodes) * self.speculation_seconds
             more = passes - min(nodes, DEPTHS - 1.0)
             if abs(more) > 1e-9:
                 seconds_per_step += more * one_pass
@@ -207,4 +211,5 @@ def _composed(name: str, device: Mapping[str, Any]) -> StepTable:
         chunk_tokens=chunk,
         chunk_seconds=tuple(token * tokens for tokens in chunk),
         noise=tuple((noise / noise.mean()).tolist()),
+        speculation_seconds=device["speculation_seconds"],
     )

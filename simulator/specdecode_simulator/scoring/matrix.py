@@ -71,8 +71,11 @@ class Matrix:
             yield from (self.cell(*cell) for cell in cells)
             return
         with ProcessPoolExecutor(jobs) as pool:
-            for future in as_completed([pool.submit(self.cell, *cell) for cell in cells]):
-                yield future.result()
+            futures = [pool.submit(self.cell, *cell) for cell in cells]
+            try:
+                yield from (future.result() for future in as_completed(futures))
+            finally:
+                pool.shutdown(cancel_futures=True)  # Otherwise a failed run is told once all others ended.
 
     def cell(self, trace: str, seed: int) -> Cell:
         policies, known = self.policies_of(trace), self.kept(self.keep, trace, seed) if self.keep else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,15 +26,12 @@ _KINDS = 64
 class Walked:
     """Progress of all requests in a segment, by column. ``runs`` are those of ``segment.Outcome``."""
 
-    steps: int
-    """Steps until the last request ended."""
+    ends: Array
+    """Steps until each request ended, or all of them."""
     tokens: Array
-    shares: Array
-    """Share of the steps until each request ended."""
-    runs: dict[Group, Array]
-    verify: float = 0.0
+    verified: Array
     """Mean number of tokens verified in a step."""
-    some_end: bool = False
+    runs: dict[Group, Array]
 
 
 class Batch:
@@ -78,6 +74,11 @@ class Batch:
         self.count = rest.shape[1]
         self._m[:, : self.count] = rest
 
+    def advance(self, tokens: Array) -> None:
+        """Add the tokens that each request emitted."""
+        self.lefts[:] -= tokens
+        self.contexts[:] += tokens
+
     def composition(self) -> dict[tuple[int, int], int]:
         """Count the requests by (label, kind)."""
         counts: dict[tuple[int, int], int] = {}
@@ -108,34 +109,24 @@ class Batch:
         members: Members,
         steps: int,
     ) -> Walked:
-        """Advance every request along its record. Contexts and remaining tokens stay as they are."""
+        """Advance every request along its record. `advance` must add the tokens afterwards."""
         m = self._m[:, : self.count]
-        roots, left, sums = m[_ROOT], m[_LEFT], dict[Group, Array]()
-        accepted, shares, drafts = np.empty(self.count, dtype=np.int64), np.ones(self.count), np.full(self.count, steps)
+        ends, verified = np.full(self.count, steps), np.empty(self.count)
+        accepted = np.empty(self.count, dtype=np.int64)
+        runs: dict[Group, Array] = {}
         for group, columns in members.items():
-            walk = records.walk(qualities[group], forms[group])
-            roots[columns], sums[group] = walk.advance(roots[columns], steps)
-            accepted[columns] = sums[group][:, 8]
-        gained = steps + accepted
-        walked = Walked(steps, np.minimum(gained, left), shares, {}, some_end=bool((gained > left).any()))
-        if walked.some_end:
-            walked.shares = shares = np.minimum(1.0, left / gained)
-            accepted = (accepted * shares).astype(np.int64)
-            drafts = np.maximum(1, np.rint(steps * shares)).astype(np.int64)
-        for group, columns in members.items():
-            form, own = forms[group], sums[group]
-            verified: Array = 1 + (form.nodes if form.trim is None else own[:, VERIFIED] / steps)
-            if walked.some_end:
-                walked.runs[group] = (own * shares[columns, None]).sum(axis=0)
-                walked.verify += float((shares[columns] * verified).sum())
-            else:
-                walked.runs[group] = own.sum(axis=0, dtype=float)
-                walked.verify += float(len(own) * verified if form.trim is None else verified.sum())
+            form, roots, left = forms[group], m[_ROOT][columns], m[_LEFT][columns]
+            walk = records.walk(qualities[group], form)
+            after, own = walk.advance(roots, steps)
+            ended = steps + own[:, 8] > left
+            if ended.any():
+                in_steps = np.full(len(own), steps)
+                in_steps[ended], own[ended] = walk.advance_to(roots[ended], left[ended], steps)
+                ends[columns] = in_steps
+            m[_ROOT][columns] = after
+            accepted[columns], runs[group] = own[:, 8], own.sum(axis=0, dtype=np.int64)
+            verified[columns] = 1 + (form.nodes if form.trim is None else own[:, VERIFIED] / ends[columns])
             if form.nodes:
                 m[_ACCEPTED][columns] += accepted[columns]
-                m[_DRAFTS][columns] += drafts[columns]
-        if walked.some_end:
-            # Nobody runs steps without requests: a segment that all of them end in is shorter.
-            walked.steps = math.ceil(steps * float(shares.max()) - 1e-9)
-            walked.shares, walked.verify = shares * steps / walked.steps, walked.verify * steps / walked.steps
-        return walked
+                m[_DRAFTS][columns] += ends[columns]
+        return Walked(ends, np.minimum(ends + accepted, m[_LEFT]), verified, runs)

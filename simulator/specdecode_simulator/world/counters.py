@@ -111,11 +111,9 @@ class Counters:
     def emitted(self, label: int, tokens: float) -> None:
         self._traffic[label, 3] += tokens
 
-    def ran(self, group: Group, context: int, count: float, segment: Segment, outcome: Outcome) -> None:
-        """``count`` sequences of a group ran the steps of a segment, whose longest context is in bucket ``context``."""
-        form = segment.forms[group]
-        steps = round(count * outcome.steps)
-        sums = outcome.runs[group]
+    def ran(self, group: Group, context: int, steps: int, segment: Segment, outcome: Outcome) -> None:
+        """The sequences of a group ran so many steps of a segment, whose longest context is in bucket ``context``."""
+        form, sums = segment.forms[group], outcome.runs[group]
         if form.nodes:
             self.drafts += steps
             self.draft_tokens += steps * form.nodes
@@ -125,15 +123,13 @@ class Counters:
         deep = max(form.depth, segment.drafted_depth if segment.shadow else 0)
         deep = min(deep, DEPTH)
         if deep:
-            right = sums.tolist()
-            reached = [steps, *map(int, right[: deep - 1])]
-            hits = [min(round(count), most) for count, most in zip(right[:deep], reached, strict=True)]
+            right = sums[:deep].tolist()
             main, beside = self._runs[group.label, group.kind]
-            main[:deep] += np.array((reached, hits)).T
+            main[:deep] += np.array(([steps, *right[:-1]], right)).T
             first = self._contexts.setdefault((group.label, context), [0, 0])
-            first[0], first[1] = first[0] + steps, first[1] + hits[0]
+            first[0], first[1] = first[0] + steps, first[1] + right[0]
             if len(sums) > BESIDE + 1:
-                beside[1:] += np.rint(sums[BESIDE:]).astype(np.int64).reshape(-1, 2)
+                beside[1:] += sums[BESIDE:].reshape(-1, 2)
 
     def timed(self, x: Features, context: int, steps: float, seconds: float, squares: float, emitted: float) -> None:
         """``steps`` steps took ``seconds`` together, with ``squares`` the sum of their squares."""
@@ -142,7 +138,8 @@ class Counters:
         vector = np.array((1.0, x.sequences, x.verify_tokens, x.kv_tokens, x.draft_passes, x.prefill_tokens))
         sums = (steps, seconds, squares, emitted)
         values = np.concatenate((sums, vector * steps, vector * seconds, vector[_ROWS] * vector[_COLUMNS] * steps))
-        self._steps[kind] = self._steps[kind] + values if kind in self._steps else values
+        known = self._steps.pop(kind, None)
+        self._steps[kind] = values if known is None else known + values  # the cell of the latest steps is the last one
 
     def report(self, pending_seconds: float, **state: Any) -> Report:
         """Return the report with further fields in ``state``; ``pending_seconds`` are those of waiting requests."""
@@ -158,10 +155,7 @@ class Counters:
             accepted_tokens=self.accepted_tokens,
             plain_steps=self.plain_steps,
             acceptance=tuple(self._acceptance()),
-            contexts=tuple(
-                ContextCell(draft=DRAFT, task=self.names.labels[label], context=context, total=total, hits=hits)
-                for (label, context), (total, hits) in self._contexts.items()
-            ),
+            contexts=tuple(self._context_cells()),
             requests=tuple(self._request_cells()),
             steps=tuple(self._step_cells()),
             traffic=tuple(self._traffic_cells()),
@@ -187,6 +181,11 @@ class Counters:
             self._ranks[label, parent, depth] += self.generator.multinomial(new, self.names.tails(kind)[parent, depth])
         self._spread_misses = missed
 
+    def _context_cells(self) -> Iterator[ContextCell]:
+        for (label, context), (total, hits) in self._contexts.items():
+            task = self.names.labels[label]
+            yield ContextCell(draft=DRAFT, task=task, context=context, total=total, hits=hits)
+
     def _request_cells(self) -> Iterator[RequestCell]:
         for task, sums in zip(self.names.labels, self._requests.tolist(), strict=True):
             if sums[0]:
@@ -194,8 +193,8 @@ class Counters:
                 yield RequestCell(draft=DRAFT, task=task, sampled=False, n=n, a=a, d=d, aa=aa, ad=ad, dd=dd)
 
     def _step_cells(self) -> Iterator[StepCell]:
-        most = sorted(self._steps, key=lambda kind: -self._steps[kind][0])[:MOST_STEP_CELLS]
-        for kind in sorted(most):
+        latest = [*reversed(self._steps)][:MOST_STEP_CELLS]
+        for kind in sorted(latest):
             (bucket, passes, prefill, context), values = kind, self._steps[kind].tolist()
             yield StepCell(
                 tokens_bucket=bucket,

@@ -37,13 +37,16 @@ class PlanPilot:
     """Shapes of one worker. ``labels`` are the task names by index; ``draft_hash`` is that of the loaded draft."""
 
     def __init__(
-        self, labels: tuple[str, ...], plan: Plan, pass_seconds: Callable[[int], float], draft_hash: str = ""
+        self, labels: tuple[str, ...], plan: Plan, step_seconds: Callable[[int, int], float], draft_hash: str = ""
     ) -> None:
-        """Start with ``plan``. ``pass_seconds`` returns the seconds of one draft pass by the number of sequences."""
+        """Start with ``plan``.
+
+        ``step_seconds`` returns the seconds of a step that verifies no draft, by its sequences and draft passes.
+        """
         self.labels = labels
         self.guard, self.exploration = Guard(), Exploration()
         self._dispatcher = Dispatcher("", draft_hash, plan)
-        self._pass_seconds = pass_seconds
+        self._step_seconds = step_seconds
         self._plain_times = PlainStepTimes()
         self._bucket = 0
         self._since_shadow = SHADOW_STEPS
@@ -65,10 +68,10 @@ class PlanPilot:
             yield count, PLAIN
             yield from ((count, form_of(shape.parents)) for shape in self.plan.timed_shapes)
 
-    def calibrate(self, plain_seconds: Callable[[int], float], most: int) -> None:
+    def calibrate(self, most: int) -> None:
         """Learn the times of plain steps before the first request, at the loads of the plan up to ``most``."""
         for count in self._loads(most):
-            seconds = plain_seconds(count)
+            seconds = self._step_seconds(count, 0)
             self._plain_times.learn(count, seconds)
             bucket = bisect_left(self.plan.buckets.concurrency, count)
             self.guard.assume(bucket, 0, seconds * self._full_bucket_factor(count, bucket))
@@ -157,7 +160,7 @@ class PlanPilot:
     def _shadow_seconds(self, load: Load, forms: Iterable[Form], drafted_depth: int) -> float:
         """Return the seconds that shadow passes add to one step."""
         deepest = max(form.depth for form in forms)
-        return (drafted_depth - deepest) * self._pass_seconds(load.sequences)
+        return self._step_seconds(load.sequences, drafted_depth) - self._step_seconds(load.sequences, deepest)
 
     def _full_bucket_factor(self, sequences: float, bucket: int) -> float:
         """Return the time of a plain step at the bucket's upper edge over that of a step of ``sequences``."""

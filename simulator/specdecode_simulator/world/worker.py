@@ -1,27 +1,30 @@
 """One modelled worker: queue, slots, KV tokens, chunked prefill, and decoding in segments of equal steps.
 
-What the batch does within a segment is exact for every request (it walks its record); the step time is that of the
-mean batch, and what arrives meanwhile waits for the segment's end, a quarter of a second at most.
+What the batch does within a segment is exact for every request (it walks its record). The step time is that of the
+requests that run, from one end of a request to the next one. A segment ends where a request arrives.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from specdecode_simulator.records.acceptance_walks import MOST_STEPS, Form
+from specdecode_simulator.records.acceptance_walks import MOST_STEPS
 from specdecode_simulator.traces.job import Job, Limits
 from specdecode_simulator.world.batch import Batch, Members, Walked
 from specdecode_simulator.world.counters import Counters, Features
 from specdecode_simulator.world.segment import Calibrates, Group, Load, Outcome, Pilot, Segment
 from specdecode_simulator.world.truth import Truth
+from specdecode_worker.contract import TreeShape
 
 Array = Any
-LEAST_SECONDS = 0.25
-"""A segment is not cut shorter than this for an arrival."""
+WAIT_SECONDS = 0.25
+"""Most time between a slot or KV tokens that become free and the start of a request that waits for them."""
 CALIBRATION_STEPS, CALIBRATION_CONTEXT = 6, 20.0
 
 
@@ -40,7 +43,7 @@ class Worker:
         self.switches = 0
         self._offset = offset
         self.batch = Batch(limits.max_num_seqs, truth.context_edges)
-        self._last: dict[Group, Form] = {}
+        self._last: dict[Group, TreeShape] = {}
 
     @property
     def running(self) -> int:
@@ -139,7 +142,7 @@ class Worker:
         each = min(total, steps * budget) / steps
         before = self.clock
         if self.batch.count:
-            self._steps(load, members, segment, steps, each)
+            steps = self._steps(load, members, segment, steps, each)
         else:
             counted = self.truth.table.prefill_seconds(each) * self.truth.factor(self.clock)
             mean, squares = self.truth.table.noisy(self._next_offset(steps), steps)
@@ -183,8 +186,9 @@ class Worker:
             self._steps(load, members, segment, segment.most_steps)
             return
         horizon = until
-        if self.queue and self.batch.count < self.limits.max_num_seqs:
-            horizon = min(until, max(self.queue[0].queued, self.clock + LEAST_SECONDS))
+        if self.queue:
+            due = self.queue[0].queued
+            horizon = min(until, due if due > self.clock else self.clock + WAIT_SECONDS)
         typical = self._seconds(load, segment)
         fits = math.ceil((horizon - self.clock) / typical - 1e-6)
         self._steps(load, members, segment, max(1, min(fits, segment.most_steps, MOST_STEPS)))
@@ -203,54 +207,66 @@ class Worker:
         seconds = self.truth.table.seconds(load.sequences, verify, passes, load.kv_tokens)
         return seconds * self.truth.factor(self.clock)
 
-    def _steps(self, load: Load, members: Members, segment: Segment, steps: int, chunk_tokens: float = 0.0) -> None:
+    def _steps(self, load: Load, members: Members, segment: Segment, steps: int, chunk_tokens: float = 0.0) -> int:
+        """Run the steps. Return how many they were: fewer than ``steps`` if all requests end before."""
         qualities = {group: self.truth.quality(group.kind, self.clock, group.context) for group in members}
         walked = self.batch.walk(self.truth.records, qualities, segment.forms, members, steps)
-        steps, tokens, shares = walked.steps, walked.tokens, walked.shares
-        sequences, used, emitted = float(load.sequences), load.kv_tokens, float(tokens.sum())
-        left, context = self.batch.lefts, self.batch.contexts
-        if walked.some_end:
-            sequences, used = float(shares.sum()), float((context * shares).sum())
-        kv = used + 0.5 * emitted
-        passes = max(segment.drafted_depth, *(form.depth for form in segment.forms.values()))
-        typical = self.truth.table.seconds(sequences, walked.verify, passes, kv) * self.truth.factor(self.clock)
-        typical += self.truth.table.prefill_seconds(chunk_tokens) * self.truth.factor(self.clock)
+        ends, steps = walked.ends, int(walked.ends.max())
         mean, squares = self.truth.table.noisy(self._next_offset(steps), steps)
-        seconds = typical * mean * steps
-        left -= tokens
-        context += tokens
-        outcome = Outcome(steps, seconds, sequences, emitted, walked.runs, prefill=chunk_tokens > 0)
-        features = Features(sequences, walked.verify, kv, passes, chunk_tokens)
-        counted = max(steps - segment.dropped, 0)
-        share = counted / steps
-        self.counters.timed(
-            features, load.context, counted, share * seconds, counted * typical**2 * squares, share * emitted
-        )
+        factor, began, request_seconds = self.truth.factor(self.clock), self.clock, 0.0
+        clock_at = {0: began}
+        for first, last in pairwise(sorted({0, *ends.tolist()})):
+            x, emitted = self._part(members, segment, walked, first, last, chunk_tokens)
+            typical = self.truth.table.seconds(x.sequences, x.verify_tokens, x.draft_passes, x.kv_tokens)
+            typical = (typical + self.truth.table.prefill_seconds(chunk_tokens)) * factor
+            counted = min(last - first, max(0, last - segment.dropped))
+            self.counters.timed(
+                x, load.context, counted, typical * mean * counted, typical**2 * squares * counted, emitted * counted
+            )
+            clock_at[last] = clock_at[first] + typical * mean * (last - first)
+            request_seconds += typical * mean * (last - first) * x.sequences
+        self.clock = clock_at[steps]
+        emitted, sequences = float(walked.tokens.sum()), float(ends.sum()) / steps
+        outcome = Outcome(steps, self.clock - began, sequences, emitted, walked.runs, prefill=chunk_tokens > 0)
         self._count(load.context, members, segment, outcome, walked)
-        began, self.clock = self.clock, self.clock + seconds
-        self.decode_seconds += seconds * sequences
-        self.counters.running_seconds += seconds * sequences
+        self.batch.advance(walked.tokens)
+        self.decode_seconds += request_seconds
+        self.counters.running_seconds += request_seconds
         self.tokens += emitted
         self.pilot.measured(load, segment, outcome)
-        self._retire(began, seconds, shares)
+        self._retire([clock_at[end] for end in ends.tolist()])
         self._preempt()
+        return steps
+
+    def _part(
+        self, members: Members, segment: Segment, walked: Walked, first: int, last: int, chunk_tokens: float
+    ) -> tuple[Features, float]:
+        """Return the mean of the steps ``first`` to ``last``, between which no request ends, and the tokens of one."""
+        running = walked.ends >= last
+        a_step = walked.tokens / walked.ends
+        kv_tokens = (self.batch.contexts + a_step * (first + last) / 2)[running].sum()
+        forms = [segment.forms[group] for group, columns in members.items() if running[columns].any()]
+        passes = max(segment.drafted_depth, *(form.depth for form in forms))
+        verified = walked.verified[running].sum()
+        x = Features(float(running.sum()), float(verified), float(kv_tokens), passes, chunk_tokens)
+        return x, float(a_step[running].sum())
 
     def _count(self, context: int, members: Members, segment: Segment, outcome: Outcome, walked: Walked) -> None:
         for group, columns in members.items():
-            self.counters.ran(group, context, float(walked.shares[columns].sum()), segment, outcome)
+            self.counters.ran(group, context, int(walked.ends[columns].sum()), segment, outcome)
             self.counters.emitted(group.label, float(walked.tokens[columns].sum()))
-            form = segment.forms[group]
+            shape = segment.forms[group].shape
             if not segment.in_burst:
-                self.switches += self._last.get(group, form) is not form
-                self._last[group] = form
+                self.switches += self._last.get(group, shape) != shape
+                self._last[group] = shape
 
-    def _retire(self, began: float, seconds: float, shares: Array) -> None:
+    def _retire(self, done_at: Sequence[float]) -> None:
         ended = self.batch.lefts <= 0
         if not ended.any():
             return
         for column in np.flatnonzero(ended).tolist():
             job = self.batch.pop(column)
-            self._finish(job, began + seconds * float(shares[column]))
+            self._finish(job, done_at[column])
         self.batch.keep(~ended)
 
     def _preempt(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from specdecode_simulator.scoring import run
 from specdecode_simulator.scoring.run_store import read_runs
 from specdecode_simulator.scoring.score import Interval, by_policy, dominated, targets
 
+ROOT = Path(__file__).parents[3]
 SHORT = ["--trace", "steady-cpu-quiet", "--hours", "0.1", "--seeds", "2", "--policy", "fixed-2"]
 
 
@@ -316,3 +318,70 @@ def test_seeds_without_earlier_runs_are_left_out(simulate: Simulate, earlier: Pa
 def test_a_folder_without_these_runs_is_refused(simulate: Simulate, tmp_path: Path) -> None:
     simulate.text(*FLAGS, "--hours", "0.01", "--against", str(tmp_path / "none"), code=1)
     assert "--against: " in simulate.err
+
+
+# hack/simulate-record: seeds, and what it refuses.
+
+
+class Record:
+    """hack/simulate-record in a repository of its own, with a simulator that writes its flags."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.write("hack/simulate-record", (ROOT / "hack" / "simulate-record").read_text(), mode=0o755)
+        self.write(".venv/bin/python", "#!/bin/sh\necho --trace=steady-gpu", mode=0o755)
+        self.write(".venv/bin/specdecode-simulate", '#!/bin/sh\necho "$@"', mode=0o755)
+        self.write(".gitignore", "build/\n.venv/\n")
+        worker = "worker/specdecode_worker"
+        for part in ("operator", "simulator", f"{worker}/contract", f"{worker}/control", "benchmarks/recordings"):
+            self.write(f"{part}/file", "1")
+        self._run("git", "init", "--quiet")
+
+    def write(self, path: str, text: str, mode: int = 0o644) -> None:
+        file = self.folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(mode)
+
+    def commit(self, text: str) -> str:
+        """Commit everything, and return the hash."""
+        self._run("git", "add", "--all")
+        author = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+        self._run("git", *author, "commit", "--quiet", "--message", text)
+        return self._run("git", "rev-parse", "HEAD").stdout.strip()
+
+    def seeds(self, *flags: str, code: int = 0) -> set[int]:
+        """Run it. Return the first seeds of the documents that it made."""
+        done = self._run("hack/simulate-record", *flags, code=code)
+        documents = [self.folder / line for line in done.stdout.splitlines()]
+        assert all("--trace=steady-gpu" in document.read_text() for document in documents)
+        assert len(documents) == (0 if code else 4)
+        return {int(document.stem.rpartition("-")[2]) for document in documents}
+
+    def _run(self, *command: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return done
+
+
+def test_a_record_that_goes_on_after_another_commit_keeps_its_seeds(tmp_path: Path) -> None:
+    record = Record(tmp_path)
+    first = record.commit("first")
+    assert record.seeds() == {10, int(first[:6], 16)}
+    record.write("README.md", "texts")
+    second = record.commit("texts")
+    assert record.seeds() == {10, int(first[:6], 16)}
+    assert record.seeds(second) == {10, int(second[:6], 16)}
+    record.write("operator/file", "2")
+    third = record.commit("another planner")
+    assert record.seeds() == {10, int(third[:6], 16)}
+
+
+@pytest.mark.parametrize(("path", "text"), [("operator/file", "2"), (".venv/bin/python", "#!/bin/sh\nexit 1")])
+def test_a_record_is_refused_of_what_is_not_committed_and_without_its_traces(
+    tmp_path: Path, path: str, text: str
+) -> None:
+    record = Record(tmp_path)
+    record.commit("first")
+    record.write(path, text, mode=0o755)
+    assert record.seeds(code=1) == set()

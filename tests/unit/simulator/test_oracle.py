@@ -89,6 +89,7 @@ def test_the_constrained_oracle_keeps_to_the_limits(library: Library) -> None:
 
     def versions(**limits: float) -> int:
         oracle = Constrained(trace, library, limits=replace(STABILITY["Medium"], **{**free, **limits}))
+        assert oracle.versions == 0, "the first plan is no change"
         Fleet(trace, library, 0).run(oracle)
         return oracle.versions
 
@@ -137,7 +138,7 @@ def test_guard_decides_at_the_same_step_in_segments_and_step_by_step(slowed: flo
 def test_all_read_the_rows_of_the_longest_context() -> None:
     rows = tuple(PlanRow(concurrency=1, context=bucket, shape=TreeShape.chain(1 + bucket)) for bucket in range(2))
     plan = Plan(rows=rows, explore=0.0, guard=False, buckets=Buckets(concurrency=(1,), context=(100,)))
-    pilot = PlanPilot(("other",), plan, lambda running: 0.0)
+    pilot = PlanPilot(("other",), plan, lambda sequences, passes: 0.0)
     short, long = Group(0, 0, 0), Group(0, 1, 0)
     forms = pilot.next(Load(0.0, 0, 2, {short: 1, long: 1}, 200.0)).forms
     assert {group: form.depth for group, form in forms.items()} == {short: 2, long: 2}
@@ -161,7 +162,7 @@ def test_bursts_in_one_segment_take_the_share_that_they_take_step_by_step() -> N
     """The planned chain is the fastest; others cost more. Both ways run about the same shapes and spend the same."""
     plan = Plan(initial=TreeShape.chain(2), max_depth=5, explore=0.05, guard=False)
     cost = {depth: 0.02 * (1 + 0.5 * abs(depth - 2)) for depth in range(6)}
-    pilot, stepwise = PlanPilot(("other",), plan, lambda running: 0.0), Exploration()
+    pilot, stepwise = PlanPilot(("other",), plan, lambda sequences, passes: 0.0), Exploration()
     counts = {"segments": [0] * 6, "steps": [0] * 6}
     group = Group(0, 0, 0)
     load = Load(0.0, 0, 1, {group: 1}, 100.0)
@@ -194,11 +195,11 @@ def test_what_is_timed_before_anybody_is_served_is_what_the_engine_times(
     engine.set_plan(plan)
     shapes = (TreeShape(()), *engine.calibration_shapes())
     timed = [(count, form_of(shape.parents)) for count in engine.calibration_loads() for shape in shapes]
-    assert list(PlanPilot(("other",), plan, lambda running: 0.0).calibration(4)) == timed
+    assert list(PlanPilot(("other",), plan, lambda sequences, passes: 0.0).calibration(4)) == timed
 
 
 def test_an_older_plan_is_not_taken() -> None:
-    pilot = PlanPilot(("other",), Plan(uid="u", version=3, initial=TreeShape.chain(2)), lambda running: 0.0)
+    pilot = PlanPilot(("other",), Plan(uid="u", version=3, initial=TreeShape.chain(2)), lambda sequences, passes: 0.0)
     pilot.take(Plan(uid="u", version=2, initial=TreeShape.chain(5)))
     assert pilot.state.version == 3
 
@@ -221,7 +222,7 @@ def test_bursts_are_as_far_apart_in_segments_as_step_by_step() -> None:
 
 def test_shadow_passes_take_their_share_of_the_time() -> None:
     plan = Plan(initial=TreeShape.chain(2), max_depth=5, explore=0.04, guard=False)
-    pilot = PlanPilot(("other",), plan, lambda running: 0.002)
+    pilot = PlanPilot(("other",), plan, lambda sequences, passes: 0.002 * passes)
     group = Group(0, 0, 0)
     load = Load(0.0, 0, 1, {group: 1}, 100.0)
     total = shadow = 0.0

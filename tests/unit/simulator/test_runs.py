@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from specdecode_simulator.errors import SimulatorError
 from specdecode_simulator.policies import operator_loop
 from specdecode_simulator.policies.engine_rules import Fixed
 from specdecode_simulator.policies.operator_loop import DEEPEST, Look, Ours
 from specdecode_simulator.policies.registry import InEngine, controller
-from specdecode_simulator.records.acceptance_walks import PLAIN
+from specdecode_simulator.records.acceptance_walks import DEPTH, PLAIN, chain
 from specdecode_simulator.records.recordings import Library
 from specdecode_simulator.scoring.matrix import Cell, Matrix
 from specdecode_simulator.scoring.run import ANSWERED, one, run_trace
 from specdecode_simulator.traces.catalogue import TRACES, named
-from specdecode_simulator.traces.job import Limits
+from specdecode_simulator.traces.job import Job, Limits
 from specdecode_simulator.traces.trace import Kind, Trace, flat, square
+from specdecode_simulator.world.counters import MOST_STEP_CELLS, Counters, Features, Names, UnreadCounters
 from specdecode_simulator.world.fleet import Fleet
-from specdecode_worker.contract import Plan, PlanRow, TreeShape
+from specdecode_simulator.world.segment import Load, Outcome, Segment
+from specdecode_simulator.world.truth import Truth
+from specdecode_simulator.world.worker import Worker
+from specdecode_worker.contract import MAX_RANKS, Plan, PlanRow, PlanState, TreeShape
+from specdecode_worker.engine.stats import StepCosts, StepSize
+from support.small_simulation import table_of
 
 
 def small(**fields: Any) -> Trace:
@@ -113,6 +122,96 @@ def test_counters_only_rise_and_hold_together(library: Library) -> None:
     assert sum(cell.t for cell in last.steps) <= 300.0
 
 
+def test_a_prompt_is_read_no_faster_because_the_other_requests_end_meanwhile(library: Library) -> None:
+    truth = Truth(table_of(0.0001), library.records, lambda kind, now, context: 0.0, lambda now: 1.0)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=100)
+    worker = Worker(0, truth, limits, Fixed(0), UnreadCounters(counters().names, None), 0.0, 0)
+    short = Job(id=0, arrived=0.0, label=0, kind=0, prompt=8, output=21, root=0)
+    long = Job(id=1, arrived=0.27, label=0, kind=0, prompt=1000, output=4, root=0)
+    for job in (short, long):
+        worker.offer(job)
+    worker.run(3.0)
+    assert short.done is not None
+    assert long.first is not None
+    assert 0.27 < short.done < long.first
+    assert long.first - long.arrived > worker.truth.table.prefill_seconds(1000.0)
+
+
+def test_drafts_of_one_length_are_no_changes_however_many_of_them_are_verified(library: Library) -> None:
+    trace = small(seconds=60.0)
+    for policy, is_changing in (("vllm-adaptive", False), ("vllm-table", True)):
+        figures = one(policy, trace, library, 0, {"vllm-table": {"edges": (1,), "depths": (3, 1)}}, None).figures
+        assert (figures.plan_changes_per_hour > 0) is is_changing
+
+
+def counters() -> Counters:
+    """Counters of one task, whose misses are beyond all ranks."""
+    tails = np.broadcast_to(np.arange(MAX_RANKS + 1) == MAX_RANKS, (2, DEPTH, MAX_RANKS + 1)).astype(float)
+    return Counters(Names(("other",), ("qa",), lambda kind: tails), np.random.default_rng(0))
+
+
+@dataclass
+class InSegments:
+    """One depth, in segments of at most so many steps."""
+
+    depth: int
+    most_steps: int
+
+    def next(self, load: Load) -> Segment:
+        return Segment(dict.fromkeys(load.groups, chain(self.depth)), self.most_steps)
+
+    def measured(self, load: Load, segment: Segment, outcome: Outcome) -> None:
+        pass
+
+
+def in_segments_and_step_by_step(trace: Trace, library: Library) -> list[Fleet]:
+    """Return two runs of the same requests."""
+    return [ended(trace, library, InSegments(3, most_steps)) for most_steps in (127, 1)]
+
+
+def ended(trace: Trace, library: Library, pilot: InSegments) -> Fleet:
+    fleet = Fleet(trace, library, 0)
+    fleet.run(InEngine(lambda table: pilot))
+    return fleet
+
+
+@pytest.mark.parametrize("trace", [named("prompt-bound", 0.1), small(), small(rate=flat(1.2))], ids=lambda t: t.name)
+def test_requests_take_as_long_in_segments_as_step_by_step(trace: Trace, library: Library) -> None:
+    """Prompts are read as soon as they arrive, and steps are those of the requests that still run."""
+    workers = [fleet.pods[0].worker for fleet in in_segments_and_step_by_step(trace, library)]
+    once, stepwise = (worker.decode_seconds / worker.tokens for worker in workers)
+    assert once == pytest.approx(stepwise, rel=0.006)
+
+
+def test_acceptance_is_reported_as_if_every_step_were_counted_alone(library: Library) -> None:
+    """A request ends with a step in the middle of a segment; its tokens do not depend on when they come."""
+    trace = small(rate=lambda t: 0.4 if t < 500 else 0.0)
+    fleets = in_segments_and_step_by_step(trace, library)
+    assert all(fleet.in_flight == 0 for fleet in fleets)
+    once, stepwise = (fleet.pods[0].worker.report("b", PlanState(), ()) for fleet in fleets)
+    assert once.requests == stepwise.requests
+    assert [(cell.ranks[0], cell.total) for cell in once.acceptance] == [
+        (cell.ranks[0], cell.total) for cell in stepwise.acceptance
+    ]
+    assert (once.drafts, once.accepted_tokens) == (stepwise.drafts, stepwise.accepted_tokens)
+
+
+def test_a_report_has_the_kinds_of_step_that_a_workers_has() -> None:
+    """Those of the latest steps: a shape that begins to run must not stay behind the others."""
+    found, engine = counters(), StepCosts()
+    often = ((passes, 50) for passes in range(2, MOST_STEP_CELLS + 1))
+    for passes, steps in ((1, 90), *often, (70, 1), (1, 1), (71, 1)):
+        x = Features(sequences=1.0, verify_tokens=4.0, kv_tokens=100.0, draft_passes=passes, prefill_tokens=0.0)
+        size = StepSize(sequences=1, verify_tokens=4, kv_tokens=100, draft_passes=passes, prefill_tokens=0)
+        found.timed(x, 0, steps, 0.02 * steps, 0.02**2 * steps, 2.0 * steps)
+        for _ in range(steps):
+            engine.add(0, size, 2, 0.02)
+    reported = found.report(0.0, boot_id="b", worker="b", clock_seconds=1.0).steps
+    expected = engine.cells(MOST_STEP_CELLS)
+    assert [(cell.draft_passes, cell.count) for cell in reported] == [(c.draft_passes, c.count) for c in expected]
+    assert {1, 70, 71} < {cell.draft_passes for cell in reported}
+
+
 @pytest.mark.slow
 def test_a_planner_that_errs_shows_as_regret(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the plan that goes out has every depth mirrored, as an inverted gain would, and no guard stops it."""
@@ -194,6 +293,21 @@ def test_the_shape_in_use_is_that_of_the_load_that_is_asked_for() -> None:
     look = Look(0.0, 0, Plan(version=1, rows=rows, initial=TreeShape.chain(3)), set())
     assert [look.form(sequences, 96, "other").depth for sequences in (1, 2, 3)] == [5, 2, 3]
     assert look._replace(suspended={(0, 0)}).form(1, 96, "other") is PLAIN
+
+
+def test_a_run_that_fails_is_told_before_the_others_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cell(self: Matrix, trace: str, seed: int) -> Cell:
+        (self.recordings / str(seed)).touch()
+        if seed == 0:
+            raise SimulatorError("planted")
+        time.sleep(0.02)
+        return trace, seed, {}
+
+    monkeypatch.setattr(Matrix, "cell", cell)
+    matrix = Matrix(traces=("steady-gpu",), seeds=60, hours=1, recordings=tmp_path)
+    with pytest.raises(SimulatorError, match="planted"):
+        list(matrix.run(jobs=2))
+    assert len(list(tmp_path.iterdir())) < 20
 
 
 def test_runs_are_grouped_in_one_order() -> None:

@@ -74,6 +74,21 @@ def test_many_steps_are_single_steps(library: Library, steps: int, form: Form) -
     assert total.tolist() == alone.tolist()
 
 
+@pytest.mark.parametrize("doublings", [0, 3, 6])
+def test_a_request_ends_with_the_step_that_brings_its_last_token(library: Library, doublings: int) -> None:
+    walk = library.records.walk(0.25, chain(3 + doublings // 3))
+    while len(walk.jump) <= doublings:
+        walk.advance(np.array([0]), 127)
+    starts, tokens = np.array([5, 500, 5000, 9000]), np.array([1, 40, 90, 100])
+    steps, sums = walk.advance_to(starts, tokens, 100)
+    for root, wanted, count, total in zip(starts, tokens.tolist(), steps.tolist(), sums.tolist(), strict=True):
+        alone = [walk.advance(np.array([root]), most)[1][0] for most in range(1, count + 1)]
+        brought = [most + int(own[8]) for most, own in enumerate(alone, start=1)]
+        assert brought[-1] >= wanted
+        assert all(before < wanted for before in brought[:-1])
+        assert total == alone[-1].tolist()
+
+
 def test_plain_steps_go_one_token_and_stay_in_their_answer(library: Library) -> None:
     begin, length = library.records.answers["qa"][3]
     walk = library.records.walk(0.0, PLAIN)
@@ -120,6 +135,22 @@ def test_wider_trees_cost_more_and_as_many_passes(library: Library) -> None:
         for nodes in (5, 16):
             more = table.seconds(4, 4 * (1 + nodes), 3, 800) - table.seconds(4, 4 * (1 + nodes), 2, 800)
             assert more == pytest.approx(table.pass_seconds[2])
+
+
+@pytest.mark.parametrize("device", ["h200-8b", "plain-engine-8b"])
+def test_a_step_in_which_few_sequences_draft_takes_what_its_composition_says(
+    library: Library, recordings: Path, device: str
+) -> None:
+    """Speculation costs its fixed part once it drafts anything."""
+    known = json.loads((recordings / "steps-composed.json").read_text())["devices"][device]
+    for drafting, depth in ((0, 0), (1, 3), (2, 5), (8, 3), (0, 4)):
+        tokens, kv = 8 + drafting * depth, known["kv_token_seconds"] * 8 * 512
+        kv *= 1 + known.get("kv_node_share", 0.0) * drafting * depth / 8
+        networks = (known["weights_seconds"] ** 3 + (known["token_seconds"] * tokens) ** 3) ** (1 / 3)
+        one_pass = known["pass_seconds"] + 8 * known["pass_sequence_seconds"]
+        drafts = known["speculation_seconds"] + depth * one_pass if depth else 0.0
+        found = library.tables[device].seconds(8, tokens, depth, 8 * 512)
+        assert found == pytest.approx(known["overhead_seconds"] + networks + kv + drafts, rel=0.01)
 
 
 def test_more_passes_than_the_shape_cost_more(library: Library) -> None:
