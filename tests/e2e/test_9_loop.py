@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_worker.contract import Port
+from specdecode_worker.contract import Port, TreeShape
 from support.e2e.endpoint import MODEL, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import PROOF, SETTLED_SECONDS, deployed, knobs, names_load, planned_depth, steps, wait_for_row
@@ -172,7 +172,7 @@ def test_load_lowers_depth_then_adds_workers_and_reverts(endpoint: Endpoint) -> 
     assert scaled, history
 
 
-# A change of the task mix: the row of the affected task follows, and the other tasks' rows stay.
+# A change of the task mix: the row of the affected task stops, and those of other tasks lose nothing.
 
 
 CONCURRENCY = 2
@@ -212,7 +212,7 @@ def stops(endpoint: Endpoint, task: str) -> list[Manifest]:
 
 
 @deploys("tasks", {"tasks": [{"name": "code", "match": "Python"}]}, knobs=knobs(STEPS))
-def test_harder_prose_changes_only_its_own_row(endpoint: Endpoint) -> None:
+def test_harder_prose_stops_drafts_of_prose_alone(endpoint: Endpoint) -> None:
     with endpoint.traffic(CONCURRENCY, prompts=CODE):
         wait_for("code speculates", lambda: is_known(endpoint, "code"), timeout_s=SETTLED_SECONDS)
     with endpoint.traffic(CONCURRENCY, prompts=PROSE):
@@ -223,7 +223,9 @@ def test_harder_prose_changes_only_its_own_row(endpoint: Endpoint) -> None:
         wait_for("status tells", lambda: stops(endpoint, "other"), timeout_s=30)
         stop = stops(endpoint, "other")[0]
         assert planned_depth(endpoint, CONCURRENCY, "code") >= code, "what prose lost is not code's loss"
-        assert [entry for entry in history(endpoint, "code") if entry["time"] >= stop["time"]] == []
+        # Rows are decided together: what prose no longer drafts leaves room for larger trees of code.
+        later = [entry["after"] for entry in history(endpoint, "code") if entry["time"] >= stop["time"]]
+        assert all(TreeShape.parse(after).depth >= code for after in later), later
     with endpoint.traffic(CONCURRENCY, prompts=CODE):
         before = endpoint.report().drafts
         wait_for("code is drafted", lambda: endpoint.report().drafts > before + 20, timeout_s=60)

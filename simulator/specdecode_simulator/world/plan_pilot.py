@@ -97,7 +97,8 @@ class PlanPilot:
         self._bucket = concurrency = self._dispatcher.load(load.sequences)
         context = load.context
         planned = {group: self._planned_form(concurrency, context, group.label) for group in load.groups}
-        forms = {group: self._allowed_form(concurrency, context, form) for group, form in planned.items()}
+        allowed = {group: self._allowed_form(concurrency, context, form) for group, form in planned.items()}
+        forms = planned if any(form.shape.nodes for form in allowed.values()) else allowed  # as the worker does
         if load.prefill:
             return Segment(forms)
         first = next(iter(forms))

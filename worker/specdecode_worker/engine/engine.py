@@ -369,7 +369,9 @@ class ShapeSelector:
         # Requests of one task share a shape, so the shape is looked up once per task and not once per request.
         tasks = [request.submit.task for request in requests]
         planned = {task: self._dispatcher.shape(Load(concurrency, context, task)) for task in set(tasks)}
-        shapes = {task: self._allowed(concurrency, context, shape) for task, shape in planned.items()}
+        allowed = {task: self._allowed(concurrency, context, shape) for task, shape in planned.items()}
+        # Draft passes serve all requests of a step. A shape that does not pay alone costs little beside another.
+        shapes = planned if any(shape.nodes for shape in allowed.values()) else allowed
         first, max_depth = tasks[0], self.plan.max_depth if self._explores else 0
         burst = self._exploration.burst_for(concurrency, shapes[first], planned[first], max_depth, self.plan.explore)
         counted = True

@@ -153,8 +153,8 @@ class Ready:
         return True
 
 
-def of(count: int) -> list[Any]:
-    return [SimpleNamespace(cached_bound=10, submit=SimpleNamespace(task="other")) for _ in range(count)]
+def of(count: int, task: str = "other") -> list[Any]:
+    return [SimpleNamespace(cached_bound=10, submit=SimpleNamespace(task=task)) for _ in range(count)]
 
 
 def test_all_requests_use_the_plan_rows_of_the_longest_context() -> None:
@@ -189,6 +189,21 @@ def test_speculation_is_compared_with_plain_steps_of_as_many_sequences() -> None
     (cell,) = selector.guard_cells()
     assert cell.plain is not None
     assert abs(cell.plain - 0.05) < 1e-9
+
+
+def test_a_shape_that_loses_alone_runs_beside_one_that_pays() -> None:
+    """Batches of one task have stopped its shape. Beside another task, which drafts anyway, it costs a few nodes."""
+    rows = (row(0, 0, 2, "prose"), row(0, 0, 3, "code"))
+    plan = Plan(draft="d", rows=rows, max_depth=3, explore=0.0, buckets=Buckets(concurrency=(4,)))
+    selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
+    selector.set_plain_step_time(4, 0.01)
+    prose, code = of(1, "prose"), of(1, "code")
+    while (selection := selector.select(prose)).trees[0].depth:
+        selector.record_step(selection.choice, 0.014, 1.0, 0.0)
+    assert [tree.depth for tree in selector.select([*prose, *code]).trees] == [2, 3]
+    while (selection := selector.select(code)).trees[0].depth:
+        selector.record_step(selection.choice, 0.014, 1.0, 0.0)
+    assert [tree.depth for tree in selector.select([*prose, *code]).trees] == [0, 0], "neither pays"
 
 
 def run(selector: ShapeSelector, steps: int) -> tuple[float, int]:
