@@ -15,7 +15,8 @@ Tables and the choice of depth and price come from three quarters of the prompts
 turns. Time per token is that of a full batch: the step of as many verified tokens and draft passes over tokens per
 step; step times are those of the simulator's tables. Every policy has the same draft passes to pay for: pruning
 saves verification. ``stop`` is margin+task where a worker also stops drafting once all of its requests are below the
-price, which asks it to look at the scores between two passes.
+price, which asks it to look at the scores between two passes. ``truth`` is no policy but the bound of all of them:
+every request drafts and verifies just those tokens that will be accepted.
 """
 
 from __future__ import annotations
@@ -177,7 +178,8 @@ def _reached(answer: Answer) -> np.ndarray:
     return np.concatenate((np.ones((len(answer.hit), 1)), before), axis=1).astype(bool)
 
 
-def _walk(pairs: Sequence[tuple[Answer, np.ndarray]], depth: int, price: float) -> Ran:
+def _walk(pairs: Sequence[tuple[Answer, np.ndarray]], depth: int, price: float, beyond: int = 1) -> Ran:
+    """Walk the answers. ``beyond`` is the number of nodes that are drafted and not worth their price."""
     steps = tokens = verified = 0
     passes = [0] * (DEPTH + 2)
     for answer, survival in pairs:
@@ -189,8 +191,7 @@ def _walk(pairs: Sequence[tuple[Answer, np.ndarray]], depth: int, price: float) 
             steps += 1
             tokens += 1 + accepted[at]
             verified += kept_list[at]
-            # The first node that is not worth its price was drafted too.
-            passes[min(kept_list[at] + 1, depth)] += 1
+            passes[min(kept_list[at] + beyond, depth)] += 1
             at += 1 + accepted[at]
     return Ran(depth, price, steps, tokens, verified, tuple(passes))
 
@@ -206,10 +207,14 @@ def _weighed(answers: Sequence[Answer], tables: Mapping[str, StepTable]) -> dict
     """By device and policy: for each batch that its table has, the time per token over that of plain decoding."""
     found: dict[str, dict[str, list[float]]] = {}
     grids = {name: _grids(answers, name) for name in _KNOWN}
+    pairs = [(answer, np.cumprod(answer.hit, axis=1)) for answer in answers]
+    runs = [_walk(pairs, depth, PRICES[-1], beyond=0) for depth in range(DEPTH + 1)]
+    truth = [(runs, runs)]
     for device, table in tables.items():
         batches = [batch for batch in BATCHES if batch <= table.sequences[-1]]
         rows = {name: [_chosen(grid, table, batch) for batch in batches] for name, grid in grids.items()}
         rows["stop"] = [_chosen(grids["margin+task"], table, batch, stopping=True) for batch in batches]
+        rows["truth"] = [_chosen(truth, table, batch, stopping=True) for batch in batches]
         found[device] = {name: [round(ratio, 4) for ratio in row] for name, row in rows.items()}
     return found
 
