@@ -157,7 +157,7 @@ def test_a_dead_daemon_is_reported_with_its_log(layout: Layout) -> None:
 
 
 def test_a_daemon_that_cannot_be_written_down_is_ended(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing would find it again: not the next `up`, whose port it has, and not `down`."""
+    """Otherwise it keeps its port, and neither `up` nor `down` can end it, because they know daemons by their files."""
     started: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
@@ -264,7 +264,7 @@ def test_images_are_of_this_machines_architecture(
 
 
 def test_pods_resolve_by_servers_that_they_can_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """systemd-resolved listens on loopback, where a pod finds nobody, and lists its servers in a file of its own."""
+    """Pods cannot reach systemd-resolved, which listens on loopback. Its own file has the servers that it asks."""
     files = [tmp_path / "resolv.conf", tmp_path / "resolved.conf"]
     monkeypatch.setattr(node, "_RESOLVER_FILES", files)
     files[0].write_text("nameserver 127.0.0.53\noptions edns0\n")

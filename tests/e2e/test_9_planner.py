@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from specdecode_operator.plugin.cli import main
-from specdecode_worker.contract import OTHER_TASK, Port, TreeShape
+from specdecode_worker.contract import OTHER_TASK, Port
 from support.e2e.endpoint import MODEL, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
-from support.e2e.loop import deployed, names_load
+from support.e2e.loop import deployed, names_load, planned_shape
 from support.e2e.release import Release
 from support.e2e.traffic import PROMPTS, Traffic
 from support.kube import Manifest, wait_for
@@ -25,12 +24,6 @@ MANY = ">4"
 """Name of the load of eight requests: the last bucket of a worker of eight."""
 ENGINE = {"maxNumSeqs": 8, "kvCacheTokens": 8192}
 WORKERS = {"resources": ONE_CORE}
-
-
-def shape_of(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK) -> TreeShape:
-    """Return the planned shape for short contexts."""
-    plan = endpoint.plan()
-    return plan.shape(bisect_left(plan.buckets.concurrency, concurrency), 0, task)
 
 
 def changes(endpoint: Endpoint, load: str) -> list[Manifest]:
@@ -60,12 +53,12 @@ def test_a_tree_for_one_request_and_a_chain_or_nothing_for_eight(
             return why in " ".join(said.split())
 
         with endpoint.traffic(1, max_tokens=128):
-            wait_for("a tree for one", lambda: not shape_of(endpoint, 1).is_chain, timeout_s=MEASURED_SECONDS)
+            wait_for("a tree for one", lambda: not planned_shape(endpoint, 1).is_chain, timeout_s=MEASURED_SECONDS)
             wait_for("explain says why", lambda: explained("1"), timeout_s=60, every_s=5)
         with endpoint.traffic(8, max_tokens=128):
             wait_for(
                 "a chain or nothing for eight, as measured",
-                lambda: shape_of(endpoint, 8).is_chain and changes(endpoint, MANY),
+                lambda: planned_shape(endpoint, 8).is_chain and changes(endpoint, MANY),
                 timeout_s=MEASURED_SECONDS,
             )
             wait_for("explain says why", lambda: explained(MANY), timeout_s=60, every_s=5)
@@ -82,7 +75,7 @@ JAPANESE = (
 
 
 class Customer(Traffic):
-    """Clients with one API key, who sample."""
+    """Concurrent requests with the API key of one customer, at temperature 1."""
 
     def __init__(self, url: str, customer: str, prompts: Sequence[str]) -> None:
         super().__init__(url, MODEL, concurrency=2, max_tokens=96, prompts=prompts)
@@ -117,4 +110,4 @@ def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
 def is_off(endpoint: Endpoint, task: str) -> bool:
     """Return whether the task has a row of its own at the load of both customers, which is plain."""
     assert task in {row.task for row in endpoint.plan().rows}
-    return not shape_of(endpoint, 4, task).nodes
+    return not planned_shape(endpoint, 4, task).nodes

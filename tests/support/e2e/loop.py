@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from specdecode_worker.contract import OTHER_TASK, Env, StepTime, SyntheticKnobs
+from specdecode_worker.contract import OTHER_TASK, Env, StepTime, SyntheticKnobs, TreeShape
 from support.e2e.endpoint import Endpoint, resource
 from support.e2e.kube import Namespace
 from support.kube import Manifest, wait_for
@@ -101,11 +101,16 @@ def knobs(*rows: Sequence[StepTime], **acceptance: Any) -> SyntheticKnobs:
     return SyntheticKnobs(step_time=tuple(row for table in rows for row in table), **acceptance)
 
 
-def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, pod: str | None = None) -> int:
-    """Return the planned depth of the task at this concurrency, according to the worker's plan."""
+def planned_shape(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, pod: str | None = None) -> TreeShape:
+    """Return the planned shape of the task at this concurrency, in short contexts, by the plan of the worker."""
     plan = endpoint.plan(pod or endpoint.ready_pods()[0])
     bucket = sum(concurrency > edge for edge in plan.buckets.concurrency)
-    return plan.shape(bucket, 0, task).depth
+    return plan.shape(bucket, 0, task)
+
+
+def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, pod: str | None = None) -> int:
+    """Return the depth of `planned_shape`."""
+    return planned_shape(endpoint, concurrency, task, pod).depth
 
 
 def names_load(entry: Manifest, concurrency: int | str) -> bool:

@@ -192,7 +192,7 @@ def test_speculation_is_compared_with_plain_steps_of_as_many_sequences() -> None
 
 
 def test_a_shape_that_loses_alone_runs_beside_one_that_pays() -> None:
-    """Batches of one task have stopped its shape. Beside another task, which drafts anyway, it costs a few nodes."""
+    """The guard compares batches of one shape. In a mixed batch the draft passes are shared with the other task."""
     rows = (row(0, 0, 2, "prose"), row(0, 0, 3, "code"))
     plan = Plan(draft="d", rows=rows, max_depth=3, explore=0.0, buckets=Buckets(concurrency=(4,)))
     selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
