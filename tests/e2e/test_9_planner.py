@@ -1,10 +1,9 @@
-"""The planner without synthetic knobs, on steps and drafts of one core: shapes by load, and a row of a customer."""
+"""The planner without synthetic knobs, on real steps and drafts: shapes by load, and a row of a customer."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,8 @@ MEASURED_SECONDS = 600
 MANY = ">4"
 """Name of the load of eight requests: the last bucket of a worker of eight."""
 ENGINE = {"maxNumSeqs": 8, "kvCacheTokens": 8192}
-WORKERS = {"resources": ONE_CORE}
+WORKERS = {"resources": {**ONE_CORE, "limits": {**ONE_CORE["limits"], "cpu": "2"}}}
+"""On one core, a node more costs 12 % of a step: no tree gains there, and drafts of two requests hardly do."""
 
 
 def changes(endpoint: Endpoint, load: str) -> list[Manifest]:
@@ -65,24 +65,21 @@ def test_a_tree_for_one_request_and_a_chain_or_nothing_for_eight(
 
 
 SECRET, KEYS = "strangers", {"acme": "key-of-acme", "globex": "key-of-globex"}
-JAPANESE = (
-    "灯台守についての短い話を書いてください。",
-    "なぜ空は青いのですか。",
-    "日本の都市を五つ挙げてください。",
-    "俳句を一つ作ってください。",
+RUSSIAN = (
+    "Напиши короткий рассказ про смотрителя маяка.",
+    "Почему небо голубое?",
+    "Назови пять городов России.",
+    "Сочини стихотворение про море.",
 )
-"""The draft was trained on English: a token of its in these answers is accepted one time in five."""
+"""The draft was trained on English: a token of its in these answers is accepted one time in twenty."""
 
 
 class Customer(Traffic):
-    """Concurrent requests with the API key of one customer, at temperature 1."""
+    """One request after the other with the API key of a customer."""
 
     def __init__(self, url: str, customer: str, prompts: Sequence[str]) -> None:
-        super().__init__(url, MODEL, concurrency=2, max_tokens=96, prompts=prompts)
+        super().__init__(url, MODEL, concurrency=1, prompts=prompts)
         self.headers: Mapping[str, str] = {"Authorization": f"Bearer {KEYS[customer]}"}
-
-    def body(self, prompt: str, number: int) -> dict[str, Any]:
-        return {**super().body(prompt, number), "temperature": 1, "seed": number}
 
 
 def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
@@ -96,7 +93,7 @@ def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
     with deployed(
         watched, "strangers", {"tasks": tasks}, WORKERS, engine=ENGINE, apiKeysSecretRef=keys
     ) as endpoint, watched.reach("pod", endpoint.one_pod(), Port.http) as url:  # fmt: skip
-        with Customer(url, "globex", PROMPTS) as known, Customer(url, "acme", JAPANESE) as unknown:
+        with Customer(url, "globex", PROMPTS) as known, Customer(url, "acme", RUSSIAN) as unknown:
             wait_for("acme runs plainly", lambda: is_off(endpoint, "acme"), timeout_s=MEASURED_SECONDS)
             wait_for("globex speculates", lambda: not is_off(endpoint, OTHER_TASK), timeout_s=MEASURED_SECONDS)
             known.wait_for_answers(20)
@@ -110,4 +107,4 @@ def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
 def is_off(endpoint: Endpoint, task: str) -> bool:
     """Return whether the task has a row of its own at the load of both customers, which is plain."""
     assert task in {row.task for row in endpoint.plan().rows}
-    return not planned_shape(endpoint, 4, task).nodes
+    return not planned_shape(endpoint, 2, task).nodes
