@@ -53,7 +53,11 @@ def test_a_tree_for_one_request_and_a_chain_or_nothing_for_eight(
             return why in " ".join(said.split())
 
         with endpoint.traffic(1, max_tokens=128):
-            wait_for("a tree for one", lambda: not planned_shape(endpoint, 1).is_chain, timeout_s=MEASURED_SECONDS)
+            wait_for(
+                "a tree for one, kept until its gain is measured",
+                lambda: not planned_shape(endpoint, 1).is_chain and "realisedGainPercent" in changes(endpoint, "1")[0],
+                timeout_s=MEASURED_SECONDS,
+            )
             wait_for("explain says why", lambda: explained("1"), timeout_s=60, every_s=5)
         with endpoint.traffic(8, max_tokens=128):
             wait_for(
@@ -72,6 +76,8 @@ RUSSIAN = (
     "Сочини стихотворение про море.",
 )
 """The draft was trained on English: a token of its in these answers is accepted one time in twenty."""
+HELD_ANSWERS = 60
+"""Answers to one customer in a minute, in which a trial would have ended."""
 
 
 class Customer(Traffic):
@@ -94,11 +100,16 @@ def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
         watched, "strangers", {"tasks": tasks}, WORKERS, engine=ENGINE, apiKeysSecretRef=keys
     ) as endpoint, watched.reach("pod", endpoint.one_pod(), Port.http) as url:  # fmt: skip
         with Customer(url, "globex", PROMPTS) as known, Customer(url, "acme", RUSSIAN) as unknown:
-            wait_for("acme runs plainly", lambda: is_off(endpoint, "acme"), timeout_s=MEASURED_SECONDS)
-            wait_for("globex speculates", lambda: not is_off(endpoint, OTHER_TASK), timeout_s=MEASURED_SECONDS)
-            known.wait_for_answers(20)
-            assert is_off(endpoint, "acme")
-            assert not is_off(endpoint, OTHER_TASK)
+            together = 0
+
+            def apart() -> bool:
+                """Return whether acme alone was Off for the last HELD_ANSWERS of globex."""
+                nonlocal together
+                if not is_off(endpoint, "acme") or is_off(endpoint, OTHER_TASK):
+                    together = known.count()
+                return known.count() - together >= HELD_ANSWERS
+
+            wait_for("acme alone runs plainly, and goes on", apart, timeout_s=MEASURED_SECONDS)
         print(explanation(endpoint, capsys))
         assert known.failures + unknown.failures == []
     watched.kubectl("delete", "secret", SECRET)
