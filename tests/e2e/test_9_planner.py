@@ -13,7 +13,7 @@ from support.e2e.endpoint import MODEL, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed, names_load, planned_shape
 from support.e2e.release import Release
-from support.e2e.traffic import PROMPTS, Traffic
+from support.e2e.traffic import Traffic
 from support.kube import Manifest, wait_for
 
 pytestmark = [pytest.mark.proof("planner"), pytest.mark.timeout(1800)]
@@ -22,8 +22,8 @@ MEASURED_SECONDS = 600
 MANY = ">4"
 """Name of the load of eight requests: the last bucket of a worker of eight."""
 ENGINE = {"maxNumSeqs": 8, "kvCacheTokens": 8192}
-WORKERS = {"resources": {**ONE_CORE, "limits": {**ONE_CORE["limits"], "cpu": "2"}}}
-"""On one core, a node more costs 12 % of a step: no tree gains there, and drafts of two requests hardly do."""
+BOTH_CORES = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {**ONE_CORE["limits"], "cpu": "2"}}
+"""Two cores wait for the weights at one request, so that a node more costs little. One core is busy with each node."""
 
 
 def changes(endpoint: Endpoint, load: str) -> list[Manifest]:
@@ -43,7 +43,7 @@ def test_a_tree_for_one_request_and_a_chain_or_nothing_for_eight(
     release: Release, watched: Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     release.start()
-    with deployed(watched, "shapes", {}, WORKERS, engine=ENGINE) as endpoint:
+    with deployed(watched, "shapes", {}, {"resources": BOTH_CORES}, engine=ENGINE) as endpoint:
 
         def explained(load: str) -> bool:
             """Return whether `explain` names the last change, of this load, with what was measured."""
@@ -69,13 +69,20 @@ def test_a_tree_for_one_request_and_a_chain_or_nothing_for_eight(
 
 
 SECRET, KEYS = "strangers", {"acme": "key-of-acme", "globex": "key-of-globex"}
-RUSSIAN = (
-    "Напиши короткий рассказ про смотрителя маяка.",
-    "Почему небо голубое?",
-    "Назови пять городов России.",
-    "Сочини стихотворение про море.",
+EASY = (
+    "Write one hundred random letters and digits.",
+    "Invent a password of fifty random characters.",
+    "List thirty made-up names of stars.",
+    "Give me twenty random hexadecimal numbers.",
 )
-"""The draft was trained on English: a token of its in these answers is accepted one time in twenty."""
+"""The model soon repeats itself: more than two of three tokens of the draft are accepted."""
+THAI = (
+    "เล่าเรื่องสั้นเกี่ยวกับคนเฝ้าประภาคาร",
+    "ทำไมท้องฟ้าถึงเป็นสีฟ้า",
+    "บอกชื่อเมืองห้าเมือง",
+    "แต่งกลอนหนึ่งบท",
+)
+"""The draft was trained on English: less than one token of ten is accepted."""
 HELD_ANSWERS = 60
 """Answers to one customer in a minute, in which a trial would have ended."""
 
@@ -97,9 +104,9 @@ def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
     tasks = [{"name": "acme", "clients": ["acme"]}]
     keys = {"name": SECRET}
     with deployed(
-        watched, "strangers", {"tasks": tasks}, WORKERS, engine=ENGINE, apiKeysSecretRef=keys
+        watched, "strangers", {"tasks": tasks}, {"resources": ONE_CORE}, engine=ENGINE, apiKeysSecretRef=keys
     ) as endpoint, watched.reach("pod", endpoint.one_pod(), Port.http) as url:  # fmt: skip
-        with Customer(url, "globex", PROMPTS) as known, Customer(url, "acme", RUSSIAN) as unknown:
+        with Customer(url, "globex", EASY) as known, Customer(url, "acme", THAI) as unknown:
             together = 0
 
             def apart() -> bool:
