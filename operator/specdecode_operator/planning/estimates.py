@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from specdecode_operator.state.learned import ContextCell, LoadState, StepTimeCell, rounded
+from specdecode_operator.state.learned import ContextCell, LoadState, StepTimeCell, range_name, rounded
 from specdecode_operator.telemetry.counters import PAIRS, SEQUENCES, Delta, Hits, K, Moments
 from specdecode_worker.contract import FEATURES, Buckets
 
@@ -256,7 +256,7 @@ def bucket_text(found: Buckets, at: Iterable[tuple[int, int]]) -> str:
     """Return the names of loads (concurrency, context), for decisions."""
     names = dict[str, list[str]]()
     for concurrency, context in at:
-        names.setdefault(_range(found.context, context), []).append(_range(found.concurrency, concurrency))
+        names.setdefault(range_name(found.context, context), []).append(range_name(found.concurrency, concurrency))
     return "; ".join(f"concurrency {' or '.join(counts)}, context {context}" for context, counts in names.items())
 
 
@@ -265,15 +265,8 @@ def context_rates(found: Buckets, cells: Iterable[ContextCell]) -> dict[str, dic
     rates = dict[str, dict[str, float]]()
     for cell in sorted(cells, key=lambda cell: (cell.task, cell.context)):
         if cell.total >= TUNING.task_samples:
-            rates.setdefault(cell.task, {})[_range(found.context, cell.context)] = cell.hits / cell.total
+            rates.setdefault(cell.task, {})[range_name(found.context, cell.context)] = cell.hits / cell.total
     return {task: own for task, own in rates.items() if len(own) > 1}
-
-
-def _range(edges: tuple[int, ...], index: int) -> str:
-    if index == len(edges):
-        return f">{edges[-1]}"
-    low, high = edges[index - 1] + 1 if index else 1, edges[index]
-    return str(high) if low == high else f"{low}-{high}" if index else f"<={high}"
 
 
 # Seconds of a decoding step: a linear model over contract.FEATURES, corrected by the kinds of step that were timed.

@@ -24,8 +24,8 @@ from specdecode_operator.plugin.overview import (
     word,
     wrapped,
 )
-from specdecode_operator.state.learned import LearnedState
-from specdecode_worker.contract import Method
+from specdecode_operator.state.learned import LearnedState, LoadState, range_name
+from specdecode_worker.contract import Buckets, Method
 
 # Text of ``history``: the latest decisions with their expected and realised gains. Pure.
 
@@ -126,9 +126,18 @@ def _depth(
         return
     yield _figures(speculation, now)
     yield from (f"Task {task.name} {task.merge}." for task in status.tasks if task.merge)
-    last = next((decision for decision in speculation.history if decision.kind == "Plan"), None)
-    if last:
-        yield from _last_change(last, now)
+    changes = [decision for decision in speculation.history if decision.kind == "Plan"]
+    here = [one for one in changes if learned and learned.plan and _is_at(one, learned.load, learned.plan.buckets)]
+    yield from (line for last in (here or changes)[:1] for line in _last_change(last, now))
+
+
+def _is_at(decision: Decision, load: LoadState, found: Buckets) -> bool:
+    """Return whether the decision changed the row of this load."""
+    named, _, task = decision.load.rpartition(", task ")
+    concurrency = range_name(found.concurrency, bisect_left(found.concurrency, load.sequences))
+    context = range_name(found.context, min(load.context_bucket, len(found.context)))
+    groups = (group.removeprefix("concurrency ").partition(", context ") for group in named.split("; "))
+    return task == load.task and any(of == context and concurrency in some.split(" or ") for some, _, of in groups)
 
 
 def _unapplied(status: Status, learned: LearnedState | None) -> Iterator[str]:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from specdecode_operator.api.v1alpha1 import Condition, Spec, Status
-from specdecode_operator.state.learned import LearnedState, StepTimeCell
+from specdecode_operator.state.learned import LearnedState, StepTimeCell, range_name
 from specdecode_operator.telemetry.counters import SEQUENCES, VERIFY_TOKENS, Moments
 from specdecode_operator.times import seconds_of_timestamp
-from specdecode_worker.contract import ONE_PASS, Buckets, Method, Plan
+from specdecode_worker.contract import ONE_PASS, Method, Plan
 
 # Text of tables, ages and numbers. Pure.
 
@@ -124,7 +124,7 @@ def row_lines(learned: LearnedState) -> Iterator[str]:
         yield f"  The plan has no rows. The shape at every load is {plan.initial}."
         return
     context = min(learned.load.context_bucket, len(plan.buckets.context))
-    heads = [_concurrency(plan.buckets, index) for index in range(len(plan.buckets.concurrency) + 1)]
+    heads = [range_name(plan.buckets.concurrency, index) for index in range(len(plan.buckets.concurrency) + 1)]
     tasks = sorted({row.task for row in plan.rows})
     yield from table(("PLAN: TASK", *heads), [(task, *_shapes(plan, task, context)) for task in tasks], "  ")
 
@@ -132,14 +132,6 @@ def row_lines(learned: LearnedState) -> Iterator[str]:
 def _shapes(plan: Plan, task: str, context: int) -> Iterator[str]:
     for concurrency in range(len(plan.buckets.concurrency) + 1):
         yield str(plan.shape(concurrency, context, task))
-
-
-def _concurrency(buckets: Buckets, index: int) -> str:
-    edges = buckets.concurrency
-    if index == len(edges):
-        return f">{edges[-1]}"
-    low = edges[index - 1] + 1 if index else 1
-    return f"{low}" if low == edges[index] else f"{low}-{edges[index]}"
 
 
 def _rate(hits: tuple[float, float] | None) -> str:

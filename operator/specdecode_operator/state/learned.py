@@ -35,6 +35,14 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
+def range_name(edges: tuple[int, ...], index: int) -> str:
+    """Return the name of a bucket of concurrency or context, such as 1, 3-4 or >4."""
+    if index == len(edges):
+        return f">{edges[-1]}"
+    low, high = edges[index - 1] + 1 if index else 1, edges[index]
+    return str(high) if low == high else f"{low}-{high}" if index else f"<={high}"
+
+
 class Stored(BaseModel):
     """Base of all persisted records. Fields that a newer operator added are ignored on reading."""
 

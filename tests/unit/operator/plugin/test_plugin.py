@@ -69,8 +69,9 @@ def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
     text = "\n".join(explain(resource_of(deepened.deployment), deepened.memory.learned, deepened.now))
     assert "Depth at the current load: 5" in text
     assert "Mode Auto: the depth between 0 and 5 with the least time per token" in text
-    last = next(each for each in deepened.deployment.status.speculation.history if each.kind == "Plan")
-    assert f" at {last.load}: {last.before} -> {last.after}. " in " ".join(text.split())
+    later, last = deepened.deployment.status.speculation.history
+    assert (later.load[:14], last.load[:16]) == ("concurrency 2,", "concurrency 3-4,")
+    assert f" at {last.load}: {last.before} -> {last.after}. " in " ".join(text.split()), "of the present load"
     assert "Workers needed for this demand: 1." in text
     assert "between 1 and 4 workers" in text
     steps = {line.split("  ")[1]: line.split() for line in text.splitlines() if line.startswith(("  plain", "  depth"))}
