@@ -7,7 +7,8 @@ that other processes on the machine do not count. Copies to a GPU are copies bet
 One row is no step: the allocation of the blocks of a chunk of CHUNK_TOKENS from a pool of POOL_BLOCKS whose blocks are
 all owned or cached, which is the state of every server with prefix caching after its first minutes.
 
-With ``--against``, the host code of another checkout is measured too, in turn with this one, round by round.
+With ``--against``, another checkout measures itself with its own copy of this command, in turn with this one, round by
+round.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def profile(name: str) -> None:
 def in_process(checkout: Path) -> dict[str, float]:
     """Measure all cases with the code of a checkout, in a process of its own."""
     path = os.pathsep.join(str(checkout / part) for part in ("worker", "kernels"))
-    command = [sys.executable, __file__, "--once"]
+    command = [sys.executable, str(checkout / "benchmarks" / "host_cost.py"), "--once"]
     ran = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True, capture_output=True, text=True)
     figures: dict[str, float] = json.loads(ran.stdout)
     return figures
@@ -221,7 +222,11 @@ def main() -> None:
         for name in sorted(checkouts, reverse=bool(index % 2)):
             rounds[name].append(in_process(checkouts[name]))
     table = {
-        case: {name: round(statistics.median(one[case] for one in measured), 3) for name, measured in rounds.items()}
+        case: {
+            name: round(statistics.median(one[case] for one in measured), 3)
+            for name, measured in rounds.items()
+            if case in measured[0]
+        }
         for case in (*CASES, ALLOCATION)
     }
     unit = "milliseconds of CPU time of a step, tenth percentile, or of an allocation, median; median of the rounds"
