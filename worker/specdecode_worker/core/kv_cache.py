@@ -183,11 +183,13 @@ class PrefixIndex:
         """Return whether no indexed block follows a block."""
         return self._entries[block].digest not in self._children
 
-    def mark(self, block: int, draft: str) -> None:
-        """Record that ``draft`` has valid keys for the whole block. No effect on a block outside of the index."""
+    def mark(self, block: int, *drafts: str) -> None:
+        """Record that ``drafts`` have valid keys for the whole block. No effect on a block outside of the index."""
         entry = self._entries.get(block)
         if entry is not None:
-            marks = entry.marks | 1 << self._bits.setdefault(draft, len(self._bits))
+            marks = entry.marks
+            for draft in drafts:
+                marks |= 1 << self._bits.setdefault(draft, len(self._bits))
             if marks != entry.marks:
                 entry.marks = marks
                 self._record_change(entry.digest)

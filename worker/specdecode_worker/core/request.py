@@ -300,14 +300,16 @@ class Request:
         """
         self.in_flight.append(max_tokens)
         unprocessed = 0 if drafts_follow else max_tokens
-        for progress in (self.draft, *self.merged.values()):
+        self.draft.record_launch(unprocessed)
+        for progress in self.merged.values():
             progress.record_launch(unprocessed)
 
     def advance(self, committed: int) -> None:
         """Record that the oldest step in flight was collected, which committed so many positions."""
         max_tokens = self.in_flight.popleft()
         self.cached += committed
-        for progress in (self.draft, *self.merged.values()):
+        self.draft.record_collect(max_tokens, committed)
+        for progress in self.merged.values():
             progress.record_collect(max_tokens, committed)
 
     def forget_cache(self) -> None:

@@ -716,6 +716,8 @@ class StepProposals:
         """Return the drafts that propose for each row; without a tree those that must know of the request's tokens."""
         merges = self._tasks.merges
         names = {task: self._tasks.names(task) for task in {row.request.submit.task for row in rows}}
+        if len(names) == 1 and not merges:
+            return [*names.values()] * len(rows)
         return [
             row.request.proposers if merges and row.tree.drafted_depth else names[row.request.submit.task]
             for row in rows

@@ -39,7 +39,7 @@ from specdecode_worker.engine.step_tables import (
     keys_of_shapes,
 )
 from specdecode_worker.engine.target import LEAST_TOP, QueuedRows, Target
-from specdecode_worker.sampling.params import Features, SamplingParams, features_of, truncates
+from specdecode_worker.sampling.params import NO_FEATURES, Features, SamplingParams, features_of, truncates
 from specdecode_worker.sampling.sampler import HostMasks
 from specdecode_worker.sampling.trees import PLAIN, Tree, tree_of
 
@@ -307,12 +307,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """Draft that runs in a step, the indices of the rows that it runs for, and for which rows it proposes."""
+    """Draft that runs in a step, and the indices of the rows that it runs for."""
 
     name: str
     drafter: PagedDrafter
     rows: list[int]
-    proposes: tuple[bool, ...]
 
 
 class StepPlanner:
@@ -337,47 +336,53 @@ class StepPlanner:
         bucket = at_least(len(rows), self._rows)
         if bucket is None:
             return EagerReason.SIZE
-        features = self._features(rows, batch)
+        trees = list({id(row.tree): row.tree for row in rows}.values())  # the rows of a task share a tree
+        features = self._features(rows, trees, batch)
         if isinstance(features, EagerReason):
             return features
-        plan = self._plan(rows, bucket, features, cuts=truncates(batch))
+        plan = self._plan(rows, trees, bucket, features, cuts=truncates(batch))
         if plan is None or plan.key.most_tokens > self._max_tokens:
             return EagerReason.SIZE
         if features.rounds and plan.outside is not None and any(row.tree.drafted_depth for row in rows):
             return EagerReason.SAMPLER
         return plan
 
-    def _features(self, rows: Sequence[Row], batch: Sequence[SamplingParams]) -> Features | EagerReason:
+    def _features(
+        self, rows: Sequence[Row], trees: Sequence[Tree], batch: Sequence[SamplingParams]
+    ) -> Features | EagerReason:
         """Return the optional parts of the step, or the reason why a graph cannot have them."""
         tops = [top for row in rows if (top := row.request.submit.sampling.logprobs) is not None]
         if max(tops, default=0) > LEAST_TOP:
             return EagerReason.LOGPROBS
-        longest = 1 + max(row.request.cached_bound for row in rows)
-        siblings = at_least(1 + max(max(row.tree.ranks) for row in rows), SIBLINGS)
+        siblings = at_least(1 + max([max(tree.ranks) for tree in trees]), SIBLINGS)
         assert siblings is not None, "a node has no more children than ranks"
-        needed = features_of(batch, longest, siblings, coupled=self._coupled)
+        needed = features_of(batch, 1, siblings, coupled=self._coupled)
+        if needed is NO_FEATURES and not tops:
+            return needed
         width = at_least(needed.adjusts, WIDTHS) if needed.adjusts else 0
         if width is None:
             return EagerReason.BIAS
-        history = (at_least(longest, self._histories) or 0) if needed.history else 0
-        return replace(needed, adjusts=width, history=history, logprobs=bool(tops))
+        longest = 1 + max(row.request.cached_bound for row in rows) if needed.history else 0
+        history = at_least(longest, self._histories) or 0
+        return replace(needed, adjusts=width, history=history if longest else 0, logprobs=bool(tops))
 
-    def _plan(self, rows: Sequence[Row], bucket: int, features: Features, *, cuts: bool) -> StepPlan | None:
+    def _plan(
+        self, rows: Sequence[Row], trees: Sequence[Tree], bucket: int, features: Features, *, cuts: bool
+    ) -> StepPlan | None:
         """Return the graph in a bucket of rows, None if a draft must catch up with more tokens than any graph has."""
-        trees = list({id(row.tree): row.tree for row in rows}.values())  # the rows of a task share a tree
         names = self._drafts.proposals.proposers(rows)
         running = self._running(rows, names)
         if (reason := self._outside(rows, names, running)) is not None:
             return StepPlan(key_outside(bucket, trees, cuts=cuts, features=features), outside=reason)
         if not features.masks:
-            return self._whole(rows, trees, running, bucket, features, cuts=cuts)
+            return self._whole(rows, trees, names, running, bucket, features, cuts=cuts)
         plan = StepPlan(key_outside(bucket, trees, cuts=cuts, features=features))
         if not running:
             return plan
         drafts = None
         if not features.rounds and _drafts_unguided(rows):
             own = replace(features, logprobs=False)
-            drafts = self._whole(rows, trees, running, bucket, own, cuts=cuts)
+            drafts = self._whole(rows, trees, names, running, bucket, own, cuts=cuts)
         if drafts is None or drafts.key.most_tokens > self._max_tokens:
             return plan.without_drafts()
         return replace(plan, drafts=replace(drafts, key=replace(drafts.key, only_drafts=True)))
@@ -386,6 +391,7 @@ class StepPlanner:
         self,
         rows: Sequence[Row],
         trees: Sequence[Tree],
+        names: Sequence[tuple[str, ...]],
         running: Sequence[_Running],
         bucket: int,
         features: Features,
@@ -402,11 +408,14 @@ class StepPlanner:
             for b, count in zip(draft.rows, behind, strict=True):
                 counts[b] = count
             longest = max(longest, *counts)
-            masks: tuple[int, ...] = ()
-            if drafter.one_pass and not drafter.block:
-                depths = (row.tree.drafted_depth if own else 0 for row, own in zip(rows, draft.proposes, strict=True))
-                masks = tuple([max(depth - 1, 0) for depth in depths])
-            proposes = draft.proposes if len(running) > 1 else ()
+            masks, proposes = tuple[int, ...](), tuple[bool, ...]()
+            has_masks = drafter.one_pass and not drafter.block
+            if has_masks or len(running) > 1:
+                depths = [
+                    row.tree.drafted_depth if draft.name in own else 0 for row, own in zip(rows, names, strict=True)
+                ]
+                masks = tuple([max(depth - 1, 0) for depth in depths]) if has_masks else ()
+                proposes = tuple([depth > 0 for depth in depths]) if len(running) > 1 else ()
             catch_ups.append(CatchUp(tuple(counts), masks=masks, before=drafter.block, proposes=proposes))
         key = key_of(bucket, trees, longest, cuts=cuts, drafts=_graph_drafts(drafters), features=features)
         return None if key is None else StepPlan(key, tuple(catch_ups), tuple(drafters.values()))
@@ -428,14 +437,11 @@ class StepPlanner:
         running, tasks = [], {row.request.submit.task for row in rows}
         for name, drafter in sorted(self._drafts.paged.items()):
             served = {task for task in tasks if self._drafts.tasks.serves(name, task)}
-            mine = [b for b, row in enumerate(rows) if row.request.submit.task in served]
+            mine = [b for b, row in enumerate(rows) if served == tasks or row.request.submit.task in served]
             trees = [rows[b].tree if name in names[b] else PLAIN for b in mine]
             behind = drafter.drafting([rows[b] for b in mine], trees)
             if behind:
-                proposes = [False] * len(rows)
-                for b, tree in zip(mine, trees, strict=True):
-                    proposes[b] = tree.drafted_depth > 0
-                running.append(_Running(name, drafter, [mine[index] for index in behind], tuple(proposes)))
+                running.append(_Running(name, drafter, [mine[index] for index in behind]))
         return running
 
 
@@ -754,7 +760,8 @@ class StepGraphs:
             counts = catch_up.counts
             behind = requests if all(counts) else [one for one, n in zip(requests, counts, strict=True) if n]
             drafter.record_catch_up(behind, [count for count in counts if count])
-            catch_ups.append(replace(catch_up, key_starts=tuple(drafter.first_key(request) for request in requests)))
+            starts = tuple([drafter.first_key(request) for request in requests])
+            catch_ups.append(CatchUp(counts, starts, catch_up.masks, catch_up.before, catch_up.proposes))
         if masks is not None:
             self._masks().write(masks.table_NW)
         orders = self._drafts.proposals.orders(rows, names) if len(names) > 1 else []

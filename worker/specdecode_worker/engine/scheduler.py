@@ -183,8 +183,7 @@ class PrefixReuse:
         while request.marked < request.published and request.drafted >= (request.marked + 1) * BLOCK_SIZE:
             first = max(request.marked * BLOCK_SIZE, 1)  # ``start`` is at least 1: EAGLE drafts have no slot 0.
             if request.draft.draft and request.draft.start <= first:
-                self._index.mark(request.blocks[request.marked], request.draft.draft)
-                self._index.mark(request.blocks[request.marked], _FOLLOWED)
+                self._index.mark(request.blocks[request.marked], request.draft.draft, _FOLLOWED)
             request.marked += 1
 
     def stored(self, request: Request, first: int, end: int) -> list[StoredBlock]:

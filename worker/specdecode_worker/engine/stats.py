@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple
@@ -269,11 +269,21 @@ class AcceptanceCategory(NamedTuple):
 class RankCounts:
     """Ranks of the target's tokens in one category: a counter for each depth, kind of parent and rank."""
 
-    __slots__ = ("_levels",)
+    __slots__ = ("_levels", "contexts")
 
     def __init__(self) -> None:
         self._levels: dict[bool, list[list[int]]] = {True: [], False: []}
         """Counters of each depth, by whether the parent is on the main path."""
+        self.contexts: dict[int, list[int]] = {}
+        """First draft tokens of each context bucket, and how many were accepted."""
+
+    def add_first(self, context: int, *, accepted: bool) -> None:
+        """Count a first draft token in a context bucket."""
+        sums = self.contexts.get(context)
+        if sums is None:
+            sums = self.contexts[context] = [0, 0]
+        sums[0] += 1
+        sums[1] += accepted
 
     def levels(self, depth: int, *, main: bool) -> list[list[int]]:
         """Return the counters by rank of the depths 1 to ``depth`` at least, for the caller to increase.
@@ -310,7 +320,6 @@ class Statistics:
     _named: set[str] = field(default_factory=set)
     _ranks: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
     _credit: dict[AcceptanceCategory, RankCounts] = field(default_factory=dict)
-    _contexts: dict[tuple[AcceptanceCategory, int], list[int]] = field(default_factory=dict)
     _requests: dict[AcceptanceCategory, list[int]] = field(default_factory=dict)
     _traffic: dict[str, Traffic] = field(default_factory=dict)
 
@@ -350,19 +359,11 @@ class Statistics:
         """
         self.ranks(category).levels(depth, main=main)[depth - 1][rank] += 1
 
-    def record_first(self, category: AcceptanceCategory, context: int, *, accepted: bool) -> None:
-        """Count a first draft token in a context bucket. Greedy and sampled ones are counted together."""
-        key = self._labelled(category._replace(sampled=False)), context
-        sums = self._contexts.setdefault(key, [0, 0])
-        sums[0] += 1
-        sums[1] += accepted
-
-    def record_draft(self, task: str, nodes: int, accepted: int) -> None:
+    def record_draft(self, traffic: Traffic, nodes: int, accepted: int) -> None:
         """Count one step of one sequence with ``nodes`` draft tokens, which may be 0 (a plain step)."""
         if nodes == 0:
             self.plain_steps += 1
             return
-        traffic = self.traffic(task)
         traffic.drafts += 1
         traffic.draft_tokens += nodes
         traffic.accepted_tokens += accepted
@@ -385,12 +386,20 @@ class Statistics:
         return _cells(self._credit, most, drafts)
 
     def context_cells(self, most: int, drafts: Collection[str] = ()) -> tuple[ContextCell, ...]:
-        """Return the at most ``most`` cells of first draft tokens by context, in the order of `acceptance_cells`."""
-        order = sorted(self._contexts.items(), key=lambda item: (item[0][0].draft not in drafts, -item[1][0]))
-        counts = order[:most]
+        """Return the at most ``most`` cells of first draft tokens by context, in the order of `acceptance_cells`.
+
+        Greedy and sampled tokens are counted together.
+        """
+        sums: dict[tuple[str, str, int], tuple[int, int]] = {}
+        for category, counts in self._ranks.items():
+            for context, (total, hits) in counts.contexts.items():
+                key = category.draft, category.task, context
+                others = sums.get(key, (0, 0))
+                sums[key] = others[0] + total, others[1] + hits
+        order = sorted(sums.items(), key=lambda item: (item[0][0] not in drafts, -item[1][0]))
         return tuple(
-            ContextCell(draft=category.draft, task=category.task, context=context, total=total, hits=hits)
-            for (category, context), (total, hits) in counts
+            ContextCell(draft=draft, task=task, context=context, total=total, hits=hits)
+            for (draft, task, context), (total, hits) in order[:most]
         )
 
     def request_cells(self) -> tuple[RequestCell, ...]:
@@ -523,7 +532,7 @@ class StepRecorder:
             traffic.decode_steps += 1
             traffic.decode_tokens += len(result.tokens)
             if not row.tree.given:
-                self.statistics.record_draft(request.submit.task, row.tree.verified - 1, len(result.tokens) - 1)
+                self.statistics.record_draft(traffic, row.tree.verified - 1, len(result.tokens) - 1)
             if self.block is not None:
                 self.block.add_row(request.id, request.submit.task, len(taken))
             if result.path or result.ranks[0] >= 0:  # else a plain step, in which nothing was ranked
@@ -556,13 +565,15 @@ class StepRecorder:
             self.block.end_step(concurrency, context, seconds)
 
     def _count_ranks(self, row: Row, result: RowResult, taken: int) -> None:
-        category, end = category_of(row.request), min(len(result.tokens), taken)
+        """Count up to MAX_DEPTH, which is all that a report has; the trees of a plan may be deeper."""
+        category, end = category_of(row.request), min(len(result.tokens), taken, MAX_DEPTH)
+        counts = self.statistics.ranks(category)
         if end and result.ranks[0] >= 0:
-            self.statistics.record_first(category, self.context, accepted=result.ranks[0] == 0)
-        _count(self.statistics.ranks, category, row, result, result.ranks[:end])
+            counts.add_first(self.context, accepted=result.ranks[0] == 0)
+        _count(counts, row, result, result.ranks[:end])
         for credit in result.credits:
-            own = category._replace(draft=credit.hash)
-            _count(self.statistics.credit, own, row, result, credit.ranks[:end])
+            own = self.statistics.credit(category._replace(draft=credit.hash))
+            _count(own, row, result, credit.ranks[:end])
 
     def _store_shadow(self, row: Row, result: RowResult, ranked_NK: list[list[int]]) -> None:
         # The request already includes the tokens of this step, so its root is that many tokens back.
@@ -595,21 +606,11 @@ class StepRecorder:
         request.last_emit_seconds = now
 
 
-def _count(
-    counters: Callable[[AcceptanceCategory], RankCounts],
-    category: AcceptanceCategory,
-    row: Row,
-    result: RowResult,
-    ranks: Sequence[int],
-) -> None:
-    """Count the ranks of a row's tokens in a category, by depth and by whether their parent is on the main path.
-
-    A report has depths up to MAX_DEPTH; the trees of a plan may be deeper.
-    """
-    ranks = ranks[:MAX_DEPTH]
+def _count(counts: RankCounts, row: Row, result: RowResult, ranks: Sequence[int]) -> None:
+    """Count the ranks of a row's tokens, by depth and by whether their parent is on the main path."""
     if not ranks or max(ranks) < 0:
         return
-    counts, main, tree_ranks = counters(category), True, row.tree.ranks
+    main, tree_ranks = True, row.tree.ranks
     levels = counts.levels(len(ranks), main=True)
     for level, rank in enumerate(ranks):
         if level and main and tree_ranks[result.path[level - 1]]:

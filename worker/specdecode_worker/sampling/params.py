@@ -103,7 +103,7 @@ class FinishRule:
     """Rule that ends one request at a stop token, or at its largest number of output tokens."""
 
     stops: frozenset[int]
-    """Token ids that end the request, once it has ``min_tokens``."""
+    """Token ids that end the request, once it has ``min_tokens``. They include ``ends``."""
     ends: frozenset[int]
     """Token ids that end it in any case: the model's end tokens in a guided answer, whose grammar is complete there."""
     min_tokens: int
@@ -113,16 +113,17 @@ class FinishRule:
     def of(cls, sampling: Sampling, eos_token_ids: Iterable[int]) -> FinishRule:
         """Return the rule for the sampling parameters of a request and the end tokens of the model."""
         eos, stops = frozenset(eos_token_ids), frozenset(sampling.stop_token_ids)
+        ends = eos if sampling.grammar else frozenset()
         return cls(
-            stops=stops if sampling.ignore_eos else stops | eos,
-            ends=eos if sampling.grammar else frozenset(),
+            stops=stops | (ends if sampling.ignore_eos else eos),
+            ends=ends,
             min_tokens=sampling.min_tokens,
             max_tokens=sampling.max_tokens,
         )
 
     def may_finish(self, tokens: Sequence[int], emitted: int) -> bool:
         """Return whether one of ``tokens`` may end the request; the last one is output token number ``emitted``."""
-        return emitted >= self.max_tokens or not (self.stops.isdisjoint(tokens) and self.ends.isdisjoint(tokens))
+        return emitted >= self.max_tokens or not self.stops.isdisjoint(tokens)
 
     def finish(self, token: int, emitted: int) -> Literal["stop", "length"] | None:
         """Return the finish reason at ``token``, which is output token number ``emitted`` (from 1); None to go on."""
@@ -170,12 +171,15 @@ def features_of(batch: Sequence[SamplingParams], longest: int, siblings: int, *,
         coupled: The sampler is ``coupled``, else ``mss``.
     """
     rounds = 0 if coupled or all(params.greedy for params in batch) else siblings
-    counts = any(params.counts for params in batch)
-    width = max((width_of(params) for params in batch), default=0)
+    adjusting = [params for params in batch if params.adjusts]
+    if not adjusting and not rounds:
+        return NO_FEATURES
+    counts = any(params.counts for params in adjusting)
+    width = max(map(width_of, adjusting), default=0)
     return Features(
         adjusts=max(width, int(counts)),
         history=longest if counts else 0,
-        masks=any(params.guided for params in batch),
+        masks=any(params.guided for params in adjusting),
         rounds=rounds,
     )
 

@@ -446,10 +446,10 @@ def busy(tasks: int, depth: int, kinds: int) -> Statistics:
 
 def test_the_operator_reads_what_a_worker_reports_and_what_happened_between() -> None:
     statistics = busy(2, 6, 40)
-    statistics.record_draft("other", 4, 2)
+    statistics.record_draft(statistics.traffic("other"), 4, 2)
     statistics.running_request_seconds, statistics.waiting_request_seconds = 7.0, 8.0
     before = build_report(MOMENT, statistics)
-    statistics.record_draft("other", 5, 3)
+    statistics.record_draft(statistics.traffic("other"), 5, 3)
     after = build_report(MOMENT.model_copy(update={"clock_seconds": 14.5}), statistics)
     assert read_report(after.model_dump_json().encode()) == after
     assert (after.running_request_seconds, after.waiting_request_seconds) == (7, 8)
