@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from specdecode_worker.contract import Port, TreeShape
-from support.e2e.endpoint import MODEL, Endpoint
+from specdecode_worker.contract import TreeShape
+from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import PROOF, SETTLED_SECONDS, deployed, knobs, names_load, planned_depth, steps, wait_for_row
-from support.e2e.release import Release
-from support.e2e.streams import StreamTraffic
 from support.kube import ROOT, Cluster, Manifest, wait_for
 
 pytestmark = [PROOF, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
-def endpoint(request: pytest.FixtureRequest, release: Release, watched: Namespace) -> Iterator[Endpoint]:
+def endpoint(request: pytest.FixtureRequest, watched: Namespace) -> Iterator[Endpoint]:
     """Yield the deployment that a test describes by ``deploys``."""
-    release.start()
     name, speculation, options = request.param
     with deployed(watched, name, speculation, {}, **options) as endpoint:
         yield endpoint
@@ -230,34 +226,3 @@ def test_harder_prose_stops_drafts_of_prose_alone(endpoint: Endpoint) -> None:
         before = endpoint.report().drafts
         wait_for("code is drafted", lambda: endpoint.report().drafts > before + 20, timeout_s=60)
         assert planned_depth(endpoint, CONCURRENCY, "code") in SPECULATES
-
-
-SECRET, KEYS = "customers", {"acme": "key-of-acme", "globex": "key-of-globex"}
-ACME_IS_HARD = knobs(steps(node_seconds=0.05), task_acceptance={"acme": (0.02,)})
-"""A node that is rarely accepted loses a seventh, far more than the least gain of a change."""
-
-
-def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(release: Release, watched: Namespace) -> None:
-    release.start()
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "stringData": KEYS}
-    watched.kubectl("apply", "--filename", "-", stdin=json.dumps(secret))
-    tasks = [{"name": "acme", "clients": ["acme"]}]
-    keys = {"name": SECRET}
-    with deployed(watched, "customers", {"tasks": tasks}, {}, knobs=ACME_IS_HARD, apiKeysSecretRef=keys) as endpoint:
-        (pod,) = endpoint.ready_pods()
-        # One customer after the other: the knobs price the largest tree of a step, so beside the tree of one customer
-        # a node of the other costs nothing.
-        with watched.reach("pod", pod, Port.http) as url:
-            with StreamTraffic(url, MODEL, CONCURRENCY, KEYS["globex"]):
-                wait_for("globex speculates", lambda: is_known(endpoint, "other"), timeout_s=SETTLED_SECONDS)
-            with StreamTraffic(url, MODEL, CONCURRENCY, KEYS["acme"]):
-                wait_for("acme is counted", lambda: drafted(endpoint, "acme"), timeout_s=60)
-                wait_for_row(endpoint, "acme runs plainly", CONCURRENCY, (0,), "acme")
-                wait_for("status tells", lambda: stops(endpoint, "acme"), timeout_s=30)
-            with StreamTraffic(url, MODEL, CONCURRENCY, KEYS["globex"]):
-                before = drafted(endpoint, "other")
-                wait_for("globex is drafted", lambda: drafted(endpoint, "other") > before + 20, timeout_s=60)
-                assert is_known(endpoint, "other")
-                assert planned_depth(endpoint, CONCURRENCY, "acme") == 0
-        assert stops(endpoint, "other") == []
-    watched.kubectl("delete", "secret", SECRET)

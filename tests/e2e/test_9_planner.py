@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
@@ -13,7 +12,6 @@ from specdecode_worker.contract import OTHER_TASK, Port
 from support.e2e.endpoint import MODEL, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed, names_load, planned_shape
-from support.e2e.release import Release
 from support.e2e.traffic import PROMPTS, Traffic
 from support.kube import Manifest, wait_for
 
@@ -40,9 +38,8 @@ def explanation(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_tree_for_one_request_and_a_chain_or_nothing_for_eight(
-    release: Release, watched: Namespace, capsys: pytest.CaptureFixture[str]
+    watched: Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    release.start()
     with deployed(watched, "shapes", {}, WORKERS, engine=ENGINE) as endpoint:
 
         def explained(load: str) -> bool:
@@ -74,21 +71,15 @@ JAPANESE = (
 """The draft was trained on English: a token of its in these answers is accepted one time in five."""
 
 
-class Customer(Traffic):
-    """Concurrent requests with the API key of one customer, at temperature 1."""
-
-    def __init__(self, url: str, customer: str, prompts: Sequence[str]) -> None:
-        super().__init__(url, MODEL, concurrency=2, max_tokens=96, prompts=prompts)
-        self.headers: Mapping[str, str] = {"Authorization": f"Bearer {KEYS[customer]}"}
-
-    def body(self, prompt: str, number: int) -> dict[str, Any]:
-        return {**super().body(prompt, number), "temperature": 1, "seed": number}
+def customer(url: str, name: str, prompts: Sequence[str]) -> Traffic:
+    """Return clients that ask with the API key of one customer, at temperature 1."""
+    key = {"Authorization": f"Bearer {KEYS[name]}"}
+    return Traffic(url, MODEL, concurrency=2, max_tokens=96, prompts=prompts, temperature=1, headers=key)
 
 
 def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
-    release: Release, watched: Namespace, capsys: pytest.CaptureFixture[str]
+    watched: Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    release.start()
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "stringData": KEYS}
     watched.kubectl("apply", "--filename", "-", stdin=json.dumps(secret))
     tasks = [{"name": "acme", "clients": ["acme"]}]
@@ -96,7 +87,7 @@ def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
     with deployed(
         watched, "strangers", {"tasks": tasks}, WORKERS, engine=ENGINE, apiKeysSecretRef=keys
     ) as endpoint, watched.reach("pod", endpoint.one_pod(), Port.http) as url:  # fmt: skip
-        with Customer(url, "globex", PROMPTS) as known, Customer(url, "acme", JAPANESE) as unknown:
+        with customer(url, "globex", PROMPTS) as known, customer(url, "acme", JAPANESE) as unknown:
             wait_for("acme runs plainly", lambda: is_off(endpoint, "acme"), timeout_s=MEASURED_SECONDS)
             wait_for("globex speculates", lambda: not is_off(endpoint, OTHER_TASK), timeout_s=MEASURED_SECONDS)
             known.wait_for_answers(20)
