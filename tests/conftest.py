@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from support.processes import children
 
 pytest_plugins = ["pytester", "support.tiers"]
 # tests/kernels runs kernels in Triton's interpreter. Triton reads this variable when it is first imported, which other
@@ -42,15 +43,12 @@ def _temporary_folders_go(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def _own_children() -> dict[int, str]:
     """Return the command lines of running children with code of the project, by their ids."""
-    found = {}
-    for threads in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, threads.read_text().split()):
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")  # empty for one that has ended
-                # The fork server of multiprocessing serves until this process ends.
-                if ("specdecode_" in words or "spawn_main" in words) and "forkserver" not in words:
-                    found[pid] = words
-    return found
+    return {
+        pid: words
+        for pid, words in children(os.getpid()).items()
+        # The fork server of multiprocessing serves until this process ends.
+        if ("specdecode_" in words or "spawn_main" in words) and "forkserver" not in words
+    }
 
 
 @pytest.fixture(scope="session")

@@ -6,70 +6,31 @@ import subprocess
 import sys
 import textwrap
 import tomllib
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FORBIDDEN_INIT = (
-    "operator",
-    "router",
-    "worker",
-    "kernels",
-    "simulator",
-    "tests",
-    "tests/api_server",
-    "tests/processes",
-    "tests/unit",
-    "tests/kernels",
-    "tests/e2e",
-    "tests/cluster",
-)
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
 
 
-BLOCK = """
-    import sys
-    class Blocked:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] in {names!r}:
-                raise ImportError(f"{{name}} is blocked")
-    sys.meta_path.insert(0, Blocked())
-"""
-
-
-def blocking(names: set[str], code: str) -> subprocess.CompletedProcess[str]:
-    return python(textwrap.dedent(BLOCK.format(names=names)) + textwrap.dedent(code))
-
-
-def test_blocked_import_fails() -> None:
-    done = blocking({"torch"}, "import torch")
-    assert done.returncode != 0
-    assert "torch is blocked" in done.stderr
-
-
 @pytest.mark.slow
 def test_the_operator_imports_without_anything_of_the_worker_image() -> None:
-    heavy = {"torch", "safetensors", "tokenizers", "fastapi", "uvicorn", "zmq", "triton"}
-    done = blocking(
-        heavy,
+    done = python(
         """
-        import pkgutil, importlib, specdecode_operator
+        import importlib, pkgutil, sys
+        heavy = ("torch", "safetensors", "tokenizers", "fastapi", "uvicorn", "zmq", "triton")
+        sys.modules.update(dict.fromkeys(heavy))  # an import of None fails
+        import specdecode_operator
         for module in pkgutil.walk_packages(specdecode_operator.__path__, "specdecode_operator."):
             importlib.import_module(module.name)
-        """,
+        """
     )
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_the_plugin_imports_without_the_libraries_of_the_operator() -> None:
-    done = blocking({"kopf", "numpy", "prometheus_client", "torch"}, "import specdecode_operator.plugin.commands")
     assert done.returncode == 0, done.stderr
 
 
@@ -84,22 +45,11 @@ def test_the_contract_needs_pydantic_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_standard_library_is_not_shadowed() -> None:
-    """A package named operator with an __init__.py would shadow the standard library's module of that name."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import operator, collections; print(operator.__file__)"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    assert str(ROOT) not in done.stdout
-
-
-@pytest.mark.parametrize("folder", FORBIDDEN_INIT)
-def test_folder_has_no_init_that_would_shadow_a_package(folder: str) -> None:
-    assert not (ROOT / folder / "__init__.py").exists()
+def test_no_folder_has_an_init_that_would_shadow_a_package() -> None:
+    """A package named operator would shadow the standard library's module of that name."""
+    found = [path for path in (ROOT / "tests").rglob("__init__.py") if "support" not in path.parts]
+    found += [ROOT / name / "__init__.py" for name in ("operator", "router", "worker", "kernels", "simulator")]
+    assert [path for path in found if path.exists()] == []
 
 
 def test_images_do_not_contain_the_simulator() -> None:
@@ -127,15 +77,6 @@ PACKAGES = (
 )
 
 
-def circle(imports: dict[str, set[str]]) -> list[str]:
-    """Return modules that import each other in a circle, the first one again at the end; empty if there is none."""
-    try:
-        TopologicalSorter(imports).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
 def imports_of(package: str) -> dict[str, set[str]]:
     """Return the imports between a package's modules, those for types and inside functions included."""
     graph = grimp.build_graph(package, cache_dir=None)
@@ -144,11 +85,7 @@ def imports_of(package: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_imports_itself_through_others(package: str) -> None:
+    """A CycleError names the modules of a circle."""
     imports = imports_of(package)
     assert len(imports) > 20
-    assert circle(imports) == []
-
-
-def test_circles_are_detected() -> None:
-    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
-    assert circle({"a": {"b"}, "b": {"c"}}) == []
+    TopologicalSorter(imports).prepare()

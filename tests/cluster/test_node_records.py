@@ -134,7 +134,3 @@ def test_certificates_follow_the_clusters_authority(layout: Layout) -> None:
         assert succeeds(verify)
         assert f"{own.pki}/kubelet.key" in (own.kubeconfig.parent / "kubelet.conf").read_text()
     assert seen[0] == seen[1] != seen[2]
-
-
-def test_the_first_nodes_files_have_no_suffix(layout: Layout) -> None:
-    assert templates.write(layout, "kubelet.yaml").read_text() == templates.text(layout, "kubelet.yaml")

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from localcluster import (
@@ -77,10 +78,6 @@ def test_only_our_rules_are_removed_from_a_shared_table() -> None:
     ]
 
 
-def test_a_clean_packet_filter_needs_no_script() -> None:
-    assert firewall.removal_script("*filter\n:INPUT ACCEPT [0:0]\nCOMMIT\n") == ""
-
-
 def test_programs_are_found_where_su_does_not_look(
     layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,24 +118,18 @@ def test_a_daemon_starts_once_and_ends(layout: Layout) -> None:
     assert daemons.identify(first.pid) != first
 
 
-def test_a_reused_pid_is_never_signalled(layout: Layout, foreign_process: subprocess.Popen[bytes]) -> None:
-    """A process is not signalled if it merely reuses the pid that the pid file names."""
-    identity = daemons.identify(foreign_process.pid)
+@pytest.mark.parametrize("change", [{"started_ticks": 1}, {"boot": "another"}], ids=["later process", "earlier boot"])
+def test_a_reused_pid_is_never_signalled(
+    layout: Layout, foreign_process: subprocess.Popen[bytes], change: dict[str, Any]
+) -> None:
+    """A process is not signalled if it merely has the pid that the pid file names."""
+    record = json.dumps(asdict(daemons.identify(foreign_process.pid)) | change)
     layout.pids.mkdir(parents=True)
-    earlier = replace(identity, started_ticks=identity.started_ticks - 1)
-    (layout.pids / "etcd.json").write_text(json.dumps(asdict(earlier)))
+    (layout.pids / "etcd.json").write_text(record)
+    daemons.stop(layout, "etcd")
+    assert foreign_process.poll() is None
+    (layout.pids / "etcd.json").write_text(record)
     assert daemons.running(layout, "etcd") is None
-    daemons.stop(layout, "etcd")
-    assert foreign_process.poll() is None
-
-
-def test_a_pid_of_an_earlier_boot_is_never_signalled(layout: Layout, foreign_process: subprocess.Popen[bytes]) -> None:
-    identity = daemons.identify(foreign_process.pid)
-    assert identity is not None
-    layout.pids.mkdir(parents=True)
-    (layout.pids / "etcd.json").write_text(json.dumps(asdict(replace(identity, boot="another"))))
-    daemons.stop(layout, "etcd")
-    assert foreign_process.poll() is None
 
 
 def test_truncated_pid_file_counts_as_no_daemon(layout: Layout) -> None:

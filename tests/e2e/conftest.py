@@ -7,7 +7,6 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,16 +14,8 @@ import pytest
 from support.e2e.endpoint import Endpoint, resource
 from support.e2e.kube import Namespace
 from support.e2e.loop import SPECULATION
-from support.e2e.release import Crd, Release
+from support.e2e.release import ASSIGNED_USER, Release, installed, installed_crds
 from support.kube import Cluster
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test of this folder as an end-to-end test that needs the cluster."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.e2e)
-            item.add_marker(pytest.mark.cluster)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,27 +27,23 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
         report.sections.append(("kubectl describe sdd", endpoint.description()))
         report.sections.append(("the operator's persisted state", endpoint.persisted_state()))
     if report.failed and release is not None:
-        report.sections.append(("operator", "\n".join(release.logs().splitlines()[-60:])))
+        report.sections.append(("operator", release.logs(60)))
     return report
 
 
 @pytest.fixture(scope="session")
 def watched(cluster: Cluster) -> Iterator[Namespace]:
     """Yield the namespace that holds the resources."""
-    crd = Crd(cluster)
-    crd.install()
-    with cluster.namespace("e2e") as name:
+    with installed_crds(cluster), cluster.namespace("e2e") as name:
         yield Namespace(cluster, name)
-    crd.remove()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def release(cluster: Cluster, watched: Namespace) -> Iterator[Release]:
-    with cluster.namespace("e2e-operator") as home:
-        release = Release(cluster, home, watched.name)
-        release.install()
+    """Yield the operator, which runs before and after each test."""
+    user = {f"podSecurityContext.{field}": str(number) for field, number in ASSIGNED_USER.items()}
+    with installed(cluster, "e2e-operator", [watched.name], user) as release:
         yield release
-        release.uninstall()
 
 
 @pytest.fixture(scope="session")

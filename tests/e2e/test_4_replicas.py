@@ -62,20 +62,6 @@ def test_scale_is_readable_without_optional_spec_fields(watched: Namespace, endp
         watched.kubectl("delete", "sdd", "bare")
 
 
-def test_scale_is_refused_while_the_operator_owns_replicas(endpoint: Endpoint) -> None:
-    endpoint.patch({"scaling": {"owner": "Operator", "minReplicas": 1, "maxReplicas": 2}})
-    try:
-        said = endpoint.namespace.refusal("scale", "sdd", endpoint.name, "--replicas=2")
-        assert "scaling.owner is Operator" in said
-        wait_for("demand is looked at", lambda: endpoint.condition("ScalingLimited")["status"] == "False")
-        assert len(endpoint.pods()) == 1
-        endpoint.patch({"scaling": {"owner": "External"}, "replicas": 1})
-        endpoint.namespace.kubectl("scale", "sdd", endpoint.name, "--replicas=1")
-    finally:
-        endpoint.patch({"scaling": None})
-    wait_for("the condition goes with its feature", lambda: endpoint.condition("ScalingLimited")["status"] == "absent")
-
-
 @pytest.mark.timeout(300)
 def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(endpoint: Endpoint, release: Release) -> None:
     """A replacement pod starts with the present plan.
@@ -85,8 +71,7 @@ def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(endpoint: 
     (old,) = endpoint.ready_pods()
     version = endpoint.plan().version
     assert version > 0
-    release.stop()
-    try:
+    with release.stopped():
         endpoint.namespace.kubectl("delete", "pod", old, "--grace-period=0", "--force")
         (new,) = wait_for("a new worker", lambda: set(endpoint.ready_pods()) - {old}, timeout_s=120, every_s=0.5)
         state = endpoint.report(new).plan
@@ -96,5 +81,3 @@ def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(endpoint: 
             Traffic(url, MODEL, concurrency=1, max_tokens=8) as traffic,
         ):
             wait_for("the Service sends requests to it", lambda: traffic.answered >= 3, timeout_s=30)
-    finally:
-        release.start()

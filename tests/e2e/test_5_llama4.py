@@ -13,7 +13,6 @@ from support.e2e.draft_files import bound_claim
 from support.e2e.endpoint import MODEL, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed
-from support.e2e.release import Release
 from support.e2e.traffic import chat_body
 from support.kube import Cluster
 from support.small_llama4 import Served, write_served_llama4
@@ -28,8 +27,7 @@ def model(local_cluster: Cluster, tmp_path: Path) -> Served:
 
 
 @pytest.fixture
-def endpoint(release: Release, watched: Namespace, model: Served) -> Iterator[Endpoint]:
-    release.start()
+def endpoint(watched: Namespace, model: Served) -> Iterator[Endpoint]:
     draft = {"method": "eagle3", "draft": {"uri": f"pvc://{CLAIM}/head"}}
     spec = {
         "model": {"uri": f"pvc://{CLAIM}/target", "servedName": MODEL},

@@ -14,7 +14,6 @@ import safetensors.numpy
 
 from support.e2e.endpoint import MODEL, Endpoint, resource
 from support.e2e.kube import Namespace
-from support.e2e.release import Release
 from support.e2e.traffic import chat_body
 
 HIDDEN, TARGET_HIDDEN, VOCAB = 8, 576, 49152
@@ -51,7 +50,7 @@ def head() -> bytes:
 
 
 @pytest.fixture
-def misfit(release: Release, watched: Namespace) -> Iterator[Endpoint]:
+def misfit(watched: Namespace) -> Iterator[Endpoint]:
     config_map = {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -40,15 +40,12 @@ def test_serving_survives_a_minute_without_the_operator(endpoint: Endpoint, rele
         wait_for("a row has a dwell", lambda: any(since(endpoint).values()), timeout_s=120)
     endpoint.set_knobs(None)
     with endpoint.traffic(1, max_tokens=16) as traffic:
-        release.stop()
-        gone_at = time.monotonic()
-        version, dwell = endpoint.plan().version, since(endpoint)
-        endpoint.patch({"speculation": {"depth": {"max": 5}}})
-        time.sleep(GONE_SECONDS)
-        assert traffic.answered > 5
-        assert endpoint.plan().version == version, "nobody was there to change it"
-        release.start()
-        assert time.monotonic() - gone_at >= GONE_SECONDS
+        with release.stopped():
+            version, dwell = endpoint.plan().version, since(endpoint)
+            endpoint.patch({"speculation": {"depth": {"max": 5}}})
+            time.sleep(GONE_SECONDS)
+            assert traffic.answered > 5
+            assert endpoint.plan().version == version, "nobody was there to change it"
         plan = wait_for("the change is applied", lambda: p if (p := endpoint.plan()).max_depth == 5 else None)
     assert plan.version > version
     after = since(endpoint)
@@ -58,12 +55,12 @@ def test_serving_survives_a_minute_without_the_operator(endpoint: Endpoint, rele
 
 
 def test_operator_uses_little_memory_and_no_torch(endpoint: Endpoint, release: Release) -> None:
-    status = release.namespace.exec(release.pod(), "cat", "/proc/1/status")
+    status = release.namespace.exec(release.leader_name(), "cat", "/proc/1/status")
     match = re.search(r"VmRSS:\s+(\d+) kB", status)
     assert match
     assert int(match[1]) / 1024 <= IDLE_MIB
     find_torch = "import importlib.util; print(importlib.util.find_spec('torch'))"
-    assert release.namespace.exec(release.pod(), "python", "-c", find_torch).strip() == "None"
+    assert release.namespace.exec(release.leader_name(), "python", "-c", find_torch).strip() == "None"
 
 
 def test_the_operator_had_every_right_it_needed(endpoint: Endpoint, release: Release) -> None:
@@ -72,5 +69,5 @@ def test_the_operator_had_every_right_it_needed(endpoint: Endpoint, release: Rel
 
 def test_deleting_needs_no_operator(endpoint: Endpoint, release: Release) -> None:
     """Deletion succeeds while no operator runs. This is the last test of the shared endpoint."""
-    release.stop()
-    endpoint.delete(timeout_s=30)
+    with release.stopped():
+        endpoint.delete(timeout_s=30)

@@ -1,8 +1,7 @@
 """A real Prometheus scrapes the operator, a router and a worker, and evaluates every dashboard query and every alert.
 
-An earlier file deletes the shared endpoint, so this file deploys its own, after it has restarted the operator. The
-status shows figures only after a minute with 500 drafts in it, so there is traffic until they appear. Padded steps make
-drafts gain on every processor.
+An earlier file deletes the shared endpoint, so this file deploys its own. The status shows figures only after a minute
+with 500 drafts in it, so there is traffic until they appear. Padded steps make drafts gain on every processor.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ SPECULATION: Manifest = {
 
 
 @pytest.fixture(scope="module")
-def scraped(release: Release, watched: Namespace) -> Iterator[Endpoint]:
-    release.start()
+def scraped(watched: Namespace) -> Iterator[Endpoint]:
     scaling = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 1}
     router = {"replicas": 1, "template": {"spec": {"containers": [SMALL]}}}
     workers = {"resources": ONE_CORE}
@@ -69,7 +67,7 @@ def prometheus(
     pod = scraped.one_pod()
     (router_pod,) = scraped.pods("router")
     with ExitStack() as stack:
-        operator = stack.enter_context(release.namespace.reach("pod", release.pod(), OPERATOR_METRICS))
+        operator = stack.enter_context(release.namespace.reach("pod", release.leader_name(), OPERATOR_METRICS))
         worker = stack.enter_context(scraped.namespace.reach("pod", pod, Port.http))
         router = stack.enter_context(scraped.namespace.reach("pod", router_pod["metadata"]["name"], Port.http))
         labels = {"namespace": scraped.namespace.name, "name": NAME, "pod": pod}

@@ -74,7 +74,6 @@ def offer(endpoint: Endpoint, uri: str, digest: str) -> None:
 
 @pytest.mark.skipif(not MULTIPLIES_BF16, reason=skip_reason("bf16", "steps are too uneven for a verdict in time"))
 def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watched: Namespace, drafts: Path) -> None:
-    release.start()
     good = model_hash(resolve(GOOD_URI))
     with two_workers(watched, drafts, NOISED_URI) as endpoint, watched.reach("service", NAME, 80) as url:
         expected, before = unbroken_answers(url, MODEL), endpoint.identities()
@@ -88,8 +87,8 @@ def test_better_candidate_is_promoted_without_a_new_pod(release: Release, watche
             wait_for_ready_pods(endpoint, 2)
             wait_for("the new pod runs it, too", lambda: endpoint.running_drafts() == {good}, timeout_s=60)
         before = endpoint.identities()
-        release.stop()
-        release.start()
+        with release.stopped():
+            pass
         endpoint.patch({"replicas": 3})
         wait_for_ready_pods(endpoint, 3)
         assert before < endpoint.identities(), "another operator replaces no pod"
@@ -107,8 +106,7 @@ def _is_promoted(endpoint: Endpoint, digest: str) -> bool:
 
 
 @PROOF
-def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, drafts: Path) -> None:
-    release.start()
+def test_worse_candidate_is_rolled_back(watched: Namespace, drafts: Path) -> None:
     with two_workers(watched, drafts, GOOD_URI) as endpoint, served_meanwhile(endpoint, clients=CLIENTS):
         offer(endpoint, NOISED_URI, model_hash(drafts / "noised"))
         assert wait_for_end(endpoint, model_hash(resolve(GOOD_URI)))["outcome"] == "RolledBack"
@@ -117,7 +115,6 @@ def test_worse_candidate_is_rolled_back(release: Release, watched: Namespace, dr
 @PROOF
 def test_killed_operators_change_no_outcome(release: Release, watched: Namespace, drafts: Path) -> None:
     """All replicas of the operator are killed again and again while a draft is tried, promoted and taken back."""
-    release.start()
     good, noised = model_hash(resolve(GOOD_URI)), model_hash(drafts / "noised")
     with two_workers(watched, drafts, NOISED_URI) as endpoint:
         with served_meanwhile(endpoint, clients=CLIENTS), OperatorKiller(release) as killer:
@@ -133,9 +130,8 @@ def test_killed_operators_change_no_outcome(release: Release, watched: Namespace
 
 
 @PROOF
-def test_promoted_draft_serves_again_after_a_restore(release: Release, watched: Namespace, drafts: Path) -> None:
+def test_promoted_draft_serves_again_after_a_restore(watched: Namespace, drafts: Path) -> None:
     """Both kinds are deleted with all children and state, and applied again from one `kubectl get -o yaml`."""
-    release.start()
     good = model_hash(resolve(GOOD_URI))
     with two_workers(watched, drafts, NOISED_URI) as endpoint, watched.reach("service", NAME, 80) as url:
         with StreamTraffic(url, MODEL, CLIENTS):
@@ -173,10 +169,7 @@ class OperatorKiller(ClientThreads):
 
 
 @PROOF
-def test_candidate_with_more_tokens_per_step_and_slower_steps_is_rolled_back(
-    release: Release, watched: Namespace, drafts: Path
-) -> None:
-    release.start()
+def test_candidate_with_more_tokens_per_step_and_slower_steps_is_rolled_back(watched: Namespace, drafts: Path) -> None:
     good = model_hash(resolve(GOOD_URI))
     knobs = EQUAL_STEPS.model_copy(update={"by_draft": {good: SyntheticKnobs(step_time=(StepTime(seconds=0.3),))}})
     with two_workers(watched, drafts, NOISED_URI, knobs) as endpoint, served_meanwhile(endpoint, clients=CLIENTS):
@@ -185,9 +178,8 @@ def test_candidate_with_more_tokens_per_step_and_slower_steps_is_rolled_back(
 
 
 @PROOF
-def test_candidate_that_loses_one_task_is_not_promoted(release: Release, watched: Namespace, drafts: Path) -> None:
+def test_candidate_that_loses_one_task_is_not_promoted(watched: Namespace, drafts: Path) -> None:
     """The candidate is faster on three quarters of the traffic and on average. For one task it drafts nothing right."""
-    release.start()
     good, twin = model_hash(resolve(GOOD_URI)), model_hash(drafts / "twin")
     steps = EQUAL_STEPS.step_time
     by_draft = {

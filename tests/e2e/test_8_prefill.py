@@ -19,7 +19,6 @@ from support.client_threads import ClientThreads
 from support.e2e.endpoint import MODEL, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed
-from support.e2e.release import Release
 from support.e2e.traffic import PROMPTS
 from support.e2e.worker_faults import kill_pod, signal_engine
 from support.kube import wait_for
@@ -30,8 +29,7 @@ pytestmark = [pytest.mark.timeout(3600), pytest.mark.proof("prefill")]
 
 
 @pytest.fixture(scope="module")
-def apart(release: Release, watched: Namespace) -> Iterator[Endpoint]:
-    release.start()
+def apart(watched: Namespace) -> Iterator[Endpoint]:
     speculation = {"draft": {"uri": "embedded://smollm2-135m-instruct-eagle3"}, "depth": {"initial": 3}}
     # Half of a slow core takes more than the usual ten seconds for a long prompt, which an updated worker is to end.
     drain = {"endpointDelay": "1s", "gracePeriod": "2m"}

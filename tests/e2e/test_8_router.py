@@ -31,8 +31,7 @@ PROOF = pytest.mark.proof("router")
 
 
 @pytest.fixture(scope="module")
-def routed(release: Release, watched: Namespace) -> Iterator[Routed]:
-    release.start()
+def routed(watched: Namespace) -> Iterator[Routed]:
     with routed_deployment(watched) as routed:
         yield routed
 

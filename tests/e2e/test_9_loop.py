@@ -12,16 +12,14 @@ from specdecode_worker.contract import TreeShape
 from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import PROOF, SETTLED_SECONDS, deployed, knobs, names_load, planned_depth, steps, wait_for_row
-from support.e2e.release import Release
 from support.kube import ROOT, Cluster, Manifest, wait_for
 
 pytestmark = [PROOF, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture
-def endpoint(request: pytest.FixtureRequest, release: Release, watched: Namespace) -> Iterator[Endpoint]:
+def endpoint(request: pytest.FixtureRequest, watched: Namespace) -> Iterator[Endpoint]:
     """Yield the deployment that a test describes by ``deploys``."""
-    release.start()
     name, speculation, options = request.param
     with deployed(watched, name, speculation, {}, **options) as endpoint:
         yield endpoint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -12,7 +12,6 @@ from specdecode_worker.contract import OTHER_TASK, Port
 from support.e2e.endpoint import MODEL, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed, names_load, planned_shape
-from support.e2e.release import Release
 from support.e2e.traffic import Traffic
 from support.kube import Manifest, wait_for
 
@@ -55,9 +54,8 @@ def explanation(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_tree_for_one_request_and_a_chain_or_nothing_for_eight(
-    release: Release, watched: Namespace, capsys: pytest.CaptureFixture[str]
+    watched: Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    release.start()
     with deployed(watched, "shapes", {}, {"resources": BOTH_CORES}, engine=ENGINE) as endpoint:
 
         def explained(load: str) -> bool:
@@ -97,18 +95,15 @@ THAI = (
 """The draft was trained on English: less than one token of ten is accepted."""
 
 
-class Customer(Traffic):
-    """One request after the other with the API key of a customer."""
-
-    def __init__(self, url: str, customer: str, prompts: Sequence[str]) -> None:
-        super().__init__(url, MODEL, concurrency=1, prompts=prompts)
-        self.headers: Mapping[str, str] = {"Authorization": f"Bearer {KEYS[customer]}"}
+def customer(url: str, name: str, prompts: Sequence[str]) -> Traffic:
+    """Return a client that asks with the API key of one customer."""
+    key = {"Authorization": f"Bearer {KEYS[name]}"}
+    return Traffic(url, MODEL, concurrency=1, prompts=prompts, headers=key)
 
 
 def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
-    release: Release, watched: Namespace, capsys: pytest.CaptureFixture[str]
+    watched: Namespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    release.start()
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": SECRET}, "stringData": KEYS}
     watched.kubectl("apply", "--filename", "-", stdin=json.dumps(secret))
     tasks = [{"name": "acme", "clients": ["acme"]}]
@@ -116,7 +111,7 @@ def test_a_customer_whose_texts_the_draft_does_not_know_goes_to_off_alone(
     with deployed(
         watched, "strangers", {"tasks": tasks}, {"resources": ONE_CORE}, engine=ENGINE, apiKeysSecretRef=keys
     ) as endpoint, watched.reach("pod", endpoint.one_pod(), Port.http) as url:  # fmt: skip
-        with Customer(url, "globex", EASY) as known, Customer(url, "acme", THAI) as unknown:
+        with customer(url, "globex", EASY) as known, customer(url, "acme", THAI) as unknown:
             apart = held(known, lambda: is_off(endpoint, "acme") and not is_off(endpoint, OTHER_TASK))
             wait_for("acme alone runs plainly", apart, **MEASURED)
         print(explanation(endpoint, capsys))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from support.e2e.release import NO_CLUSTER_ROLES, Release, installed
 from support.kube import Cluster
 from support.operator_faults.api_client import Api
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import Installation
 from support.operator_faults.tenant import Tenant
 from support.operators.operator_process import install_crd
 from support.tiers import skip_reason
@@ -26,7 +26,6 @@ HERE = Path(__file__).parent
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the markers of this folder."""
-    config.addinivalue_line("markers", "operator_fault: black-box test of the operator under a fault, on a cluster")
     config.addinivalue_line("markers", "own_operator: needs no operator, or brings one of its own")
     config.addinivalue_line("markers", "disruptive: takes the API server of the whole cluster away")
 
@@ -37,8 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE not in item.path.parents:
             continue
-        item.add_marker(pytest.mark.cluster)
-        item.add_marker(pytest.mark.operator_fault)
         if HERE / "quick" not in item.path.parents and not item.get_closest_marker("proof"):
             item.add_marker(pytest.mark.proof("operator-faults"))
 
@@ -49,7 +46,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
     installation = getattr(item, "funcargs", {}).get("installation")
     if report.failed and installation is not None:
-        report.sections.append(("operator", installation.logs()))
+        report.sections.append(("operator", installation.logs(60)))
     return report
 
 
@@ -85,13 +82,10 @@ def other_tenant(tenants: tuple[Tenant, Tenant]) -> Tenant:
 
 
 @pytest.fixture(scope="session")
-def installation(cluster: Cluster, api: Api, tenants: tuple[Tenant, Tenant]) -> Iterator[Installation]:
+def installation(cluster: Cluster, tenants: tuple[Tenant, Tenant]) -> Iterator[Release]:
     """Yield the operator, installed by helm."""
-    with cluster.namespace("faults-operator") as home:
-        installed = Installation(cluster, api, home, tuple(tenant.namespace for tenant in tenants))
-        installed.install()
-        yield installed
-        installed.uninstall()
+    with installed(cluster, "faults-operator", [tenant.namespace for tenant in tenants], NO_CLUSTER_ROLES) as release:
+        yield release
 
 
 @pytest.fixture(autouse=True)

@@ -10,18 +10,19 @@ from contextlib import AbstractContextManager
 import pytest
 
 from support.cluster_faults.control_plane_faults import dead_api_server, hanging_api_server, slow_etcd, time_calls
+from support.e2e.release import Release
 from support.kube import wait_for
 from support.operator_faults.client_traffic import DRAIN, assert_status_true, unnoticed
-from support.operator_faults.figures import Figures, percentile
-from support.operator_faults.installation import Installation
+from support.operator_faults.figures import Figures
 from support.operator_faults.tenant import ServedDeployment, Tenant
+from support.percentile import percentile
 
 pytestmark = [pytest.mark.disruptive, pytest.mark.timeout(400)]
 FAULT_SECONDS = 60
 
 
 @pytest.fixture
-def served(tenant: Tenant, installation: Installation, request: pytest.FixtureRequest) -> Iterator[ServedDeployment]:
+def served(tenant: Tenant, installation: Release, request: pytest.FixtureRequest) -> Iterator[ServedDeployment]:
     """Yield a deployment with a name of its own.
 
     A controller manager that has just started removes the EndpointSlices of a deleted Service late. A new Service of

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from support.kube import wait_for
+from support import processes
+from support.e2e.release import Release
+from support.kube import Manifest, wait_for
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import Installation, stopped_operator
 from support.operator_faults.tenant import ServedDeployment, Tenant
 
 HAND_OVER_SECONDS = 20
@@ -21,9 +27,23 @@ def plan_sources(served: ServedDeployment) -> list[str]:
     return [address for pod in served.pods() for address, *_ in served.worker_state(pod)["plans"]]
 
 
+@contextmanager
+def stopped_operator(pod: Manifest) -> Iterator[None]:
+    """Stop the operator's process in a pod (SIGSTOP) while the block runs, as a frozen node would."""
+    pids = processes.of_pod(pod["metadata"]["uid"], "specdecode-operator")
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGCONT)
+
+
 @pytest.mark.timeout(300)
 def test_frozen_leader_hands_over_and_writes_nothing_more(
-    installation: Installation, tenant: Tenant, figures: Figures
+    installation: Release, tenant: Tenant, figures: Figures
 ) -> None:
     """Freeze the leader of a default installation for half a minute; afterwards it must not repeat its old decision."""
     with tenant.deployment("frozen", replicas=1, behaviour=BUSY) as served:

@@ -8,8 +8,9 @@ from contextlib import ExitStack
 import pytest
 
 from support.kube import wait_for
-from support.operator_faults.figures import Figures, percentile
+from support.operator_faults.figures import Figures
 from support.operator_faults.tenant import ServedDeployment, Tenant
+from support.percentile import percentile
 
 CHANGES = 20
 LIMIT_SECONDS = 2.0

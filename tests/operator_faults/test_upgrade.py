@@ -9,18 +9,19 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdecode_operator.api import crd
+from support.e2e.release import NO_CLUSTER_ROLES, Release, installed
 from support.kube import Cluster, Manifest, is_ready, wait_for
 from support.operator_faults.api_client import Api
 from support.operator_faults.client_traffic import clients_of
-from support.operator_faults.counting_proxy import counting_proxy
+from support.operator_faults.counting_proxy import CountingProxy
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import Installation
 from support.operator_faults.local_operator import operator_behind
 from support.operator_faults.tenant import ServedDeployment, Tenant
 from support.operators.operator_process import install_crd
@@ -45,14 +46,11 @@ def tenant(cluster: Cluster, api: Api) -> Iterator[Tenant]:
 
 
 @pytest.fixture
-def installation(cluster: Cluster, api: Api, tenant: Tenant) -> Iterator[Installation]:
+def installation(cluster: Cluster, tenant: Tenant) -> Iterator[Release]:
     """Yield the release under its own CRD."""
     install_crd(cluster)
-    with cluster.namespace("faults-upgrade-operator") as home:
-        installed = Installation(cluster, api, home, (tenant.namespace,))
-        installed.install()
-        yield installed
-        installed.uninstall()
+    with installed(cluster, "faults-upgrade-operator", [tenant.namespace], NO_CLUSTER_ROLES) as release:
+        yield release
 
 
 def schema_of(definition: Manifest) -> Manifest:
@@ -106,7 +104,7 @@ def ready_since(served: ServedDeployment) -> str:
 
 
 @pytest.mark.timeout(280)
-def test_upgrade_under_traffic(cluster: Cluster, tenant: Tenant, installation: Installation, figures: Figures) -> None:
+def test_upgrade_under_traffic(cluster: Cluster, tenant: Tenant, installation: Release, figures: Figures) -> None:
     """The old operator works under the new CRD, and the upgrade to the new operator fails no request."""
     fields: dict[str, Any] = {"speculation": SPECULATION, "drain": {"endpointDelay": "2s", "gracePeriod": "5s"}}
     with tenant.deployment("upgraded", replicas=2, behaviour={"check_tokens": True}, **fields) as served:
@@ -149,7 +147,7 @@ def test_operator_with_an_older_crd(cluster: Cluster, tenant: Tenant, figures: F
     """The operator works without the fields that the CRD lacks, names those of the status, and does not ask again."""
     install_crd(cluster, without_fields())
     with (
-        counting_proxy(tenant.api) as proxy,
+        closing(CountingProxy(tenant.api)) as proxy,
         operator_behind(proxy, cluster, tenant.namespace, tmp_path) as operator,
         tenant.deployment("earlier", behaviour={"drafts_per_second": 0}) as served,
     ):
@@ -179,13 +177,13 @@ def test_operator_with_an_older_crd(cluster: Cluster, tenant: Tenant, figures: F
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("is_restarted", [False, True], ids=["stays", "restarted"])
 def test_operator_that_was_there_before_the_crd(
-    cluster: Cluster, tenant: Tenant, installation: Installation, figures: Figures, is_restarted: bool
+    cluster: Cluster, tenant: Tenant, installation: Release, figures: Figures, is_restarted: bool
 ) -> None:
     """An operator whose CRD is deleted, or that starts without one, serves as soon as there is one."""
     for definition in (crd.crd(), crd.draft_crd()):
         cluster.kubectl("delete", "crd", definition["metadata"]["name"])
     for pod in installation.pods() if is_restarted else ():
-        tenant.api.delete("pod", installation.home, pod["metadata"]["name"])
+        tenant.api.delete("pod", installation.namespace.name, pod["metadata"]["name"])
     time.sleep(30)
     assert not is_restarted or not any(map(is_ready, installation.pods())), "Ready without the kind that it serves"
     install_crd(cluster)

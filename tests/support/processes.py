@@ -10,8 +10,12 @@ from pathlib import Path
 
 def children(pid: int) -> dict[int, str]:
     """Return the command lines of the children of a process, by their ids."""
-    pids = [int(pid) for thread in Path(f"/proc/{pid}/task").glob("*/children") for pid in thread.read_text().split()]
-    return {pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids}
+    found = {}
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in thread.read_text().split():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text().replace("\0", " ")
+    return found
 
 
 def spawned(pid: int) -> list[int]:

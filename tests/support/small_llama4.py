@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from specdecode_worker.models.arch import causal_lm_config, new_network
 from specdecode_worker.models.causal_lm import Attend
 from specdecode_worker.models.config import CausalLMConfig
-from specdecode_worker.models.unloaded import meta_init
 from support.small_model import END_ID, VOCAB_SIZE, byte_tokenizer, write_tokenizer
-from support.worker.quantized_folders import Rounding, write_header, write_quantized
+from support.worker.quantized_folders import Rounding, write_quantized
 from support.worker.small_folders import write_head
 
 SHAPE: dict[str, Any] = {
@@ -93,22 +91,6 @@ def write_quantized_llama4(folder: Path, rounding: Rounding, **changes: Any) -> 
     )
 
 
-def write_sparse_llama4(folder: Path, config: dict[str, Any], form: str) -> None:
-    """Write a target of real size without its numbers.
-
-    ``form`` is that of MLPs and experts: bf16, or fp8 with scales of rows. All else is in bf16, as in llm-compressor.
-    """
-    with meta_init():
-        network = new_network(causal_lm_config(config, 16384))
-    tensors: dict[str, tuple[str, list[int]]] = {}
-    for name, tensor in network.state_dict().items():
-        is_fp8 = form == "fp8" and ".mlp." in name and ".router." not in name
-        tensors[name] = ("F8_E4M3" if is_fp8 else "BF16", list(tensor.shape))
-        if is_fp8:
-            tensors[f"{name}_scale"] = ("BF16", [tensor.shape[0], 1])
-    write_header(folder, config, tensors)
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
     """Folder with ``target`` and ``head``, a prompt, and the greedy text of ``tokens`` tokens that must follow it."""
@@ -141,23 +123,17 @@ def write_served_llama4(folder: Path) -> Served:
     return Served(folder, prompt, tokenizer.decode(tokens[-count:]), count)
 
 
-class DenseChunks:
-    """Causal attention over one text, within chunks in the layers whose kind says so."""
+def dense_chunks(config: CausalLMConfig) -> Attend:
+    """Return causal attention over one text, without a cache, within chunks in the layers whose kind says so."""
 
-    def __init__(self, config: CausalLMConfig) -> None:
-        self._config = config
-
-    def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         place_T = torch.arange(len(q_THD))
         seen_TT = place_T <= place_T[:, None]
-        if self._config.kind(layer).chunked:
-            chunk_T = place_T // self._config.attention_chunk_size
+        if config.kind(layer).chunked:
+            chunk_T = place_T // config.attention_chunk_size
             seen_TT &= chunk_T == chunk_T[:, None]
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TT, enable_gqa=True)
         return out[0].transpose(0, 1)
 
-
-def dense_chunks(config: CausalLMConfig) -> Attend:
-    """Return the attention of one pass without a cache."""
-    return DenseChunks(config)
+    return attend

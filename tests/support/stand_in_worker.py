@@ -1,7 +1,6 @@
 """Stand-in for a worker's admin port: internal streams with a scripted text, and faults on request.
 
-Token i of choice c is ``token_id(body, c, i)``, so every stand-in continues a request with the same text. As a program
-(``python stand_in_worker.py PORT INTERVAL TOKENS``) it is a worker to try a router with.
+Token i of choice c is ``token_id(body, c, i)``, so every stand-in continues a request with the same text.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import itertools
 import json
 import socket
-import sys
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -118,7 +116,6 @@ class StandInWorker:
     url: str = ""
     token: str = TOKEN
     """The only token that it accepts."""
-    public: dict[str, web.Response] = field(default_factory=dict)
 
     @property
     def running(self) -> int:
@@ -310,9 +307,9 @@ class _Stream:
 
 
 @contextlib.asynccontextmanager
-async def running(worker: StandInWorker, port: int = 0) -> AsyncIterator[StandInWorker]:
-    """Run a stand-in on a port of loopback; on exit all of its connections are dropped."""
-    listener = socket.create_server(("127.0.0.1", port), backlog=2048)
+async def running(worker: StandInWorker) -> AsyncIterator[StandInWorker]:
+    """Run a stand-in on a free port of loopback; on exit all of its connections are dropped."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 * 1024)  # else the kernel takes megabytes of a stream
     runner = web.AppRunner(
         worker.application(), handler_cancellation=True, shutdown_timeout=0.01, access_log=None, keepalive_timeout=75
@@ -324,15 +321,3 @@ async def running(worker: StandInWorker, port: int = 0) -> AsyncIterator[StandIn
         yield worker
     finally:
         await runner.cleanup()
-
-
-async def main(port: int, interval_seconds: float, tokens: int) -> None:
-    script = Script(tokens=tokens, interval_seconds=interval_seconds, max_num_seqs=1024)
-    async with running(StandInWorker(script), port):
-        await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    import uvloop
-
-    uvloop.run(main(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from specdecode_worker.training.heads import (
 )
 from specdecode_worker.training.rollout import read_states
 from specdecode_worker.training.split_target import TargetPlacement
-from support.worker.small_folders import write
+from support.worker.small_folders import SHAPE, write
 
 VOCABULARY = 64
 KNOWN = torch.arange(0, VOCABULARY, 2)
@@ -56,16 +56,10 @@ class Letters:
         return [ord(letter) for letter in text]
 
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
+CONFIG = SHAPE | {
     "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 8,  # with fewer layers, two of the three aux layers would coincide
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 256,
     "tie_word_embeddings": True,
     "eos_token_id": 0,
 }

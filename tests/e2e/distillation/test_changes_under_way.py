@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,9 @@ from support.e2e.draft_files import GOOD_URI, TARGET_URI, bound_claim, write_noi
 from support.e2e.endpoint import EQUAL_STEPS, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import with_knobs
-from support.e2e.release import Release
 from support.e2e.streams import served_meanwhile
 from support.e2e.training_runs import begin, jobs, trained, wait_for_end, wait_for_run, wait_until_idle
-from support.kube import Cluster, wait_for
+from support.kube import Cluster, Manifest, wait_for
 
 NAME, CLAIM = "changed", "heads"
 NOISED, OWN, TARGET = "noised", "of-the-user", "target"
@@ -52,8 +51,7 @@ def claim(local_cluster: Cluster, watched: Namespace, tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="module")
-def served(release: Release, watched: Namespace, claim: Path) -> Iterator[Endpoint]:
-    release.start()
+def served(watched: Namespace, claim: Path) -> Iterator[Endpoint]:
     workers = {"template": with_knobs(EQUAL_STEPS), "resources": ONE_CORE}
     with trained(watched, NAME, CLAIM, NOISED_URI, workers) as endpoint:
         yield endpoint
@@ -85,9 +83,9 @@ def endpoint(served: Endpoint, claim: Path) -> Iterator[Endpoint]:
 def test_draft_of_the_user_serves(endpoint: Endpoint, claim: Path, phase: str) -> None:
     with served_meanwhile(endpoint, clients=CLIENTS, replaced=True):
         run = enter(endpoint, phase)
-        changed = Change(f"{phase}: the user's draft serves")
-        endpoint.patch({"speculation": {"draft": {"uri": f"pvc://{CLAIM}/{OWN}"}}})
-        changed.wait(lambda: {draft for _, draft in models_of(endpoint)} == {model_hash(claim / OWN)})
+        changed = {"speculation": {"draft": {"uri": f"pvc://{CLAIM}/{OWN}"}}}
+        drafts = {model_hash(claim / OWN)}
+        change(endpoint, changed, phase, lambda: {draft for _, draft in models_of(endpoint)} == drafts)
         wait_for_superseded(endpoint, phase, run)
 
 
@@ -95,9 +93,9 @@ def test_draft_of_the_user_serves(endpoint: Endpoint, claim: Path, phase: str) -
 def test_target_of_the_user_serves(endpoint: Endpoint, claim: Path, phase: str) -> None:
     with served_meanwhile(endpoint, clients=CLIENTS, replaced=True):
         run = enter(endpoint, phase)
-        changed = Change(f"{phase}: the user's target serves")
-        endpoint.patch({"model": {"uri": f"pvc://{CLAIM}/{TARGET}"}})
-        changed.wait(lambda: {target for target, _ in models_of(endpoint)} == {model_hash(claim / TARGET)})
+        changed = {"model": {"uri": f"pvc://{CLAIM}/{TARGET}"}}
+        targets = {model_hash(claim / TARGET)}
+        change(endpoint, changed, phase, lambda: {target for target, _ in models_of(endpoint)} == targets)
         wait_for_superseded(endpoint, phase, run)
 
 
@@ -106,9 +104,7 @@ def test_replicas_of_the_user_serve(endpoint: Endpoint, claim: Path, phase: str)
     """The run or the trial goes on."""
     with served_meanwhile(endpoint, clients=CLIENTS, replaced=True):
         run, before = enter(endpoint, phase), endpoint.identities()
-        changed = Change(f"{phase}: two workers serve")
-        endpoint.patch({"replicas": 2})
-        changed.wait(lambda: len(models_of(endpoint)) == 2)
+        change(endpoint, {"replicas": 2}, phase, lambda: len(models_of(endpoint)) == 2)
         assert before < endpoint.identities()
         status = endpoint.draft_status()
         assert run in (None, (status.get("run") or {}).get("id"), (status.get("lastRun") or {}).get("id")), status
@@ -121,15 +117,12 @@ def test_replicas_of_the_user_serve(endpoint: Endpoint, claim: Path, phase: str)
             wait_for("the promotion ends", lambda: endpoint.running_drafts() == {good}, timeout_s=SECONDS)
 
 
-class Change:
-    """Change of the user, which must take effect within SECONDS."""
-
-    def __init__(self, what: str) -> None:
-        self._what, self._began = what, time.monotonic()
-
-    def wait(self, happened: object) -> None:
-        wait_for(self._what, happened, timeout_s=SECONDS, every_s=0.5)
-        print(f"\n{self._what} after {time.monotonic() - self._began:.0f} s")
+def change(endpoint: Endpoint, spec: Manifest, phase: str, is_done: Callable[[], bool]) -> None:
+    """Change the spec, which must take effect within SECONDS."""
+    began = time.monotonic()
+    endpoint.patch(spec)
+    wait_for(f"{phase}: the user's {spec}", is_done, timeout_s=SECONDS)
+    print(f"\n{phase}: {spec} after {time.monotonic() - began:.0f} s")
 
 
 def enter(endpoint: Endpoint, phase: str) -> str | None:

@@ -21,15 +21,14 @@ import pytest
 from localcluster.settings import NODE_ADDRESS
 
 from specdecode_operator.times import seconds_of_timestamp
-from specdecode_worker.contract.capture import CaptureReport
 from specdecode_worker.models.fetch import model_hash
 from support.e2e.draft_files import GOOD_URI, bound_claim, write_head_without_tables, write_noised_head
 from support.e2e.endpoint import EQUAL_STEPS, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed, with_knobs
-from support.e2e.questions import Askers, different_questions, different_tables
-from support.e2e.release import Release
+from support.e2e.questions import askers, different_questions, different_tables
 from support.e2e.streams import served_meanwhile
+from support.e2e.traffic import Traffic
 from support.e2e.training_runs import job_template
 from support.e2e.worker_faults import wait_for_ready_pods
 from support.kube import Cluster, Manifest, wait_for
@@ -71,20 +70,18 @@ def bucket(watched: Namespace, tmp_path: Path) -> Iterator[Manifest]:
         watched.kubectl("delete", "secret", KEY_SECRET)
 
 
-def test_captured_traffic_becomes_a_faster_draft(release: Release, watched: Namespace, claim: Path) -> None:
-    with served(release, watched, claim / "noised", distillation()) as loop:
+def test_captured_traffic_becomes_a_faster_draft(watched: Namespace, claim: Path) -> None:
+    with served(watched, claim / "noised", distillation()) as loop:
         loop.endpoint.command_draft("distill")
         loop.promote()
         assert loop.promoted.is_dir()
     print(loop.summary())
 
 
-def test_draft_reaches_workers_through_a_bucket(
-    release: Release, watched: Namespace, claim: Path, bucket: Manifest
-) -> None:
+def test_draft_reaches_workers_through_a_bucket(watched: Namespace, claim: Path, bucket: Manifest) -> None:
     """The incumbent lies on the claim. A new pod comes up with the promoted draft, too."""
     settings = {**distillation(), "storage": bucket}
-    with served(release, watched, claim / "noised", settings, replaced=True) as loop:
+    with served(watched, claim / "noised", settings, replaced=True) as loop:
         loop.endpoint.command_draft("distill")
         loop.promote()
         current = loop.endpoint.draft_status()["current"]
@@ -97,12 +94,12 @@ def test_draft_reaches_workers_through_a_bucket(
     print(loop.summary())
 
 
-def test_traffic_that_turns_is_learnt(release: Release, watched: Namespace, claim: Path) -> None:
+def test_traffic_that_turns_is_learnt(watched: Namespace, claim: Path) -> None:
     head = claim / "no-tables"
     trigger = {"mode": "Drift", "baseline": "5m", "minConversations": sum(SPLITS.values())}
-    with served(release, watched, head, distillation(steps=120, trigger=trigger)) as loop:
+    with served(watched, head, distillation(steps=120, trigger=trigger)) as loop:
         loop.wait_for_drift_state("the baseline is learnt", "Fresh", BASELINE_SECONDS)
-        loop.askers.prompts = different_tables(SPLITS)
+        loop.asking.prompts = different_tables(SPLITS)
         turned = time.time()
         loop.wait_for_drift_state("drift is found", "DraftStale", DRIFT_SECONDS)
         loop.promote()
@@ -120,8 +117,8 @@ def test_traffic_that_turns_is_learnt(release: Release, watched: Namespace, clai
 class Loop:
     """A deployment of two workers under load, and what happened to its draft."""
 
-    def __init__(self, endpoint: Endpoint, claim: Path, askers: Askers) -> None:
-        self.endpoint, self.askers = endpoint, askers
+    def __init__(self, endpoint: Endpoint, claim: Path, asking: Traffic) -> None:
+        self.endpoint, self.asking = endpoint, asking
         self._end: Manifest = {}
         self._claim, self._began, self._reached = claim, time.monotonic(), list[tuple[str, float]]()
 
@@ -178,14 +175,11 @@ class Loop:
 
 
 @contextmanager
-def served(
-    release: Release, namespace: Namespace, head: Path, settings: Manifest, *, replaced: bool = False
-) -> Iterator[Loop]:
+def served(namespace: Namespace, head: Path, settings: Manifest, *, replaced: bool = False) -> Iterator[Loop]:
     """Serve with a head of the claim while a block runs. All texts are equal, and no pod is replaced by the operator.
 
     ``replaced`` says that the block replaces one.
     """
-    release.start()
     speculation = {"mode": "Static", "draft": {"uri": f"pvc://{CLAIM}/{head.name}"}}
     workers = {"template": with_knobs(EQUAL_STEPS), "resources": ONE_CORE}
     extra = {"distillation": settings, "draftRollout": {"blockRequests": 2}}
@@ -194,11 +188,11 @@ def served(
         assert endpoint.running_drafts() == {model_hash(head)}
         with (
             served_meanwhile(endpoint, clients=CLIENTS, replaced=replaced) as url,
-            Askers(url, ASKERS, different_questions(SPLITS)) as askers,
+            askers(url, ASKERS, different_questions(SPLITS)) as asking,
         ):
-            yield Loop(endpoint, head.parent, askers)
-        print(f"{askers.answered} other answers")
-        assert askers.failures == []
+            yield Loop(endpoint, head.parent, asking)
+        print(f"{asking.answered} other answers")
+        assert asking.failures == []
 
 
 def distillation(steps: int = 40, trigger: Manifest | None = None) -> Manifest:
@@ -220,12 +214,8 @@ def is_newer(oldest: float | None, time_seconds: float) -> bool:
 
 def oldest_record(endpoint: Endpoint) -> float | None:
     """Return the Unix time of the oldest captured conversation."""
-    return min((one.oldest for one in capture_reports(endpoint) if one.oldest is not None), default=None)
-
-
-def capture_reports(endpoint: Endpoint) -> list[CaptureReport]:
-    reports = [endpoint.report(pod).capture for pod in endpoint.ready_pods()]
-    return [one for one in reports if one is not None]
+    captures = [endpoint.report(pod).capture for pod in endpoint.ready_pods()]
+    return min((one.oldest for one in captures if one is not None and one.oldest is not None), default=None)
 
 
 def tokens_per_step(draft: str) -> float:

@@ -19,7 +19,7 @@ from support.cluster_faults.extra_node import extra_node, node_command, prefer
 from support.e2e.draft_files import bound_claim
 from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
-from support.e2e.questions import Askers, different_questions
+from support.e2e.questions import askers, different_questions
 from support.e2e.release import Release
 from support.e2e.streams import served_meanwhile
 from support.e2e.training_runs import (
@@ -67,8 +67,7 @@ def folders(
 
 
 @pytest.fixture(scope="module")
-def served(release: Release, watched: Namespace, folders: dict[str, Path]) -> Iterator[Endpoint]:
-    release.start()
+def served(watched: Namespace, folders: dict[str, Path]) -> Iterator[Endpoint]:
     with trained(watched, NAME, CLAIM) as endpoint:
         yield endpoint
 
@@ -150,7 +149,7 @@ def test_killed_operators_create_one_job(endpoint: Endpoint, release: Release) -
         # A run that failed has left captures, which may be enough at once.
         run = wait_for_run(endpoint, "Collecting", "Distilling")
         release.kill()
-        with Askers(url, 2, different_questions(SPLITS)):
+        with askers(url, 2, different_questions(SPLITS)):
             wait_for("the Job is created", lambda: jobs(endpoint), timeout_s=120, every_s=0.1)
         uids = [one["metadata"]["uid"] for one in jobs(endpoint)]
         release.kill()
@@ -161,9 +160,7 @@ def test_killed_operators_create_one_job(endpoint: Endpoint, release: Release) -
     assert ended["outcome"] == "NotBetter", ended
 
 
-def test_full_claim_fails_the_run_with_the_reason(
-    release: Release, watched: Namespace, folders: dict[str, Path]
-) -> None:
+def test_full_claim_fails_the_run_with_the_reason(watched: Namespace, folders: dict[str, Path]) -> None:
     with trained(watched, "full", SMALL_CLAIM) as endpoint, served_meanwhile(endpoint):
         ended = wait_for_end(endpoint, begin(endpoint, state=None))
     assert ended["outcome"] == "Failed", ended

@@ -33,9 +33,8 @@ MOUNT_SECONDS = 180
 
 
 @pytest.fixture
-def guarded(watched: Namespace, release: Release) -> Iterator[Routed]:
+def guarded(watched: Namespace) -> Iterator[Routed]:
     """Yield a deployment whose clients need a key."""
-    release.start()
     write_keys(watched, OLD)
     with routed_deployment(watched, "guarded", api_key=OLD, apiKeysSecretRef={"name": SECRET}) as routed:
         yield routed
@@ -84,7 +83,6 @@ def test_key_rotation_refuses_no_request(guarded: Routed, watched: Namespace) ->
 
 def test_rotation_of_the_master_key_fails_no_request(watched: Namespace, release: Release) -> None:
     """The procedure of docs/how-to/secure.md: both keys are valid until workers have read the tokens of the new one."""
-    release.start()
     name, home = "rekeyed", release.namespace
     first: str = home.get("secret", KEY_SECRET)["data"]["current"]
     second = base64.b64encode(b"another key of the operator").decode()
@@ -100,9 +98,8 @@ def test_rotation_of_the_master_key_fails_no_request(watched: Namespace, release
         def replace_keys(**keys: str | None) -> None:
             patch: dict[str, Any] = {"data": keys}
             home.kubectl("patch", "secret", KEY_SECRET, "--type", "merge", "--patch", json.dumps(patch))
-            release.stop()
-            watched.kubectl("delete", "secret", tokens_name(name))
-            release.start()
+            with release.stopped():
+                watched.kubectl("delete", "secret", tokens_name(name))
             find = ("get", "secret", tokens_name(name), "--ignore-not-found", "--output", "name")
             wait_for("the Secret is there again", lambda: watched.kubectl(*find), timeout_s=60)
 

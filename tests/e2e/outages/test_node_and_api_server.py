@@ -15,7 +15,6 @@ from support.cluster_faults.control_plane_faults import dead_api_server, hanging
 from support.cluster_faults.extra_node import bring_back, drain, extra_node, node_command, prefer, spread
 from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
-from support.e2e.release import Release
 from support.e2e.routed import Routed, routed_deployment
 from support.e2e.worker_faults import kill_server, restarts, wait_for_ready_pods
 from support.kube import Cluster, wait_for
@@ -23,13 +22,9 @@ from support.kube import Cluster, wait_for
 pytestmark = [
     pytest.mark.timeout(1800),  # the image of workers is copied to the second node
     pytest.mark.proof("outages"),
+    pytest.mark.usefixtures("local_cluster"),
 ]
 OUTAGE_SECONDS = 60
-
-
-@pytest.fixture(autouse=True)
-def _operator(local_cluster: Cluster, release: Release) -> None:
-    release.start()
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +39,8 @@ def nodes_of(endpoint: Endpoint) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def routed(watched: Namespace, release: Release) -> Iterator[Routed]:
+def routed(watched: Namespace) -> Iterator[Routed]:
     """Yield a deployment whose routers and workers are on the first node."""
-    release.start()
     with routed_deployment(watched, "outage") as routed:
         yield routed
 

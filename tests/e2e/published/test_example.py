@@ -6,7 +6,6 @@ address of the hub, amounts that this machine has, and at last the CPU in place 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,52 +14,31 @@ import httpx
 import pytest
 import yaml
 
+from support.cluster_faults.node_resource import node_resource
 from support.e2e.endpoint import ONE_CORE, Endpoint
 from support.e2e.hubs import PORT, hub_in_pod
 from support.e2e.kube import Namespace
-from support.e2e.release import Release
-from support.kube import Cluster, Manifest, wait_for
+from support.kube import ROOT, Cluster, Manifest, wait_for
 
 pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.proof("examples"),
 ]
-ROOT = Path(__file__).parents[3]
-SUPPORT = ROOT / "tests" / "support"
 EXAMPLE = ROOT / "examples" / "llama-3.1-8b.yaml"
 NAME, MODEL, HUB = "llama-3-1-8b", "meta-llama/Llama-3.1-8B-Instruct", "published-hub"
 TOKEN = "hf_of-an-account-that-accepted"
-FILES = {
-    "hub.py": SUPPORT / "published" / "hub_pod.py",
-    "support/small_model.py": SUPPORT / "small_model.py",
-    **{
-        f"support/published/{name}.py": SUPPORT / "published" / f"{name}.py"
-        for name in ("hub", "layouts", "repositories")
-    },
-}
-"""Files of the hub's pod by their places there."""
 
 
 @pytest.fixture
 def accelerator(cluster: Cluster) -> Iterator[None]:
-    """Advertise one ``nvidia.com/gpu`` on the node, as the device plugin does."""
-    node = cluster.kubectl("get", "nodes", "-o", "jsonpath={.items[0].metadata.name}")
-
-    def advertise(quantity: str | None) -> None:
-        amounts = {"nvidia.com/gpu": quantity}
-        patch = json.dumps({"status": {"capacity": amounts, "allocatable": amounts}})
-        cluster.kubectl("patch", "node", node, "--subresource=status", "--type=merge", "--patch", patch)
-
-    advertise("1")
-    yield
-    advertise(None)
+    with node_resource(cluster, "nvidia.com/gpu", 1):
+        yield
 
 
 @pytest.fixture
-def hub(watched: Namespace, release: Release) -> Iterator[None]:
+def hub(watched: Namespace) -> Iterator[None]:
     """Run the hub, with the Secret that the header of the example asks for."""
-    release.start()
-    with hub_in_pod(watched, HUB, FILES):
+    with hub_in_pod(watched, HUB):
         watched.kubectl("create", "secret", "generic", "hub-token", f"--from-literal=token={TOKEN}")
         yield
         watched.kubectl("delete", "secret", "hub-token")

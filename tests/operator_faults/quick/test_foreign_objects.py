@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.e2e.release import Release
 from support.kube import Manifest, wait_for
 from support.operator_faults.figures import Figures
-from support.operator_faults.installation import Installation
 from support.operator_faults.tenant import ServedDeployment, Tenant, stand_in_template
 
 NAME = "foreign"
@@ -43,17 +43,12 @@ def test_foreign_object_is_untouched_and_named(
     name = foreign_objects[kind]["metadata"]["name"]
     with tenant.deployment(NAME, ready=False, replicas=0) as served:
         wait_for("the workload exists", lambda: served.child("deployment", "-worker"), timeout_s=30)
-        failure = None
-        try:
-            seconds = served.wait_named(KIND_NAMES[kind], name, timeout_s=30)
-            figures.record(5, f"seconds to a condition that names the {KIND_NAMES[kind]}", seconds)
-        except AssertionError as error:
-            failure = error
+        label = f"seconds to a condition that names the {KIND_NAMES[kind]}"
+        figures.record_seconds(5, label, lambda: served.is_named(KIND_NAMES[kind], name), limit_s=30)
         now = tenant.api.get(kind, tenant.namespace, name)
         touched = owned_content(now) != owned_content(foreign_objects[kind])
         figures.record(5, f"foreign {KIND_NAMES[kind]} touched", str(touched))
         assert not touched, f"the operator changed {kind} {name}: {owned_content(now)}"
-        assert failure is None, failure
     assert tenant.api.find(kind, tenant.namespace, name), "deleted with a deployment that does not own it"
 
 
@@ -94,7 +89,7 @@ NAMELESS = {"image": "localhost/nothing:1"}
 
 
 def test_bad_template_item_is_reported_and_its_repair_applied(
-    tenant: Tenant, installation: Installation, figures: Figures
+    tenant: Tenant, installation: Release, figures: Figures
 ) -> None:
     with tenant.deployment("template") as served:
         good = stand_in_template({})
@@ -104,7 +99,7 @@ def test_bad_template_item_is_reported_and_its_repair_applied(
             figures.record_seconds(
                 7, "Ready is False", lambda: served.is_condition("Ready", "False"), limit_s=10, every_s=0.2
             )
-            assert served.named("Ready", "name"), served.conditions()["Ready"]
+            assert served.is_named("Ready", "name")
             labels = {"namespace": tenant.namespace, "name": "template", "condition": "Ready"}
             figures.record_seconds(
                 7, "the gauge fires", lambda: 0 in installation.gauge("specdecode_condition", **labels), limit_s=10

@@ -49,16 +49,19 @@ def _spread(splits: Mapping[str, int], draw: Callable[[random.Random], str], see
     return texts
 
 
-class Askers(Traffic):
-    """Clients that ask different questions with short answers and permit the capture of them, while a block runs.
+def askers(url: str, clients: int, questions: Sequence[str]) -> Traffic:
+    """Return clients that ask different questions with short answers and permit the capture of them.
 
     They repeat the questions, with other answers, when all were asked.
     """
-
-    def __init__(self, url: str, clients: int, questions: Sequence[str]) -> None:
-        super().__init__(url, MODEL, concurrency=clients, max_tokens=24, prompts=questions, timeout_s=120)
-        self.headers = {"X-Specdecode-Capture": "on"}
-
-    def body(self, prompt: str, number: int) -> dict[str, object]:
-        """Return the body of the request with this number, which is sampled."""
-        return {**super().body(prompt, number), "temperature": 0.8, "seed": number}
+    permission = {"X-Specdecode-Capture": "on"}
+    return Traffic(
+        url,
+        MODEL,
+        concurrency=clients,
+        max_tokens=24,
+        prompts=questions,
+        timeout_s=120,
+        temperature=0.8,
+        headers=permission,
+    )

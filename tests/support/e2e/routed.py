@@ -10,9 +10,10 @@ from typing import Any
 from support.e2e.endpoint import MODEL, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed
-from support.e2e.streams import StreamTraffic, failures, gap_percentile, unbroken_answers
+from support.e2e.streams import StreamTraffic, failures, unbroken_answers
 from support.e2e.worker_faults import wait_for_ready_pods
 from support.kube import Manifest, wait_for
+from support.percentile import percentile
 
 NAME = "routed"
 WORKERS: Manifest = {"resources": ONE_CORE}
@@ -47,7 +48,7 @@ class Routed:
             wait_for_ready_pods(self.endpoint, 2)
             traffic.wait_for_answers(clients)
         answers = traffic.answers
-        gap = gap_percentile(answers, 99)
+        gap = percentile((answer.longest_gap_seconds for answer in answers), 99)
         broken = failures(answers, self.expected)
         print(f"\n{fault}: {len(answers)} answers, {len(broken)} broken, longest gap p99 {gap:.2f} s")
         assert broken == [], broken

@@ -108,12 +108,6 @@ def failures(answers: Sequence[StreamedAnswer], expected: Mapping[str, str]) -> 
     return broken + differing
 
 
-def gap_percentile(answers: Sequence[StreamedAnswer], percent: float) -> float:
-    """Return a percentile of the longest gap of each answer, in seconds."""
-    gaps = sorted(answer.longest_gap_seconds for answer in answers)
-    return gaps[min(len(gaps) - 1, int(len(gaps) * percent / 100))] if gaps else 0.0
-
-
 @contextmanager
 def served_meanwhile(
     endpoint: Endpoint, *, clients: int = 1, replaced: bool = False, headers: Mapping[str, str] | None = None

@@ -28,8 +28,6 @@ def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
 class Traffic(ClientThreads):
     """Background chat requests, used as ``with Traffic(url, model, concurrency=2) as traffic: ...``."""
 
-    headers: Mapping[str, str] | None = None
-
     def __init__(
         self,
         url: str,
@@ -40,20 +38,20 @@ class Traffic(ClientThreads):
         prompts: Sequence[str] = PROMPTS,
         pause_seconds: float = 0,
         timeout_s: float = 60,
+        temperature: float = 0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(concurrency, join_seconds=max(60, timeout_s), pause_seconds=pause_seconds)
         self.prompts = prompts
         """They may be replaced at any time."""
         self._model, self._max_tokens = model, max_tokens
         self._url, self._timeout_s = f"{url}/v1/chat/completions", timeout_s
-
-    def body(self, prompt: str, number: int) -> dict[str, object]:
-        """Return the body of the request with this number."""
-        return chat_body(self._model, prompt, self._max_tokens)
+        self._temperature, self._headers = temperature, headers
 
     def _ask(self, number: int) -> str:
         """Ask over a new connection, as many users would, so that the Service chooses a pod for every request."""
         prompts = self.prompts
-        body = self.body(prompts[number % len(prompts)], number)
-        answer = httpx.post(self._url, json=body, headers=self.headers, timeout=self._timeout_s, trust_env=False)
+        body = chat_body(self._model, prompts[number % len(prompts)], self._max_tokens)
+        body |= {"temperature": self._temperature, "seed": number}
+        answer = httpx.post(self._url, json=body, headers=self._headers, timeout=self._timeout_s, trust_env=False)
         return "" if answer.status_code == 200 else f"{answer.status_code} {answer.text[:200]}"

@@ -12,7 +12,7 @@ from support.e2e.draft_files import GOOD_URI
 from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed
-from support.e2e.questions import Askers, different_questions
+from support.e2e.questions import askers, different_questions
 from support.kube import Manifest, wait_for
 
 SPLITS = {"train": 12, "validation": 4, "test": 4}
@@ -42,7 +42,7 @@ def begin(endpoint: Endpoint, state: str | None = "Running") -> str:
     """Begin a run and return its name once its Job has the state."""
     endpoint.command_draft("distill")
     run = wait_for_run(endpoint, "Collecting", "Distilling")
-    with endpoint.namespace.reach("service", endpoint.name, 80) as url, Askers(url, 2, different_questions(SPLITS)):
+    with endpoint.namespace.reach("service", endpoint.name, 80) as url, askers(url, 2, different_questions(SPLITS)):
         wait_for("the Job is created", lambda: jobs(endpoint), timeout_s=120)
     if state is not None:
         wait_for_state(endpoint, state)

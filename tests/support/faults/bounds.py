@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 import httpx
 
 from support import processes
+from support.percentile import percentile
 from support.tiers import crowding, starved_seconds
+from support.waiting import until
 from support.worker_process import ServerProcess
 
 HEALTH_P99_SECONDS = 0.5
@@ -29,58 +31,38 @@ MEMORY_BYTES = 500 * 1024 * 1024
 """Bound of the resident memory of server and engine above that of the idle worker."""
 
 
-class Health:
-    """Latencies of ``/health``, called 20 times a second while a fault is under way. A failed call counts as 10 s.
+@contextlib.contextmanager
+def healthy(server: ServerProcess) -> Iterator[None]:
+    """Assert that ``/health``, called 20 times a second, stays 200 and within its bound while the block runs.
 
-    Time for which client or server were ready to run, but other processes had the processors, does not count.
+    A failed call counts as 10 s. Time for which client or server were ready to run, but other processes had the
+    processors, does not count.
     """
+    latencies_seconds, statuses, ended = list[float](), set[int](), threading.Event()
 
-    def __init__(self, server: ServerProcess) -> None:
-        self.latencies_seconds: list[float] = []
-        self.statuses: set[int] = set()
-        self._url = server.public
-        self._server = str(server.process.pid)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    @property
-    def p99_seconds(self) -> float:
-        """The 99th percentile of the latencies so far."""
-        ordered = sorted(self.latencies_seconds)
-        return ordered[min(int(0.99 * len(ordered)), len(ordered) - 1)]
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        tasks = (self._server, f"self/task/{threading.get_native_id()}")
+    def sample() -> None:
+        tasks = (str(server.process.pid), f"self/task/{threading.get_native_id()}")
         with httpx.Client(timeout=10) as client:
-            while not self._stop.wait(0.05) or not self.latencies_seconds:
+            while not ended.wait(0.05) or not latencies_seconds:
                 began, starved = time.monotonic(), sum(map(starved_seconds, tasks))
                 try:
-                    self.statuses.add(client.get(f"{self._url}/health").status_code)
+                    statuses.add(client.get(f"{server.public}/health").status_code)
                     starved = sum(map(starved_seconds, tasks)) - starved
-                    self.latencies_seconds.append(max(0.0, time.monotonic() - began - starved))
+                    latencies_seconds.append(max(0.0, time.monotonic() - began - starved))
                 except httpx.HTTPError:
-                    self.latencies_seconds.append(10.0)
+                    latencies_seconds.append(10.0)
 
-
-@contextlib.contextmanager
-def healthy(server: ServerProcess) -> Iterator[Health]:
-    """Assert that ``/health`` stays 200 and within its bound while the block runs."""
-    health = Health(server)
-    health.start()
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
     try:
-        yield health
+        yield
     finally:
-        health.stop()
-    print(f"/health p99 {health.p99_seconds:.3f} s of {len(health.latencies_seconds)} calls")
-    assert health.statuses == {200}, health.statuses
-    assert health.p99_seconds <= HEALTH_P99_SECONDS
+        ended.set()
+        thread.join()
+    p99_seconds = percentile(latencies_seconds, 99)
+    print(f"/health p99 {p99_seconds:.3f} s of {len(latencies_seconds)} calls")
+    assert statuses == {200}, statuses
+    assert p99_seconds <= HEALTH_P99_SECONDS
 
 
 def ttft_seconds(
@@ -106,15 +88,15 @@ def assert_ttft_unaffected(idle_seconds: float, measured_seconds: float) -> None
 
 
 @contextlib.contextmanager
-def unaffected(server: ServerProcess, *, model: str = "small") -> Iterator[float]:
+def unaffected(server: ServerProcess) -> Iterator[float]:
     """Hold health, memory and the other clients' time to first token to their bounds while the block runs.
 
     Yield the time to first token before it, in seconds.
     """
-    idle, memory = ttft_seconds(server, model=model), resident_bytes(server)
+    idle, memory = ttft_seconds(server, model="small"), resident_bytes(server)
     with healthy(server):
         yield idle
-        assert_ttft_unaffected(idle, ttft_seconds(server, model=model))
+        assert_ttft_unaffected(idle, ttft_seconds(server, model="small"))
     growth = resident_bytes(server) - memory
     print(f"{growth >> 20} MiB")
     assert growth <= MEMORY_BYTES
@@ -128,7 +110,5 @@ def resident_bytes(server: ServerProcess) -> int:
 def seconds_until(condition: Callable[[], object], limit_seconds: float) -> float:
     """Return the time until ``condition`` is true, and fail after ``limit_seconds``."""
     began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < limit_seconds, "the change has no effect"
-        time.sleep(0.05)
+    until(condition, limit_seconds)
     return time.monotonic() - began

@@ -18,7 +18,6 @@ SDD = "apis/specdecode.io/v1alpha1", "specdecodedeployments"
 KINDS = {
     "sdd": SDD,
     "namespace": ("api/v1", "namespaces"),
-    "node": ("api/v1", "nodes"),
     "pod": ("api/v1", "pods"),
     "service": ("api/v1", "services"),
     "configmap": ("api/v1", "configmaps"),
@@ -27,7 +26,6 @@ KINDS = {
     "limitrange": ("api/v1", "limitranges"),
     "deployment": ("apis/apps/v1", "deployments"),
     "pdb": ("apis/policy/v1", "poddisruptionbudgets"),
-    "lease": ("apis/coordination.k8s.io/v1", "leases"),
     "webhook": ("apis/admissionregistration.k8s.io/v1", "validatingwebhookconfigurations"),
 }
 MERGE_PATCH = "application/merge-patch+json"
@@ -78,9 +76,9 @@ class Api:
         root = KINDS[kind][0].removeprefix("apis/").removeprefix("api/")
         return self._request("POST", path(kind, namespace), {"apiVersion": root, **manifest})
 
-    def patch(self, kind: str, namespace: str | None, name: str, change: Manifest, subresource: str = "") -> Manifest:
+    def patch(self, kind: str, namespace: str | None, name: str, change: Manifest) -> Manifest:
         """Merge a change into an object."""
-        return self._request("PATCH", path(kind, namespace, name, subresource), change, content_type=MERGE_PATCH)
+        return self._request("PATCH", path(kind, namespace, name), change, content_type=MERGE_PATCH)
 
     def delete(self, kind: str, namespace: str | None, name: str, *, propagation: str = "Background") -> None:
         """Delete an object; a missing one is no error."""

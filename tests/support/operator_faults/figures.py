@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from support.kube import ROOT, wait_for
@@ -40,9 +39,3 @@ class Figures:
             self.record(row, name, f"not within {limit_s:g}")
             raise
         self.record(row, name, time.monotonic() - started)
-
-
-def percentile(values: Iterable[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

@@ -148,22 +148,16 @@ class ServedDeployment:
         status = self.get().get("status", {})
         return {condition["type"]: condition for condition in status.get("conditions", [])}
 
-    def named(self, *texts: str) -> Manifest | None:
-        """Return a condition whose message contains all texts; a condition's own type counts as text."""
-        for condition in self.conditions().values():
-            if all(text.lower() in f"{condition['type']}: {condition['message']}".lower() for text in texts):
-                return condition
-        return None
+    def is_named(self, *texts: str) -> bool:
+        """Return whether one condition's message contains all texts; a condition's own type counts as text."""
+        said = {kind: f"{kind}: {condition['message']}" for kind, condition in self.conditions().items()}
+        assert any(all(text.lower() in one.lower() for text in texts) for one in said.values()), said
+        return True
 
-    def wait_named(self, *texts: str, timeout_s: float = 30) -> float:
+    def wait_named(self, *texts: str) -> float:
         """Wait until one condition's message contains all texts, and return the seconds that it took."""
         started = time.monotonic()
-
-        def is_named() -> bool:
-            assert self.named(*texts), {kind: c["message"] for kind, c in self.conditions().items()}
-            return True
-
-        wait_for(f"a condition names {texts}", is_named, timeout_s=timeout_s, every_s=0.2)
+        wait_for(f"a condition names {texts}", lambda: self.is_named(*texts), timeout_s=60, every_s=0.2)
         return time.monotonic() - started
 
     def is_condition(self, kind: str, status: str) -> bool:

@@ -116,6 +116,7 @@ GOOD: list[dict[str, Any]] = [
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"draft": None}}, NEEDS_URI),
     ({"speculation": {"method": "none"}}, NEEDS_URI),
+    ({"speculation": {"method": "medusa2"}}, "Unsupported value"),
     ({"speculation": {"depth": {"min": 4, "initial": 3, "max": 5}}}, "min <= initial <= max"),
     ({"speculation": {"depth": {"initial": 6}}}, "min <= initial <= max"),
     ({"scaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not exceed maxReplicas"),

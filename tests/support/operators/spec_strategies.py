@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -53,10 +54,6 @@ def odd_list(name: str) -> st.SearchStrategy[Json]:
     return st.one_of(lists, lists, lists, st.sampled_from(("x", 3, {}, True, {"name": "worker"})))
 
 
-def _with_odd_list(container: dict[str, Json], name: str, items: Json) -> dict[str, Json]:
-    return {**container, name: items}
-
-
 CONTAINER = st.fixed_dictionaries(
     {"name": st.sampled_from(("worker", "pull", "sidecar"))},
     optional={
@@ -68,7 +65,7 @@ CONTAINER = st.fixed_dictionaries(
     },
 )
 ODD_CONTAINER = st.sampled_from(("env", "ports", "volumeMounts")).flatmap(
-    lambda name: st.builds(_with_odd_list, CONTAINER, st.just(name), odd_list(name))
+    lambda name: st.builds(lambda container, items: {**container, name: items}, CONTAINER, odd_list(name))
 )
 ODD_POD = st.sampled_from(("containers", "initContainers", "volumes", "imagePullSecrets", "topologySpreadConstraints"))
 ODD_TEMPLATE = st.one_of(
@@ -174,14 +171,21 @@ def specs(draw: st.DrawFn, schema: Schema) -> Json:
     return broken(draw, spec) if kind == "broken" else spec
 
 
-DURATIONS = (
-    ("scaling", "idleAfter"),
-    ("scaling", "scaleDownWindow"),
-    ("drain", "endpointDelay"),
-    ("drain", "gracePeriod"),
-    ("router", "holdTimeout"),
+RULED_FIELDS = (
+    "engine.tensorParallelSize",
+    "workers.accelerator.resource",
+    "scaling.idleAfter",
+    "scaling.scaleDownWindow",
+    "drain.endpointDelay",
+    "drain.gracePeriod",
+    "router.holdTimeout",
+    "speculation.objective.percentile",
+    "speculation.objective.ttft",
+    "speculation.objective.itl",
+    "distillation.trigger.mode",
+    "distillation.trigger.baseline",
 )
-"""Durations with bounds, which a pattern cannot hold."""
+"""Optional fields with rules that a pattern or a bound cannot hold."""
 RULE_BREAKS = tuple(change for change, _ in BAD)
 """Changes of a spec that break one rule each. None removes a field."""
 
@@ -198,37 +202,26 @@ def merged(spec: Json, change: Json) -> Json:
 def repaired(spec: Json) -> Json:
     """Return the spec with the rules across fields kept, so that most of it is admitted."""
     spec = copy.deepcopy(spec)
+    for path in RULED_FIELDS:
+        *holders, name = path.split(".")
+        functools.reduce(lambda node, key: node.get(key, {}), holders, spec).pop(name, None)
     if "speculation" in spec:
         _repair_speculation(spec["speculation"])
         if spec["speculation"].get("draft", {}).get("placement") == "Own":
             spec.get("engine", {}).pop("sampler", None)
-    workers = spec.get("workers", {})
-    spec.get("engine", {}).pop("tensorParallelSize", None)
-    workers.get("accelerator", {}).pop("resource", None)
-    if workers.get("strategy", {}).get("maxUnavailable") in (0, "0%"):
-        workers["strategy"].pop("maxSurge", None)
-    for holder, name in DURATIONS:
-        spec.get(holder, {}).pop(name, None)
-    spec.get("speculation", {}).get("objective", {}).pop("percentile", None)
-    for name in ("ttft", "itl"):
-        spec.get("speculation", {}).get("objective", {}).pop(name, None)
-    _repair_distillation(spec.get("distillation", {}))
+    strategy = spec.get("workers", {}).get("strategy", {})
+    if strategy.get("maxUnavailable") in (0, "0%"):
+        strategy.pop("maxSurge", None)
+    storage = spec.get("distillation", {}).get("storage")
+    if storage is not None and storage["uri"].startswith("s3://"):
+        storage["secretRef"] = {"name": "key"}
+    elif storage is not None:
+        spec["distillation"]["storage"] = {"uri": storage["uri"]}
     scaling = spec.get("scaling", {})
     if scaling.get("minReplicas", 1) > scaling.get("maxReplicas", 4):
         scaling.pop("minReplicas", None)
         scaling["maxReplicas"] = 1000
     return spec
-
-
-def _repair_distillation(distillation: Json) -> None:
-    """Make trigger and storage agree, in place."""
-    for name in ("mode", "baseline"):
-        distillation.get("trigger", {}).pop(name, None)
-    storage = distillation.get("storage")
-    if storage is not None and storage["uri"].startswith("s3://"):
-        storage["secretRef"] = {"name": "key"}
-    elif storage is not None:
-        distillation["storage"] = {"uri": storage["uri"]}
 
 
 def _repair_speculation(speculation: Json) -> None:

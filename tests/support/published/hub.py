@@ -121,6 +121,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_PUT(self) -> None:
+        """Move the branch main of all repositories to a commit, and answer with all requests so far."""
+        commit = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        for hub in self.repositories.values():
+            hub.head = commit
+        requests = [request for hub in self.repositories.values() for request in hub.requests]
+        self._answer(200, json.dumps(requests).encode())
+
     def _content(self, name: str) -> None:
         hub, content = self.repository, self.repository.files[name]
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
@@ -142,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body if cut is None else body[:cut])
         if cut is not None and cut < len(body):
             self.close_connection = True

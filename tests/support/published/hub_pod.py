@@ -11,7 +11,11 @@ from support.published.hub import StandInHub
 from support.published.repositories import repository
 
 PORT = 8080
-NAMES = ("meta-llama/Llama-3.1-8B-Instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
+NAMES = (
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8",
+)
 CONFIG = {"max_position_embeddings": 16384}
 """As many positions as the example asks for."""
 

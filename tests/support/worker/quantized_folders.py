@@ -39,6 +39,8 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
+LARGE = SHAPE | {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128}
+"""Fields that targets of real size have in common."""
 
 
 @dataclass(frozen=True)
@@ -237,46 +239,35 @@ def write_quantized(
     return weights
 
 
-def write_sparse(folder: Path, form: str, **shape: Any) -> None:
+def write_sparse(
+    folder: Path, config: dict[str, Any], form: str, *, part: str = "_proj.", max_model_len: int | None = None
+) -> None:
     """Write a target of real size without its numbers: a header, and a file without blocks on the disk.
 
-    ``form`` is fp8 (scales of rows) or awq (groups of 128), for the matrices of all blocks.
+    ``form`` is that of the matrices with ``part`` in their names, but for routers: bf16, fp8 (scales of rows) or awq
+    (groups of 128). All else is in bf16.
     """
-    config = SHAPE | {"vocab_size": 128256, "num_key_value_heads": 8, "head_dim": 128} | shape
-    width, inner = config["hidden_size"], config["intermediate_size"]
-    queries, keys = config["num_attention_heads"] * 128, config["num_key_value_heads"] * 128
-    matrices = {
-        "self_attn.q_proj": (queries, width),
-        "self_attn.k_proj": (keys, width),
-        "self_attn.v_proj": (keys, width),
-    }
-    matrices |= {"self_attn.o_proj": (width, queries), "mlp.down_proj": (width, inner)}
-    matrices |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width)}
-    tensors: dict[str, tuple[str, list[int]]] = {"model.norm.weight": ("BF16", [width])}
-    tensors |= {f"{name}.weight": ("BF16", [config["vocab_size"], width]) for name in ("model.embed_tokens", "lm_head")}
-    for layer in range(config["num_hidden_layers"]):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{layer}.{norm}.weight"] = ("BF16", [width])
-        for name, (rows, columns) in matrices.items():
-            held: dict[str, tuple[str, list[int]]] = {"weight": ("F8_E4M3", [rows, columns])}
-            held["weight_scale"] = ("BF16", [rows, 1])
-            if form == "awq":
-                groups = columns // 128
-                held = {"qweight": ("I32", [columns, rows // 8]), "qzeros": ("I32", [groups, rows // 8])}
-                held["scales"] = ("F16", [groups, rows])
-            tensors |= {f"model.layers.{layer}.{name}.{suffix}": header for suffix, header in held.items()}
-    write_header(folder, config, tensors)
-
-
-def write_header(folder: Path, config: dict[str, Any], tensors: dict[str, tuple[str, list[int]]]) -> None:
-    """Write the config of a model and the header of its tensors, dtype and shape by name; the file has no blocks."""
-    folder.mkdir(parents=True, exist_ok=True)
+    with meta_init():
+        network = new_network(causal_lm_config(config, max_model_len))
+    tensors: dict[str, tuple[str, list[int]]] = {}
+    for name, tensor in network.state_dict().items():
+        if form == "bf16" or part not in name or ".router." in name:
+            tensors[name] = ("BF16", list(tensor.shape))
+            continue
+        rows, columns = tensor.shape
+        stored = {"weight": ("F8_E4M3", [rows, columns]), "weight_scale": ("BF16", [rows, 1])}
+        if form == "awq":
+            groups = columns // 128
+            stored = {"qweight": ("I32", [columns, rows // 8]), "qzeros": ("I32", [groups, rows // 8])}
+            stored["scales"] = ("F16", [groups, rows])
+        tensors |= {f"{name.removesuffix('weight')}{suffix}": header for suffix, header in stored.items()}
     at, header = 0, {}
     for name, (dtype, sizes) in tensors.items():
         end = at + math.prod(sizes) * {"F8_E4M3": 1, "BF16": 2, "F16": 2, "I32": 4}[dtype]
         header[name] = {"dtype": dtype, "shape": sizes, "data_offsets": [at, end]}
         at = end
     written = json.dumps(header).encode()
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(written).to_bytes(8, "little") + written)
         file.truncate(8 + len(written) + at)

@@ -21,7 +21,7 @@ from specdecode_worker.commands.local_engine import LocalEngine, TokenizedPrompt
 from specdecode_worker.contract import CheckVerdict, TreeShape
 from specdecode_worker.training.errors import PromptFileError
 from support.training_fixtures import Letters
-from support.worker.quantized_folders import write_sparse
+from support.worker.quantized_folders import LARGE, write_sparse
 from support.worker.small_engine import small_engine
 from support.worker.small_folders import config_of, write_head, write_target, write_tokenizer
 
@@ -58,7 +58,7 @@ def test_arithmetic_output_is_exact(folders: list[str], capsys: Any) -> None:
 def test_another_gpu_keeps_quantized_weights_packed(tmp_path: Path, capsys: Any) -> None:
     """Also on a machine without a GPU, whose CPU would dequantize them."""
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 16}
-    write_sparse(tmp_path / "t", "awq", **shape)
+    write_sparse(tmp_path / "t", LARGE | shape, "awq")
     weights = []
     for device in ("cuda", "cpu"):
         flags = ["--model", f"file://{tmp_path / 't'}", "--method", "none", "--memory", "80", "--device", device]

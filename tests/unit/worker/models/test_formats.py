@@ -29,6 +29,7 @@ from specdecode_worker.models.tensor_parallel import load_shard, split_network
 from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from support.worker.dense_attention import dense
 from support.worker.quantized_folders import (
+    LARGE,
     Rounding,
     awq,
     gptq,
@@ -466,7 +467,7 @@ def test_targets_of_real_size_are_budgeted_from_their_headers(
     size: str, form: str, gpus: int, weights: float, fits: bool, tmp_path: Path
 ) -> None:
     """GPUs of 80 GB, texts of 8,192 tokens; embeddings are in bf16 on each, the output matrix is split."""
-    write_sparse(tmp_path / "target", form, **SIZES[size])
+    write_sparse(tmp_path / "target", LARGE | SIZES[size], form)
     model = ModelConfig(uri=str(tmp_path / "target"), served_name="m", max_model_len=8192)
     engine = EngineConfig(device="cuda", tensor_parallel_size=gpus)
     config = WorkerConfig(model=model, draft=DraftConfig(method="none"), engine=engine)

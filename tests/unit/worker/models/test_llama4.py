@@ -27,8 +27,8 @@ from specdecode_worker.models.weights import load_causal_lm, prepare_causal_lm
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head
 from specdecode_worker.training.rollout import read_states
-from support.small_llama4 import SHAPE, dense_chunks, save_llama4, write_quantized_llama4, write_sparse_llama4
-from support.worker.quantized_folders import int4, pack_quantized
+from support.small_llama4 import SHAPE, dense_chunks, save_llama4, write_quantized_llama4
+from support.worker.quantized_folders import int4, pack_quantized, write_sparse
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(0, 97, (40,), generator=torch.Generator().manual_seed(4))
@@ -370,7 +370,7 @@ def test_targets_of_real_size_are_budgeted_from_their_headers(
     changes: dict[str, Any], form: str, gpus: int, weights: float, tokens: int, tmp_path: Path
 ) -> None:
     """Figures of docs/how-to/serve-quantized-and-llama-4.md: GPUs of 80 GiB, texts of 16,384 tokens, no draft."""
-    write_sparse_llama4(tmp_path, published(**changes), form)
+    write_sparse(tmp_path, published(**changes), form, part=".mlp.", max_model_len=16384)
     model = ModelConfig(uri=str(tmp_path), served_name="m", max_model_len=16384)
     engine = EngineConfig(device="cuda", tensor_parallel_size=gpus, max_num_seqs=16, gpu_memory_utilization=0.8)
     config = WorkerConfig(model=model, draft=DraftConfig(method="none"), engine=engine)
