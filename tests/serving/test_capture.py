@@ -101,14 +101,6 @@ async def test_client_can_opt_out_of_capture(
     assert recorder.counts.dropped == {Dropped.opted_out: 1}
 
 
-@pytest.mark.parametrize("wish", [{"metadata": {"capture": True}}, {"headers": {"X-Specdecode-Capture": "on"}}])
-async def test_client_can_permit_capture(
-    wish: dict[str, Any], client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
-) -> None:
-    await chat(client, **wish)
-    assert len(records(recorder, tmp_path)) == 1
-
-
 async def test_echoes_and_failures_are_not_captured(
     client: httpx.AsyncClient, recorder: Recorder, tmp_path: Path
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +43,6 @@ def test_the_server_process_has_no_torch(worker: WorkerProcess) -> None:
 
 
 @pytest.mark.core
-def test_stream_chunks_join_to_the_whole_answer(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model="small", messages=MESSAGES, **GREEDY)
-    assert (whole.usage.completion_tokens, whole.choices[0].finish_reason) == (40, "length")
-    stream = client.chat.completions.create(
-        model="small", messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **GREEDY
-    )
-    *chunks, last = list(stream)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
-    assert last.usage.model_copy(update={"prompt_tokens_details": None}) == whole.usage.model_copy(
-        update={"prompt_tokens_details": None}
-    ), "only what was found in the cache may differ"
-
-
-@pytest.mark.core
 def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: WorkerProcess) -> None:
     texts: dict[str, set[str]] = {"greedy": set(), "sampled": set()}
     before = worker.report().drafts
@@ -93,18 +78,6 @@ def test_environment_knobs_apply_before_the_first_request(folders: tuple[Path, P
         assert "synthetic knobs are on" in worker.log
         worker.call_admin(Route.synthetic, "DELETE").raise_for_status()
         assert worker.report().synthetic is None
-
-
-@pytest.mark.core
-def test_concurrent_requests_get_the_same_text_as_single_ones(client: openai.OpenAI) -> None:
-    def ask(prompt: str) -> str:
-        return client.completions.create(model="small", prompt=prompt, **GREEDY).choices[0].text
-
-    prompts = [f"prompt number {n}" * (n % 3 + 1) for n in range(8)]
-    alone = [ask(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(ask, prompts))
-    assert together == alone
 
 
 def test_prompt_that_fills_the_context_is_served(client: openai.OpenAI) -> None:

@@ -71,13 +71,6 @@ async def test_leaving_worker_takes_no_new_stream(admin: httpx.AsyncClient, serv
     assert (late.last.status, late.last.retryable) == (503, True)
 
 
-async def test_cancelled_stream_frees_its_place(admin: httpx.AsyncClient, service: Service) -> None:
-    async with _running(admin, service):
-        pass
-    assert service.engine.in_flight == 0
-    assert (await service.report()).running == 0
-
-
 async def test_a_load_has_the_requests_by_tenant_and_the_routers_that_ask(
     admin: httpx.AsyncClient, service: Service
 ) -> None:

@@ -52,7 +52,6 @@ class SimulatedDevice:
         self.scheduler = Scheduler(self.limits, self.pool, prefix_caching=self.caching)
         self.launched: deque[list[tuple[Row, int, int]]] = deque()
         self.admitted: list[str] = []
-        self.finished: list[str] = []
         self._texts: dict[str, list[int]] = {}
         self._keys: dict[str, list[int]] = {}
         self._cells: dict[tuple[int, int], int] = {}
@@ -153,5 +152,4 @@ class SimulatedDevice:
         assert one.tokens == self._texts[one.id][: len(one.tokens)]
         self.scheduler.reuse.publish(one, min(one.cached, len(one.tokens)))
         if one.finish is not None:
-            self.finished.append(one.id)
             self.scheduler.release(one)

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.core.request import Request
 from support.worker.accounts import check_engine
 from support.worker.small_engine import drain, plan_of, small_engine, submit, texts
 
@@ -93,11 +92,3 @@ def test_nothing_to_continue_is_refused(emitted: tuple[int, ...], reason: str) -
     with pytest.raises(ValueError, match=reason):
         engine.add(msgspec.structs.replace(request("r"), emitted=emitted))
     assert engine.idle
-
-
-def test_min_tokens_count_the_earlier_output() -> None:
-    sampling = {"min_tokens": 4, "stop_token_ids": (9,)}
-    one = Request.of(msgspec.structs.replace(request("r", **sampling), emitted=(5, 9, 9)), (), arrived_seconds=0)
-    assert (one.finish, one.emitted, one.generated) == (None, 3, 0)
-    one.append_output([9])
-    assert (one.finish, one.generated) == ("stop", 1)

@@ -15,9 +15,6 @@ class AcceleratorError(RuntimeError):
 
 STICKY = (
     RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously"),
-    RuntimeError("CUDA error: device-side assert triggered"),
-    RuntimeError("CUDA error: uncorrectable ECC error encountered"),
-    RuntimeError("CUDA error: unspecified launch failure"),
     RuntimeError("CUDA error: operation not supported on global/shared address space"),
     RuntimeError("CUDA error: an error that this list does not know"),
     RuntimeError("Triton Error [CUDA]: misaligned address"),

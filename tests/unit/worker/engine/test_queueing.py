@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,26 +41,6 @@ def served(queue: WaitingQueue, most: int = 10**6, emitted: int = 0) -> list[int
         queue.charge_output(one)
         orders.append(one.order)
     return orders
-
-
-@given(st.lists(st.integers(1, 20), max_size=12))
-def test_one_client_is_served_in_order_of_arrival(lengths: Sequence[int]) -> None:
-    queue = WaitingQueue(SHORT)
-    for order, tokens in enumerate(lengths):
-        waiting(queue, order, tokens)
-    assert queue.short_tokens == sum(tokens for tokens in lengths if tokens <= SHORT)
-    assert [one.order for one in queue] == list(range(len(lengths)))
-    assert served(queue) == list(range(len(lengths)))
-    assert (len(queue), queue.short_tokens, list(queue)) == (0, 0, [])
-
-
-def test_long_prompts_can_be_skipped() -> None:
-    queue = WaitingQueue(SHORT)
-    long, short = waiting(queue, 0, 50), waiting(queue, 1, 5)
-    assert queue.first() is long
-    assert queue.first(skip_long=True) is short
-    queue.admit(short)
-    assert queue.first(skip_long=True) is None
 
 
 def test_tokens_are_divided_by_the_weight() -> None:
@@ -121,8 +98,11 @@ def test_every_request_is_served_once(arrivals: list[tuple[str, int]]) -> None:
     queue = WaitingQueue(SHORT)
     for order, (client, tokens) in enumerate(arrivals):
         waiting(queue, order, tokens, client)
+    assert queue.short_tokens == sum(tokens for _, tokens in arrivals if tokens <= SHORT)
+    assert sorted(one.order for one in queue) == list(range(len(arrivals)))
     orders = served(queue, emitted=3)
     assert sorted(orders) == list(range(len(arrivals)))
+    assert (len(queue), queue.short_tokens, list(queue)) == (0, 0, [])
     for client in "abc":
         own = [order for order, (name, _) in enumerate(arrivals) if name == client]
         assert [order for order in orders if order in own] == own, "first come, first served within a client"
@@ -140,17 +120,12 @@ def test_preempted_requests_come_first_and_are_charged_once() -> None:
     assert queue.first() is other
 
 
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_removal(epoch: int) -> None:
+def test_a_request_that_does_not_wait_is_not_removed() -> None:
     queue = WaitingQueue(SHORT)
     one = waiting(queue, 0, 5)
-    if epoch:
-        queue.admit(one)
-        one.epoch = 1
-        queue.add(one)
-    queue.remove(one)
-    queue.remove(one)
-    assert (len(queue), queue.short_tokens, queue.first()) == (0, 0, None)
+    for _ in range(2):
+        queue.remove(one)
+        assert (len(queue), queue.short_tokens, queue.first()) == (0, 0, None)
 
 
 def test_counters_of_absent_clients_are_dropped() -> None:
@@ -220,11 +195,6 @@ def test_every_prompt_ends(remaining: list[int], budget: int, short: int) -> Non
         left = [tokens - share for tokens, share in zip(left, shares, strict=True)]
         left = [tokens for tokens in left if tokens]
     assert not left
-
-
-def test_prompts_of_one_kind_are_served_in_order_of_arrival() -> None:
-    assert share_prompt_budget([30, 40, 10], 0, 60, 50) == [30, 30, 0]
-    assert share_prompt_budget([300, 400, 100], 0, 60, 50) == [60, 0, 0]
 
 
 def test_a_short_prompt_passes_long_ones() -> None:

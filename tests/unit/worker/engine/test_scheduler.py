@@ -332,19 +332,6 @@ def test_the_youngest_request_is_preempted_and_readmitted_first() -> None:
     assert said < 30
 
 
-def test_release_frees_a_waiting_a_prefilling_and_a_decoding_request() -> None:
-    device = SimulatedDevice(Limits(2, 8), 50)
-    one, two, three = (device.arrive(str(i), [i] * size) for i, size in enumerate((4, 30, 4)))
-    device.step()
-    assert (one.decoding, two.decoding, two.slot >= 0, three.slot) == (True, False, True, -1)
-    for each in (three, two, one):
-        each.finish = "abort"
-        device.scheduler.release(each)
-        check_scheduler(device.scheduler)
-    assert device.scheduler.idle
-    assert device.scheduler.kv_tokens_used == 0
-
-
 def test_a_batch_of_64_with_256_waiting_is_scheduled_within_a_millisecond() -> None:
     """The test uses the fastest of many runs, because the machine may be busy."""
     scheduler = Scheduler(Limits(64, 512), BlockPool(4000))

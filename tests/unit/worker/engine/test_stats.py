@@ -83,21 +83,6 @@ def test_other_does_not_count_towards_the_eight_named_tasks() -> None:
     assert other.arrivals == 2
 
 
-def test_ranks_are_counted_in_their_cell() -> None:
-    statistics = Statistics()
-    for rank in (0, 0, 3, MAX_RANKS):
-        statistics.record_rank(AcceptanceCategory("a", True, "d"), 2, main=True, rank=rank)
-    statistics.record_rank(AcceptanceCategory("a", True, "d"), 2, main=False, rank=1)
-    statistics.record_rank(AcceptanceCategory("a", False, "d"), 2, main=True, rank=7)
-    ranks_by_cell = {(c.sampled, c.parent): c.ranks for c in statistics.acceptance_cells(1000)}
-    assert ranks_by_cell == {
-        (True, "main"): (2, 0, 0, 1, 0, 0, 0, 0, 1),
-        (True, "sibling"): (0, 1, 0, 0, 0, 0, 0, 0, 0),
-        (False, "main"): (0, 0, 0, 0, 0, 0, 0, 1, 0),
-    }
-    assert {(c.draft, c.task, c.depth) for c in statistics.acceptance_cells(1000)} == {("d", "a", 2)}
-
-
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=20))
 def test_request_sums_are_moments_of_accepted_and_drafts(pairs: list[tuple[int, int]]) -> None:
     statistics = Statistics()
@@ -120,14 +105,6 @@ def test_histogram_edges_are_inclusive_and_the_last_bucket_is_open(name: str) ->
     assert cell.counts == (1,) * len(cell.edges) + (1,)
     assert list(cell.edges) == sorted(set(cell.edges))
     assert cell.sum == pytest.approx(sum(cell.edges) + 1e9)
-
-
-def test_each_token_of_a_step_is_counted() -> None:
-    histogram = Histogram.of("ttit")
-    histogram.add(0.0042, 3)
-    assert sum(histogram.counts) == 3
-    assert histogram.sum == pytest.approx(3 * 0.0042)
-    assert histogram.counts[histogram.edges.index(0.005)] == 3
 
 
 SIZES = st.builds(
@@ -185,32 +162,19 @@ def test_sums_equal_those_of_least_squares(steps: list[tuple[StepSize, int, floa
         assert cell.emitted == sum(e for _, e, _ in mine)
 
 
-def test_a_reading_is_exact_enough_to_subtract() -> None:
-    """After 200 steps, the difference of two readings shows one more step to one part in a thousand."""
-    costs = StepCosts()
-    for _ in range(200):
-        costs.add(0, size(kv_tokens=10**5), 1, 0.01)
-    (cell,) = costs.cells(1)
-    costs.add(0, size(kv_tokens=10**5), 1, 0.01)
-    (after,) = costs.cells(1)
-    kv = FEATURES.index("kv_tokens")
-    assert after.x[kv] - cell.x[kv] == pytest.approx(1e5)
-    assert after.xt[kv] - cell.xt[kv] == pytest.approx(1e3, rel=1e-3)
-
-
 def test_many_steps_are_summed_as_few_are() -> None:
     costs, k, kv = StepCosts(), len(FEATURES), FEATURES.index("kv_tokens")
     upper = [(i, j) for i in range(k) for j in range(i, k)]
     for step in range(1, 201):
-        costs.add(0, size(kv_tokens=step), 1, 0.01)
-        assert costs.cells(1)[0].x[kv] == sum(range(step + 1))
+        costs.add(0, size(kv_tokens=123 * step), 1, 0.01)
+        assert costs.cells(1)[0].x[kv] == 123 * sum(range(step + 1))
     for step in range(201, 401):
-        costs.add(0, size(kv_tokens=step), 1, 0.01)
+        costs.add(0, size(kv_tokens=123 * step), 1, 0.01)
     (cell,) = costs.cells(1)
-    assert (cell.count, cell.x[0], cell.x[kv]) == (400, 400, 80200)
-    assert cell.xx[upper.index((kv, kv))] == sum(step**2 for step in range(401))
-    assert cell.xx[upper.index((1, kv))] == 2 * 80200
-    assert cell.xt[kv] == pytest.approx(802)
+    assert (cell.count, cell.x[0], cell.x[kv]) == (400, 400, 9_864_600)
+    assert cell.xx[upper.index((kv, kv))] == sum((123 * step) ** 2 for step in range(401)), "readings are subtracted"
+    assert cell.xx[upper.index((1, kv))] == 2 * 9_864_600
+    assert cell.xt[kv] == pytest.approx(98_646)
 
 
 def test_stall_is_clipped_and_reported() -> None:
@@ -237,7 +201,7 @@ def test_clipping_ends_if_the_machine_stays_slower() -> None:
 
 
 CHAIN = tree_of(TreeShape.chain(2))
-WIDE = tree_of(TreeShape.levels(2, 1))
+WIDE = tree_of(TreeShape.levels(2, 1, 1))
 
 
 def recorder() -> StepRecorder:
@@ -264,9 +228,9 @@ def cells(of: StepRecorder) -> dict[tuple[int, str], dict[int, int]]:
 
 def test_ranks_are_counted_by_depth_and_parent() -> None:
     into, one = recorder(), request()
-    walk(into, one, WIDE, [5, 6, 7], ranks=[1, 0, -1], path=[2, 4])
-    assert cells(into) == {(1, "main"): {1: 1}, (2, "sibling"): {0: 1}}
-    walk(into, one, WIDE, [5, 6], ranks=[0, MAX_RANKS, -1], path=[1, -1])
+    walk(into, one, WIDE, [5, 6, 7, 8], ranks=[1, 0, 0, -1], path=[2, 4, 6])
+    assert cells(into) == {(1, "main"): {1: 1}, (2, "sibling"): {0: 1}, (3, "sibling"): {0: 1}}
+    walk(into, one, WIDE, [5, 6], ranks=[0, MAX_RANKS, -1, -1], path=[1, -1, -1])
     assert cells(into)[1, "main"] == {0: 1, 1: 1}
     assert cells(into)[2, "main"] == {MAX_RANKS: 1}
 
@@ -283,12 +247,6 @@ def test_first_tokens_are_counted_by_the_context_of_the_step() -> None:
     assert found == {0: (1, 2), 2: (2, 2)}
 
 
-def test_all_depths_below_a_sibling_count_as_sibling() -> None:
-    into, one = recorder(), request()
-    walk(into, one, tree_of(TreeShape.levels(2, 1, 1)), [5, 6, 7, 8], ranks=[1, 0, 0, -1], path=[2, 4, 6])
-    assert set(cells(into)) == {(1, "main"), (2, "sibling"), (3, "sibling")}
-
-
 def test_depths_that_no_report_has_are_not_counted() -> None:
     into, one = recorder(), request(max_tokens=40)
     chain = tree_of(TreeShape.chain(MAX_DEPTH + 2))
@@ -301,17 +259,6 @@ def test_tokens_dropped_by_a_stop_are_not_counted() -> None:
     walk(into, one, CHAIN, [6, 7, 8], ranks=[0, 0, -1], path=[1, 2])
     assert cells(into) == {(1, "main"): {0: 1}}
     assert into.statistics.traffic("other").output_tokens == 1
-
-
-def test_first_token_of_a_prompt_is_not_a_decoding_step() -> None:
-    into, one = recorder(), request()
-    one.cached = 3
-    into.record_row(Row(one, 3, start=0), RowResult([5], [], [-1], None, 0), one.append_output([5]), now=5.5)
-    statistics = into.statistics
-    traffic = statistics.traffic("other")
-    assert (traffic.drafts, statistics.plain_steps, traffic.output_tokens) == (0, 0, 1)
-    assert statistics.ttft.sum == pytest.approx(0.5)
-    assert sum(statistics.itl.counts) == 0
 
 
 def test_tokens_of_a_step_share_its_time() -> None:

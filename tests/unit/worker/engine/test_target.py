@@ -15,14 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import specdecode_worker
-from specdecode_kernels.transfer import to_device
 from specdecode_worker.contract import StepTime, SyntheticKnobs, TreeShape
 from specdecode_worker.core import device_state
-from specdecode_worker.core.device_state import DeviceState, HostCopy, to_host
+from specdecode_worker.core.device_state import DeviceState, HostCopy
 from specdecode_worker.core.request import Choice, Request, Row
 from specdecode_worker.engine import engine as step_launcher
 from specdecode_worker.engine.stats import step_size_of
@@ -51,14 +48,6 @@ def launched(*parts: QueuedRows, **change: Any) -> LaunchedStep:
         "began_seconds": 0.0,
     }
     return LaunchedStep(**{**fields, **change})
-
-
-def test_emitting_rows_are_read_without_padding() -> None:
-    row_results = launched().read()
-    assert [(read.tokens, read.path, read.ranks, read.depth_limit) for read in row_results] == [
-        ([4, 5], [1, -1], [0, 8, -1], 2),
-        ([0], [-1, -1], [-1, -1, -1], 0),
-    ]
 
 
 def test_rankings_are_those_of_decoding_rows() -> None:
@@ -94,10 +83,6 @@ def test_parts_of_a_step_are_read_in_the_order_of_its_rows() -> None:
 def test_shadow_passes_take_their_share_of_drafting(passes: int, shadow: int, seconds: float) -> None:
     step = launched(size=step_size_of(ROWS, passes), shadow_passes=3)
     assert replace(step, shadow_passes=shadow).shadow_seconds == pytest.approx(seconds)
-
-
-def test_a_step_without_emitting_rows_has_no_results() -> None:
-    assert launched(QueuedRows(rows=ROWS)).read() == []
 
 
 CPU = torch.device("cpu")
@@ -144,17 +129,6 @@ def test_the_first_token_is_copied_before_the_draft_prefill(monkeypatch: pytest.
     [first] = engine.step()
     assert len(first.tokens) == 1
     assert order == ["token", "draft"]
-
-
-def test_tensors_that_will_be_overwritten_are_copied() -> None:
-    static = torch.tensor([1, 2])
-    [copied], arrival = to_host([static], overwritten=True)
-    [same], _ = to_host([static])
-    static.zero_()
-    arrival.wait()
-    assert copied.tolist() == [1, 2]
-    assert same is static
-    assert to_device([3, 4], torch.device("cpu")).tolist() == [3, 4]
 
 
 STEPS = ("engine", "drafts", "core", "sampling")
@@ -213,26 +187,11 @@ def test_steps_copy_only_from_pinned_memory() -> None:
     assert {str(path): lines for path in sources if (lines := assigned_numbers(path.read_text()))} == {}
 
 
-PROFILES = st.lists(st.floats(0, 1), min_size=1, max_size=5).map(tuple)
-
-
-@given(PROFILES, st.integers(0, 16), st.integers(0, 1000))
-def test_a_profile_only_truncates(profile: tuple[float, ...], depth: int, seed: int) -> None:
-    synthetic = Synthetic(SyntheticKnobs(acceptance=profile), seed)
-    assert all(0 <= synthetic.draw_depth_limit(depth) <= depth for _ in range(10))
-
-
 @pytest.mark.parametrize(
     "knobs", [None, SyntheticKnobs(), SyntheticKnobs(acceptance=()), SyntheticKnobs(acceptance=(1,))]
 )
 def test_nothing_is_cut_without_an_acceptance_below_one(knobs: SyntheticKnobs | None) -> None:
     assert all(Synthetic(knobs).draw_depth_limit(depth) == depth for depth in range(17))
-
-
-def test_only_a_profile_cuts() -> None:
-    assert not Synthetic().cuts
-    assert not Synthetic(SyntheticKnobs(step_time=(StepTime(seconds=1),))).cuts
-    assert Synthetic(SyntheticKnobs(acceptance=(1.0,))).cuts
 
 
 def test_zero_acceptance_always_cuts_at_its_depth() -> None:

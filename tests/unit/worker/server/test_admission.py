@@ -19,7 +19,6 @@ from specdecode_worker.server.admission import (
     read_timeout,
     seeds_of,
     terms_of,
-    token_limit,
     token_limits,
 )
 from specdecode_worker.server.errors import BadRequest, TooManyWaiting
@@ -145,12 +144,6 @@ def test_allowed_tokens_that_all_end_the_answer_are_refused_with_min_tokens() ->
     check_ids(completion(allowed_token_ids=[3, 9], min_tokens=1, max_tokens=5), LIMITS)
     check_ids(completion(allowed_token_ids=[3, 2]), LIMITS)
     check_ids(completion(min_tokens=1, max_tokens=5), LIMITS)
-
-
-@pytest.mark.parametrize(("token", "named"), [(258, r"'\[PAD\]' \(258\)"), (999, "no token 999"), (-1, "no token -1")])
-def test_prompts_with_foreign_tokens_are_refused_by_name(token: int, named: str) -> None:
-    with pytest.raises(BadRequest, match=named):
-        token_limit(completion(), [1, token], LIMITS)
 
 
 def test_logprobs_are_bounded_over_choices_tokens_and_prompts() -> None:

@@ -332,15 +332,6 @@ async def test_shutdown_is_unready_at_once_and_refuses_after_the_delay() -> None
     assert lifecycle.state is LifecycleState.DRAINING
 
 
-async def test_shutdown_waits_for_running_requests() -> None:
-    running = [1]
-    drained = shutdown(at(LifecycleState.SERVING), running, delay=0, grace=5).begin()
-    await asyncio.sleep(0.2)
-    assert not drained.done()
-    running[0] = 0
-    assert await drained == 0
-
-
 @pytest.mark.parametrize("exit_now", [True, False])
 async def test_shutdown_ends_after_the_grace_period_or_a_second_signal(exit_now: bool) -> None:
     exit_event = asyncio.Event()
@@ -359,11 +350,6 @@ async def test_the_grace_period_begins_after_the_endpoint_delay() -> None:
     assert lifecycle.state is LifecycleState.LEAVING, "new requests are still served"
     assert await drained == 1
     assert 0.55 < time.monotonic() - began < 5
-
-
-async def test_shutdown_before_ready_skips_the_endpoint_delay() -> None:
-    lifecycle = at(LifecycleState.LOADING)
-    assert await asyncio.wait_for(shutdown(lifecycle, [0], delay=50, grace=60).begin(), 1) == 0
 
 
 PROGRAM = """

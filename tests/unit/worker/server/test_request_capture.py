@@ -17,16 +17,19 @@ from specdecode_worker.server.prompts import Prompt
 from specdecode_worker.server.request_capture import RecordBuilder, RequestCapture, open_recorder
 
 
-@pytest.mark.parametrize(("sampler", "temperature", "taken"), [("mss", 0.7, 0), ("mss", 0.0, 1), ("coupled", 0.7, 1)])
-def test_mss_requests_are_captured_only_if_greedy(
-    sampler: Sampler, temperature: float, taken: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("sampler", "temperature", "grammar", "taken"),
+    [("mss", 0.7, "", 0), ("mss", 0.0, "", 1), ("coupled", 0.7, "", 1), ("coupled", 0.0, "choice: Ann Smith", 0)],
+)
+def test_only_text_that_a_replay_reproduces_is_captured(
+    sampler: Sampler, temperature: float, grammar: str, taken: int, tmp_path: Path
 ) -> None:
     recorder = Recorder(tmp_path, CaptureRules(share=1.0))
     capture = RequestCapture(recorder, "t", sampler)
-    builder = capture.start_record(Prompt((1, 2)), Sampling(max_tokens=3, seed=1, temperature=temperature), "other")
+    sampling = Sampling(max_tokens=3, seed=1, temperature=temperature, grammar=grammar)
+    builder = capture.start_record(Prompt((1, 2)), sampling, "other")
     if builder is not None:
-        builder.process(Tokens(request_id="r", tokens=(4,)))
-        builder.end()
+        end(builder)
     recorder.close()
     assert recorder.counts.records.total() == taken
     assert recorder.counts.dropped[Dropped.not_repeatable] == 1 - taken
@@ -51,15 +54,6 @@ def test_request_that_runs_while_its_user_is_deleted_is_not_captured(tmp_path: P
     recorder.close()
     assert recorder.counts.dropped == {Dropped.deleted: 1}
     assert recorder.counts.records.total() == 2, "later requests of the user are captured"
-
-
-def test_guided_requests_are_not_captured(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path, CaptureRules(share=1.0))
-    capture = RequestCapture(recorder, "t", "coupled")
-    sampling = Sampling(max_tokens=3, seed=1, temperature=0.0, grammar="choice: Ann Smith")
-    assert capture.start_record(Prompt((1, 2)), sampling, "other") is None
-    recorder.close()
-    assert recorder.counts.dropped == {Dropped.not_repeatable: 1}
 
 
 def test_record_has_the_share_that_it_was_drawn_with(tmp_path: Path) -> None:

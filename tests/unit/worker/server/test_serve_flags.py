@@ -196,15 +196,6 @@ def test_capture_is_off_by_default() -> None:
     )
 
 
-def test_a_worker_that_cannot_capture_does_not_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    words = ["--model", "file:///m", "--port", "0", "--admin-port", "0", "--capture"]
-    assert main(["serve", *words, str(tmp_path / "file")]) == 1
-    assert "cannot be written" in capsys.readouterr().err
-    assert main(["serve", *words, str(tmp_path / "d"), "--capture-redact", "nobody.has:this"]) == 1
-    assert "nobody.has:this" in capsys.readouterr().err
-
-
 def in_pod(monkeypatch: pytest.MonkeyPatch, *words: str) -> WorkerConfig:
     """Return the configuration of a pod whose command has these flags."""
     started: list[WorkerConfig] = []

@@ -148,14 +148,6 @@ def test_calls_are_parsed_and_other_text_is_preserved(
     assert read(name, text) == (content, calls), "a letter at a time"
 
 
-@given(case=st.sampled_from(sorted(CASES)), cuts=st.sets(st.integers(1, 120)))
-def test_parsing_does_not_depend_on_piece_boundaries(case: str, cuts: set[int]) -> None:
-    name, text, _, _ = CASES[case]
-    edges = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[start:end] for start, end in itertools.pairwise(edges)]
-    assert read(name, pieces) == read(name, [text])
-
-
 @given(case=st.sampled_from(sorted(CASES)), cuts=st.sets(st.integers(1, 120)), length=st.integers(0, 150))
 def test_output_so_far_does_not_depend_on_piece_boundaries(case: str, cuts: set[int], length: int) -> None:
     name, text, _, _ = CASES[case]
@@ -163,13 +155,6 @@ def test_output_so_far_does_not_depend_on_piece_boundaries(case: str, cuts: set[
     edges = [0, *sorted(cut for cut in cuts if cut < len(begin)), len(begin)]
     pieces = [begin[start:end] for start, end in itertools.pairwise(edges)]
     assert read(name, pieces, ended=False) == read(name, begin, ended=False), "another worker replays letter by letter"
-
-
-@given(name=st.sampled_from(["hermes", "llama3_json", "pythonic"]), text=st.text(alphabet='<tool_ca/>{}[]":, n1'))
-def test_text_without_a_call_is_unchanged(name: ToolFormat, text: str) -> None:
-    content, calls = read(name, text)
-    if not calls:
-        assert content == text
 
 
 def test_what_is_read_again_behind_a_tag_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,14 +317,6 @@ def test_guided_calls_of_models_that_write_pythonic_ones_are_json(language: Lang
         assert language.allows(grammar, good)
         assert not language.allows(grammar, written)
     assert language.allows(calls_within_text("pythonic", CALLED, parallel=True), f"Hello {written}")
-
-
-@pytest.mark.parametrize("tool_format", FORMATS)
-def test_the_parser_reads_what_a_grammar_allows(language: Language, tool_format: ToolFormat) -> None:
-    text = call(tool_format, "weather", {"city": "Oslo"})
-    assert language.allows(forced_calls(tool_format, CALLED, parallel=False), text)
-    parser = parser_for(tool_format, ["weather", "now"])
-    assert [*parser.push(text), *parser.end()] == [WrittenCall("weather", '{"city": "Oslo"}')]
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)

@@ -172,9 +172,9 @@ def test_exploration_that_wins_does_not_crowd_out_the_plan() -> None:
     assert 2 < len(bursts) <= 1000 / (2 * BURST_STEPS) + 1
 
 
-def allocated(losses: dict[int, tuple[float, float]], bursts: int, near: set[int], seed: int = 0) -> Counter[int]:
+def allocated(losses: dict[int, tuple[float, float]], bursts: int, near: set[int]) -> Counter[int]:
     """Return the number of bursts by depth. ``losses`` are means and standard deviations of one burst's loss."""
-    allocation, numbers, counts = BurstAllocation(), random.Random(seed), Counter[int]()
+    allocation, numbers, counts = BurstAllocation(), random.Random(0), Counter[int]()
     shapes = [CHAIN(depth) for depth in sorted(losses)]
     for _ in range(bursts):
         shape = allocation.next(shapes, [CHAIN(depth) for depth in near])

@@ -21,18 +21,18 @@ SOON = EARLY_STOP_RULES[0][0]
 PLAIN, CHAIN, DEEP = TreeShape(()), TreeShape.chain(2), TreeShape.chain(4)
 
 
-def run(guard: Guard, shape: TreeShape, steps: int, seconds: float, tokens: float = 1.0, cell: int = 0) -> int:
+def run(guard: Guard, shape: TreeShape, steps: int, seconds: float, tokens: float = 1.0) -> int:
     """Return in how many of ``steps`` steps ``shape`` was allowed.
 
     Every other step is a plain step of one second.
     """
     ran = 0
     for _ in range(steps):
-        if guard.allows(cell, 0, shape):
-            guard.record_step(cell, 0, shape, seconds, tokens)
+        if guard.allows(0, 0, shape):
+            guard.record_step(0, 0, shape, seconds, tokens)
             ran += 1
         else:
-            guard.record_step(cell, 0, PLAIN, 1.0, 1.0)
+            guard.record_step(0, 0, PLAIN, 1.0, 1.0)
     return ran
 
 

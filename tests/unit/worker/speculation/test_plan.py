@@ -81,13 +81,6 @@ def test_context_edges_are_inclusive_and_the_last_bucket_is_open(tokens: int, bu
     assert dispatcher().context(tokens) == bucket
 
 
-@pytest.mark.parametrize(
-    ("running", "bucket"), [(1, 0), (2, 1), (3, 2), (4, 2), (8, 3), (16, 4), (18, 4), (19, 5), (500, 5)]
-)
-def test_concurrency_edges_are_inclusive_and_the_hysteresis_delays_the_way_up(running: int, bucket: int) -> None:
-    assert dispatcher().load(running) == bucket
-
-
 def test_load_that_oscillates_around_an_edge_does_not_change_the_bucket() -> None:
     plan_dispatcher = dispatcher()
     assert [plan_dispatcher.load(n) for n in (16, 17, 16, 18, 17, 16)] == [4] * 6
@@ -138,9 +131,6 @@ def test_plan_with_fewer_buckets_resets_the_bucket() -> None:
     assert plan_dispatcher.load(5) == 0
 
 
-CHAIN_OF_TWO = TreeShape.chain(2)
-
-
 class Ready:
     """A draft that is always ready."""
 
@@ -153,21 +143,25 @@ class Ready:
         return True
 
 
+def selector_of(**fields: Any) -> ShapeSelector:
+    plan = Plan(**{"draft": "d", "initial": CHAIN(2), "max_depth": 2, "explore": 0.0, **fields})
+    return ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
+
+
 def of(count: int, task: str = "other") -> list[Any]:
     return [SimpleNamespace(cached_bound=10, submit=SimpleNamespace(task=task)) for _ in range(count)]
 
 
 def test_all_requests_use_the_plan_rows_of_the_longest_context() -> None:
     """A step is as long as the batch makes it, so drafts of a short request cost as much as those of the long one."""
-    rows = tuple(PlanRow(concurrency=1, context=bucket, shape=TreeShape.chain(1 + bucket)) for bucket in range(2))
-    plan = Plan(draft="d", rows=rows, max_depth=2, explore=0.0, buckets=Buckets(concurrency=(1,), context=(100,)))
-    selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
+    rows = tuple(row(1, bucket, 1 + bucket) for bucket in range(2))
+    selector = selector_of(rows=rows, buckets=Buckets(concurrency=(1,), context=(100,)))
     short, long = of(2)
     long.cached_bound = 101
     assert [tree.depth for tree in selector.select([short, short]).trees] == [1, 1]
     mixed = selector.select([short, long])
     assert [tree.depth for tree in mixed.trees] == [2, 2]
-    assert (mixed.choice.context, mixed.choice.shape) == (1, CHAIN_OF_TWO), "the guard learns of mixed contexts too"
+    assert (mixed.choice.context, mixed.choice.shape) == (1, CHAIN(2)), "the guard learns of mixed contexts too"
 
 
 def test_speculation_is_compared_with_plain_steps_of_as_many_sequences() -> None:
@@ -176,9 +170,7 @@ def test_speculation_is_compared_with_plain_steps_of_as_many_sequences() -> None
     Plain steps take 10 ms and 10 ms more for every sequence. Requests that speculate end at different times, so three
     run where four would run in plain steps.
     """
-    selector = ShapeSelector(
-        Dispatcher("", "d", Plan(draft="d", initial=CHAIN_OF_TWO, max_depth=2, explore=0.0)), cast("Any", Ready())
-    )
+    selector = selector_of()
     for count in (1, 2, 4):
         selector.set_plain_step_time(count, 0.01 + 0.01 * count)
     steps = 0
@@ -194,8 +186,7 @@ def test_speculation_is_compared_with_plain_steps_of_as_many_sequences() -> None
 def test_a_shape_that_loses_alone_runs_beside_one_that_pays() -> None:
     """The guard compares batches of one shape. In a mixed batch the draft passes are shared with the other task."""
     rows = (row(0, 0, 2, "prose"), row(0, 0, 3, "code"))
-    plan = Plan(draft="d", rows=rows, max_depth=3, explore=0.0, buckets=Buckets(concurrency=(4,)))
-    selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
+    selector = selector_of(rows=rows, max_depth=3, buckets=Buckets(concurrency=(4,)))
     selector.set_plain_step_time(4, 0.01)
     prose, code = of(1, "prose"), of(1, "code")
     while (selection := selector.select(prose)).trees[0].depth:
@@ -222,8 +213,7 @@ def run(selector: ShapeSelector, steps: int) -> tuple[float, int]:
 
 def test_probes_and_bursts_share_one_exploration_budget() -> None:
     """The budget is half a percent, once the guard has stopped a losing shape; two such budgets would lose 0.7 %."""
-    plan = Plan(draft="d", initial=CHAIN_OF_TWO, max_depth=2, explore=0.01, guard=True)
-    selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
+    selector = selector_of(explore=0.01)
     selector.set_plain_step_time(1, 0.01)
     run(selector, 500)
     lost, drafted = run(selector, 5_000)
@@ -233,8 +223,7 @@ def test_probes_and_bursts_share_one_exploration_budget() -> None:
 
 def test_probes_do_not_count_towards_the_usual_step_time() -> None:
     """The loss of a burst is measured against the usual step, and a probe is as unusual as a burst."""
-    plan = Plan(draft="d", initial=CHAIN_OF_TWO, max_depth=2, explore=0.0, guard=True)
-    selector = ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
+    selector = selector_of()
     selector.set_plain_step_time(1, 0.01)
     run(selector, 400)
     while not (selection := selector.select(of(1))).trees[0].depth:

@@ -235,9 +235,9 @@ def cases(draw: Any) -> Case:
     return Case(trees, ranked, chosen)
 
 
-def unpadded(row: torch.Tensor, pad: int = -1) -> list[int]:
+def unpadded(row: torch.Tensor) -> list[int]:
     """Return the row without its padding."""
-    return [value for value in row.tolist() if value != pad]
+    return [value for value in row.tolist() if value != -1]
 
 
 @given(cases())

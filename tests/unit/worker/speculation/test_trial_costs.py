@@ -27,17 +27,6 @@ def test_a_step_costs_its_duration_for_every_sequence_of_the_task() -> None:
     }
 
 
-def test_requests_that_ran_before_the_block_neither_cost_nor_count() -> None:
-    block = BlockCosts(1)
-    step(block, ("old", "code", 2))
-    block.end_request("old", emitted=True)
-    assert (block.cells, block.is_complete) == ({}, False)
-    block.admit("new")
-    step(block, ("new", "code", 2))
-    block.end_request("new", emitted=True)
-    assert block.is_complete
-
-
 def test_a_member_that_is_cancelled_before_its_first_token_does_not_count() -> None:
     block = BlockCosts(1)
     block.admit("a")

@@ -17,8 +17,8 @@ from specdecode_worker.models.target_states import TargetStates
 from support.worker.small_engine import small_engine, submit
 
 
-def loaded(draft_hash: str, reads: TargetStates | None = None, name: str = "") -> LoadedDraft:
-    drafter: Any = SimpleNamespace(reads=reads or TargetStates(), columns=None, problem="")
+def loaded(draft_hash: str, name: str = "") -> LoadedDraft:
+    drafter: Any = SimpleNamespace(reads=TargetStates(), columns=None, problem="")
     return LoadedDraft(drafter, DraftState(name=name, method="eagle3", hash=draft_hash))
 
 

@@ -71,6 +71,9 @@ def test_tasks_merge_drafts_that_can_run() -> None:
     assert [tasks.name(task) for task in "abcd"] == ["head", "", "", ""]
     assert [[one.draft for one in tasks.merged(task)] for task in "abcd"] == [["lookup"], ["lookup"], [], []]
     assert [tasks.serves("lookup", task) for task in "abcd"] == [True, True, False, False]
+    tasks = task_drafts("lookup")
+    tasks.set_tasks([TaskMatch(name="a", merge=merge[:1])])
+    assert (tasks.name("a"), tasks.merged("a"), tasks.serves("lookup", "a")) == ("", (), False), "nothing to merge with"
     one = task_drafts("", "head", "lookup", merges=False)
     one.set_tasks([TaskMatch(name="a", merge=merge)])
     assert (one.merges, one.merged("a")) == (False, ()), "its sampler verifies one draft"
@@ -87,12 +90,6 @@ def test_the_drafts_of_a_task_are_looked_up_once_for_all_its_rows() -> None:
     both = ("", "lookup")
     assert StepProposals({}, tasks, None).proposers(rows) == [both, ("lookup",), both]  # type: ignore[arg-type]
     assert asked == ["a"]
-
-
-def test_nothing_is_merged_with_a_draft_that_cannot_run() -> None:
-    tasks = task_drafts("lookup")
-    tasks.set_tasks([TaskMatch(name="a", merge=(MergedDraft(draft="lookup"),))])
-    assert (tasks.name("a"), tasks.merged("a"), tasks.serves("lookup", "a")) == ("", (), False)
 
 
 def test_a_draft_of_whole_trees_is_not_merged() -> None:

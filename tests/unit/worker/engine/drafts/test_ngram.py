@@ -46,12 +46,6 @@ def test_lookup_equals_a_naive_search(cases: list[tuple[list[int], list[int]]], 
         assert [token for token in row if token >= 0] == searched(text, suffix, shortest)
 
 
-@pytest.mark.parametrize("shortest", [1, 2])
-def test_suffix_without_a_match_proposes_nothing(shortest: int) -> None:
-    proposals = lookup(torch.tensor([[1, 2, 3]]), torch.tensor([3]), torch.tensor([[7, 8]]), shortest, 9)
-    assert proposals.unique().tolist() == [-1]
-
-
 def drafter_of(shortest: int) -> NgramDrafter:
     state = DeviceState(1, 8, torch.float32, torch.device("cpu"))
     return NgramDrafter(state, VOCABULARY, shortest, 5, host_is_current=True)

@@ -49,21 +49,6 @@ def eager_steps(shape: str, requests: list[Any], **fields: Any) -> dict[str, int
     return {reason: count for reason, count in engine._graphs.eager.items() if reason != EagerReason.PREFILL}
 
 
-FEATURES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.2},
-    "bias": {"logit_bias": ((3, 1.0), (5, -2.0))},
-    "min_tokens": {"min_tokens": 6, "stop_token_ids": (1, 2)},
-    "logprobs": {"logprobs": 20},
-}
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_plain_and_drafted_steps_have_graphs(feature: str) -> None:
-    for shape in ("none", "chain:3", "tree:2,2,1"):
-        assert eager_steps(shape, [submit(0, sampled=True, tokens=12, **FEATURES[feature])]) == {}
-
-
 def test_more_biased_tokens_than_the_tables_have_columns() -> None:
     bias = tuple((token, 0.1) for token in range(12))
     with pytest.MonkeyPatch.context() as patch:
@@ -73,8 +58,8 @@ def test_more_biased_tokens_than_the_tables_have_columns() -> None:
 
 
 def test_more_logprobs_than_the_tables_have_columns() -> None:
-    reasons = eager_steps("none", [submit(0, sampled=False, tokens=12, logprobs=21)])
-    assert set(reasons) == {EagerReason.LOGPROBS}
+    for count, reasons in ((20, set()), (21, {EagerReason.LOGPROBS})):
+        assert set(eager_steps("none", [submit(0, sampled=False, tokens=12, logprobs=count)])) == reasons
 
 
 @pytest.mark.parametrize("shape", ["none", "chain:3"])
@@ -104,15 +89,13 @@ def test_a_longer_text_needs_a_longer_history(monkeypatch: pytest.MonkeyPatch) -
     assert {key.features.history for key in engine._graphs._graphs} - {0} == {16, 32, engine._state.scratch}
 
 
-def test_more_packed_tokens_than_a_graph_may_have() -> None:
+@pytest.mark.parametrize(
+    ("shape", "fields"), [("chain:3", {"budget": 15, "rows": (4,)}), ("none", {"rows": (1,)})], ids=["tokens", "rows"]
+)
+def test_more_rows_or_packed_tokens_than_any_graph_has(shape: str, fields: dict[str, Any]) -> None:
     """Three chains of four nodes fit the budget, but their graph has four rows."""
-    rows = [submit(i, sampled=False, tokens=12) for i in range(3)]
-    assert set(eager_steps("chain:3", rows, budget=15, rows=(4,))) == {EagerReason.SIZE}
-
-
-def test_more_rows_than_any_bucket() -> None:
-    rows = [submit(i, sampled=False, tokens=8) for i in range(3)]
-    assert set(eager_steps("none", rows, rows=(1,))) == {EagerReason.SIZE}
+    asked = [submit(i, sampled=False, tokens=12) for i in range(3)]
+    assert set(eager_steps(shape, asked, **fields)) == {EagerReason.SIZE}
 
 
 def test_no_further_graph_is_captured_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,15 +157,6 @@ def test_only_the_steps_of_a_failed_capture_run_without_a_graph() -> None:
     assert backend.captures == captures, "a failed capture is not tried again at every step"
     made.set_plan(plan_of("chain:2"))
     assert backend.captures == captures
-
-
-def test_an_engine_serves_without_any_graph() -> None:
-    asked = [submit(index, sampled=False, tokens=8) for index in range(2)]
-    whole, _ = engine()
-    made, _ = engine(*range(100))
-    assert len(made._graphs) == 0
-    assert texts(made, asked) == texts(whole, asked)
-    assert made._graphs.replayed == 0
 
 
 class OutOfResources(Exception):

@@ -6,7 +6,7 @@ On CPUs adjacent blocks are preferred.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from specdecode_worker.core.kv_cache import (
     PADDING_BLOCK,
     BlockPool,
-    FreeGaps,
-    FreeList,
     PrefixIndex,
     extend_digests,
     root_digest,
@@ -78,11 +76,11 @@ class ModelPool:
         self.owners.update(blocks)
 
 
-def play(pool: BlockPool, seed: int, turns: int = 80) -> None:
+def play(pool: BlockPool, seed: int) -> None:
     """Let sequences take, share, publish and release blocks at random, and compare the pool with the model."""
     random, model = Random(seed), ModelPool(pool.total + 1)
     sequences: list[tuple[list[int], str]] = []
-    for _ in range(turns):
+    for _ in range(80):
         match random.choice(("begin", "grow", "grow", "end", "evict")):
             case "begin":  # a text of which the pool may know the beginning; its last letters are not published yet
                 text = "".join(random.choices("ab", k=random.randint(0, 6)))
@@ -125,52 +123,10 @@ def play(pool: BlockPool, seed: int, turns: int = 80) -> None:
     check_blocks(pool, [])
 
 
-BOTH = pytest.mark.parametrize("contiguous", [False, True])
-
-
-@BOTH
+@pytest.mark.parametrize("contiguous", [False, True])
 @given(st.integers(2, 30), st.integers(0, 10**9))
 def test_the_pool_does_what_the_model_says(contiguous: bool, count: int, seed: int) -> None:
     play(BlockPool(count, contiguous=contiguous), seed)
-
-
-def keeps(take: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """Return a `take` that leaves its last block among the free ones."""
-
-    def planted(self: FreeList | FreeGaps, *args: object) -> list[int]:
-        taken = take(self, *args)
-        if taken:
-            self.add(taken[-1])
-        return taken
-
-    return planted
-
-
-def forgets(add: Callable[..., None]) -> Callable[..., None]:
-    """Return an `add` that loses block 1."""
-    return lambda self, block: None if block == 1 else add(self, block)
-
-
-def newest_first(method: Callable[[PrefixIndex], int]) -> Callable[[PrefixIndex], int]:
-    """Return an `eviction_candidate` that takes the most recently used block."""
-    return lambda self: next(reversed(self._unowned))
-
-
-@BOTH
-@pytest.mark.parametrize("plant", [keeps, forgets, newest_first])
-def test_planted_faults_are_found(
-    contiguous: bool, plant: Callable[[Callable[..., object]], Callable[..., object]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind: type = FreeGaps if contiguous else FreeList
-    owner, name = {keeps: (kind, "take"), forgets: (kind, "add")}.get(plant, (PrefixIndex, "eviction_candidate"))
-    monkeypatch.setattr(owner, name, plant(getattr(owner, name)))
-
-    def play_many() -> None:
-        for seed in range(50):
-            play(BlockPool(12, contiguous=contiguous), seed)
-
-    with pytest.raises(AssertionError):
-        play_many()
 
 
 def test_a_sequence_grows_into_the_block_behind_its_last() -> None:
@@ -200,14 +156,6 @@ def test_releasing_a_block_twice_raises() -> None:
 def test_the_padding_block_has_no_owner() -> None:
     with pytest.raises(AssertionError, match="padding block"):
         BlockPool(5).release([PADDING_BLOCK])
-
-
-def test_check_detects_wrong_owner_counts() -> None:
-    pool = BlockPool(5)
-    taken = pool.allocate(2)
-    for owned in ([], taken[:1], [*taken, taken[0]]):
-        with pytest.raises(AssertionError, match="more owners than it knows of, or fewer"):
-            check_blocks(pool, owned)
 
 
 def hold(pool: BlockPool, text: str) -> list[int]:

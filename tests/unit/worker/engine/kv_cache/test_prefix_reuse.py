@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from random import Random
 
 import pytest
@@ -28,8 +27,8 @@ def chunks(rows: list[Row]) -> list[tuple[str, int, int]]:
     return [(row.request.id, row.start, row.count) for row in rows if row.is_chunk]
 
 
-def served(simulated: SimulatedDevice, prompt: list[int] = PROMPT, new: int = 4, name: str = "first") -> Request:
-    one = simulated.arrive(name, prompt, new)
+def served(simulated: SimulatedDevice, new: int = 4, name: str = "first") -> Request:
+    one = simulated.arrive(name, PROMPT, new)
     simulated.drain()
     return one
 
@@ -54,26 +53,6 @@ def test_full_blocks_of_a_cached_prefix_are_reused(prompt: list[int], hit: int) 
     assert (second.cached_tokens, second.cached, second.draft.start) == (hit, len(prompt), 1 if hit == 0 else hit)
     counters = simulated.scheduler.counters
     assert (counters.prefix_query_tokens, counters.prefix_hit_tokens) == (60 + len(prompt), hit)
-
-
-def test_a_follow_up_turn_reuses_blocks_of_the_answer() -> None:
-    simulated = device()
-    first = served(simulated, new=30)
-    second = simulated.arrive("second", [*first.tokens, 7, 7])
-    simulated.step()
-    # The last token was emitted but never processed, so its key is not in the cache.
-    assert second.cached_tokens == (90 - 1) // BLOCK_SIZE * BLOCK_SIZE == 80
-
-
-def test_running_requests_share_blocks() -> None:
-    simulated = device()
-    first = simulated.arrive("first", PROMPT)
-    simulated.step()
-    second = simulated.arrive("second", PROMPT)
-    simulated.step()
-    assert first.blocks[:3] == second.blocks[:3]
-    assert first.blocks[3] != second.blocks[3], "what is written to is nobody else's"
-    assert simulated.pool.used == 5
 
 
 def test_simultaneous_requests_wait_one_step_for_the_first_to_fill_the_prefix() -> None:
@@ -118,15 +97,6 @@ def test_prompt_logprobs_reuse_nothing() -> None:
     assert chunks(simulated.step()) == [("asks", 0, 60)]
     assert asks.cached_tokens == 0
     assert simulated.scheduler.counters.prefix_hit_tokens == 0
-
-
-def test_without_prefix_caching_no_block_is_cached() -> None:
-    simulated = device(caching=False)
-    served(simulated)
-    assert (simulated.pool.cached, simulated.pool.free) == (0, 59)
-    second = served(simulated, name="second")
-    assert second.cached_tokens == 0
-    assert simulated.scheduler.counters.prefix_query_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -352,30 +322,6 @@ def test_a_hit_is_never_stale(seed: int) -> None:
 
 def test_hits_are_kept_in_the_test_above() -> None:
     assert sum(map(play, range(20))) > 100
-
-
-EVENTS = [("add", "mark"), ("drop",), ("mark",), ("mark_unowned",), ("mark_owned",), ("forget_marks",)]
-"""Changes of the index, those that follow each other together."""
-
-
-@pytest.mark.parametrize("events", EVENTS, ids=" ".join)
-def test_a_change_that_is_not_recorded_is_found(events: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(method: Callable[..., None]) -> Callable[..., None]:
-        def planted(self: PrefixIndex, *args: object) -> None:
-            version, changes = self.version, self._changes.copy()
-            method(self, *args)
-            self.version, self._changes = version, changes
-
-        return planted
-
-    def play_many() -> None:
-        for seed in range(300):
-            play(seed)
-
-    for event in events:
-        monkeypatch.setattr(PrefixIndex, event, silent(getattr(PrefixIndex, event)))
-    with pytest.raises(AssertionError, match="stale"):
-        play_many()
 
 
 def test_the_draft_never_writes_into_a_reused_prefix() -> None:

@@ -77,19 +77,11 @@ def budget(
 def test_llama_8b_on_80_gib_by_hand() -> None:
     memory_budget = budget()
     assert memory_budget.bytes_per_token == 2 * 33 * 8 * 128 * 2
-    assert budget(kv_cache_dtype="fp8").bytes_per_token == 2 * 32 * 8 * 128 + 2 * 8 * 128 * 2, (
-        "drafts keep their format"
-    )
-    assert memory_budget.usable == int(0.8 * 80 * GIB)
+    in_fp8 = budget(kv_cache_dtype="fp8").bytes_per_token
+    assert in_fp8 == 2 * 32 * 8 * 128 + 2 * 8 * 128 * 2, "drafts keep their format"
     spent = memory_budget.runtime + 16_060_522_496 + 850_000_000 + memory_budget.state + memory_budget.activations
-    assert memory_budget.kv_bytes_left == memory_budget.usable - spent
-    assert (
-        0
-        <= memory_budget.kv_bytes_left - kv_cache_bytes(memory_budget, kv_tokens(memory_budget))
-        < BLOCK_SIZE * memory_budget.bytes_per_token
-    )
-    assert memory_budget.fits
-    assert 300_000 < kv_tokens(memory_budget) < 400_000
+    assert memory_budget.kv_bytes_left == int(0.8 * 80 * GIB) - spent
+    assert verdict_of(memory_budget).warnings == ()
 
 
 def test_graphs_reduce_the_memory_left_for_keys() -> None:
@@ -157,9 +149,9 @@ def test_multi_round_sampling_holds_probabilities() -> None:
 
 
 def test_memory_of_other_processes_is_subtracted_once() -> None:
-    alone, checked_loader = budget(), budget(free=40)
-    assert (alone.occupied, checked_loader.occupied) == (0, int(0.8 * 80 * GIB) - 40 * GIB)
-    assert checked_loader.usable == 40 * GIB
+    alone, shared = budget(), budget(free=40)
+    assert (alone.occupied, shared.occupied) == (0, int(0.8 * 80 * GIB) - 40 * GIB)
+    assert shared.usable == 40 * GIB
     assert budget(free=70).kv_bytes_left == alone.kv_bytes_left, "it fits into the reserve"
 
 
@@ -272,13 +264,6 @@ def test_caches_are_as_large_as_the_gpu_of_a_draft_allows() -> None:
     assert f"the draft's GPU has room for {apart.room_tokens:,} tokens" in verdict_of(beside).warnings[0]
     ample = replace(alone, own=replace(budget(80, draft=False), target=draft))
     assert (kv_tokens(ample), verdict_of(ample).warnings) == (kv_tokens(alone), ())
-
-
-def test_a_large_draft_is_warned_about_and_not_refused() -> None:
-    heavy = replace(budget(), drafts=(network("draft", weights=6_000_000_000),))
-    assert verdict_of(heavy).serves
-    assert "37% of the target's" in verdict_of(heavy).warnings[0]
-    assert verdict_of(budget()).warnings == ()
 
 
 def test_a_verdict_fits_a_termination_message() -> None:
