@@ -88,7 +88,7 @@ def test_each_method_loads_its_own_network(
     check_draft(method, folders[method], target_folder)
 
 
-@pytest.mark.parametrize(("method", "asked"), permutations(METHODS, 2))
+@pytest.mark.parametrize(("method", "asked"), list(permutations(METHODS, 2)))
 def test_draft_of_another_method_is_refused(
     method: WeightMethod, asked: WeightMethod, folders: Folders, load: Load, target_folder: Path
 ) -> None:

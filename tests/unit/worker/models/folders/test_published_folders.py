@@ -33,7 +33,7 @@ GENERATION = (
 )
 VARIABLES = (
     "{{ bos_token is defined }} {{ unk_token is defined }} {{ documents is none }} {{ image_token is defined }}"
-    "{{ image_token }} {{ messages | tojson(separators=(',', ':')) }} {{ messages | tojson(indent=1) }}"
+    "{{ image_token }} {{ messages[:1] | tojson(separators=(',', ':')) }} {{ messages[:1] | tojson(indent=1) }}"
 )
 OLDER = {"bos_token": {"content": "<s>", "lstrip": False}, "sep_token": "<|end|>"}
 FOLDERS: dict[str, dict[str, Any]] = {
@@ -93,7 +93,7 @@ def reference(folder: Path) -> Any:
     before a text behind a special token, which tokenizer.json and Meta's own code have.
     """
     kind = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
-    return (PreTrainedTokenizerFast if kind == "LlamaTokenizer" else AutoTokenizer).from_pretrained(folder)
+    return (PreTrainedTokenizerFast if kind in (None, "LlamaTokenizer") else AutoTokenizer).from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "parts"])
