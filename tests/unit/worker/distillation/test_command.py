@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
 from specdecode_worker.commands import distill
 from specdecode_worker.training.distillation import students as student_training
@@ -180,6 +181,13 @@ def test_wrong_flags_end_with_64(
         run(flags, tmp_path / out, *more)
     assert ended.value.code == 64
     assert named in capsys.readouterr().err
+
+
+def test_usage_error_has_its_own_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["distill"])
+    assert ended.value.code == 64
+    assert "--capture" in capsys.readouterr().err
 
 
 def test_distill_with_two_ranks_reproduces_and_learns_the_same(

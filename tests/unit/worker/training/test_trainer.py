@@ -128,6 +128,15 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
     assert order == [tmp_path / "checkpoint.pt.partial", tmp_path / "checkpoint.pt"]
 
 
+def test_run_saves_the_head_and_history(target: CausalLM, recorded: Path, tmp_path: Path) -> None:
+    run, saved, said = trainer(target, recorded), [], []
+    run.run(tmp_path, said.append, saved.append)
+    assert run.progress.step == 12
+    assert saved == [run.master]
+    assert len(run.progress.history) == 1
+    assert len(run.progress.history[0]["acceptance"]) == 3
+
+
 def test_run_ends_with_its_best_weights(
     target: CausalLM, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,8 +32,10 @@ from specdecode_worker.training.unroll import (
     batch_for,
     cod_share,
     logits_of,
+    make_batch,
     root_count,
     root_share,
+    unroll,
     unrolled,
     vocabulary_of,
     working_copy,
@@ -75,6 +77,13 @@ def block_logits(head: DFlashHead, conversation: Conversation, root: int) -> lis
     mask = torch.full((DEPTH,), head.config.mask_token_id)
     tokens = torch.cat((conversation.tokens_N[root : root + 1].long(), mask))
     return list(head.logits(block_states(head, conversation.aux_NA[:root], tokens)[1:]))
+
+
+@torch.no_grad()
+def test_only_slots_with_a_root_in_the_answer_are_valid(head: Eagle3Head, conversations: list[Conversation]) -> None:
+    for k, (_, rooted_BA) in enumerate(unroll(head, make_batch(conversations, torch.float32), DEPTH)):
+        lengths = [max(0, len(c.tokens_N) - c.answer_start - k) for c in conversations]
+        assert rooted_BA.sum(dim=1).tolist() == lengths
 
 
 @torch.no_grad()
