@@ -33,7 +33,7 @@ from support.kube import wait_for
 from support.processes import has_ended
 from support.worker.draft_children import die, double, refuse
 from support.worker.graph_ranks import serve
-from support.worker.small_folders import SHAPE, config_of, write, write_head, write_target, write_tokenizer
+from support.worker.small_folders import SHAPE, config_of, randomise, write, write_head, write_target, write_tokenizer
 
 CPU = torch.device("cpu")
 
@@ -43,9 +43,7 @@ def write_eagle_head(folder: Path) -> Path:
     config = SHAPE | {"num_hidden_layers": 1}
     target = CausalLM(causal_lm_config(SHAPE))
     head = EagleHead(eagle_config(config, target.config), target)
-    generator = torch.Generator().manual_seed(5)
-    for parameter in head.parameters():
-        parameter.data.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    randomise(head, 5, 0.3)
     return write(folder, config, head)
 
 

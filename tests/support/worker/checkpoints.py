@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from specdecode_worker.contract import Method
 from specdecode_worker.models.config import CausalLMConfig
-from specdecode_worker.models.drafts import build_meta_draft
+from specdecode_worker.models.drafts import WeightMethod, build_meta_draft
 from specdecode_worker.models.weights import prepare_causal_lm
 
 CPU = torch.device("cpu")
@@ -167,6 +167,20 @@ def medusa_tensors(heads: int, layers: int, *, bias: bool = True, rows: int = 97
             tensors |= {f"{h}.{i}.linear.bias": noise(32, seed=10 * h + i)} if bias else {}
         tensors[f"{h}.{layers}.weight"] = noise(rows, 32, seed=h)
     return tensors
+
+
+def write_heads(folder: Path, shape: dict[str, Any]) -> dict[WeightMethod, Path]:
+    """Write a head of each method for a target of this config.json, and return their folders."""
+    config = shape | {"num_hidden_layers": 1}
+    eagle3, dflash = config | {"draft_vocab_size": 40}, {"mask_token_id": 9, "target_layer_ids": [0, 1]}
+    heads: dict[WeightMethod, tuple[dict[str, Any], Tensors]] = {
+        "eagle3": (eagle3, eagle3_tensors()),
+        "peagle": (eagle3 | {"mask_token_id": 9}, eagle3_tensors() | {"mask_hidden": torch.ones(1, 1, 96)}),
+        "dflash": (config | DFLASH | {"dflash_config": dflash}, dflash_tensors(1)),
+        "eagle": (config, eagle_tensors()),
+        "medusa": ({"medusa_num_heads": 2}, medusa_tensors(2, 1)),
+    }
+    return {method: write(folder / method, *head) for method, head in heads.items()}
 
 
 def check_draft(method: Method, folder: Path, target_folder: Path, *, max_model_len: int | None = None) -> None:

@@ -17,6 +17,11 @@ from specdecode_worker.engine.tensor_parallel import CaptureState, RankReady
 from support.worker.small_engine import drain, plan_of, submit, texts
 
 PROMPTS = [tuple((7 * i + 3 * j) % 97 for j in range(3 + 9 * i)) for i in range(8)]
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "truncated": {"temperature": 0.8, "top_p": 0.9, "top_k": 30},
+}
 VERSIONS = itertools.count(1)
 
 Text = dict[str, list[int]]
@@ -48,6 +53,11 @@ def serve(
 
 def set_plan(engine: Engine, shape: str) -> None:
     engine.set_plan(plan_of(shape, draft=engine.report().draft.hash, version=next(VERSIONS)))
+
+
+def accepted_siblings(engine: Engine) -> int:
+    """Return how many tokens beside the likeliest were accepted at the first depth; each moved keys on all ranks."""
+    return sum(sum(cell.ranks[1:3]) for cell in engine.report().acceptance if cell.depth == 1)
 
 
 class FailingBackend(EagerBackend):

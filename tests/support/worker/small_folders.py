@@ -12,11 +12,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
+from specdecode_worker.contract import DraftConfig, EngineConfig, Method, ModelConfig, WorkerConfig
 from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.drafts import HEADS
 from specdecode_worker.models.eagle import Eagle3Head
+from specdecode_worker.models.weights import load_head
 
 SHAPE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -85,6 +87,12 @@ def write_head(
     if shape.draft_vocab_size < shape.vocab_size:
         head.d2t += torch.arange(shape.draft_vocab_size)
     return write(folder, config, head)
+
+
+def loaded_head(method: Method, folder: Path, target: CausalLM) -> Any:
+    """Return the head of this method in ``folder``, loaded in fp32."""
+    prepared = HEADS[method].prepare(folder, target)
+    return load_head(prepared, target, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def config_of(

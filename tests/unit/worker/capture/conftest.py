@@ -1,4 +1,4 @@
-"""Import path of the test records and of the redaction hooks."""
+"""The event that the hanging redaction hook waits for."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-# `captured` is imported by these tests; `redaction_hooks` is imported by name, like a user's hook.
+from support.worker import redaction_hooks
 
 
 @pytest.fixture
 def held() -> Iterator[threading.Event]:
     """Yield the event until which the hook `redaction_hooks.hanging` does not return."""
-    from support.worker import redaction_hooks
-
     redaction_hooks.HELD.clear()
     yield redaction_hooks.HELD
     redaction_hooks.HELD.set()

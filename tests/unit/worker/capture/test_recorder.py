@@ -8,19 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from specdecode_worker.capture import Dropped, ReadStats, Record, Recorder, read_records
+from specdecode_worker.capture import Dropped, Recorder
 from specdecode_worker.contract import CaptureRules
 from support.worker.captured import record
+from support.worker.live_captures import read
 
 HOOKS = "support.worker.redaction_hooks"
 
 
 def recorder(folder: Path, **config: Any) -> Recorder:
     return Recorder(folder, CaptureRules(share=1.0, **config), seed=0)
-
-
-def read(folder: Path) -> list[Record]:
-    return list(read_records([folder], ReadStats()))
 
 
 def captured(folder: Path, hook: str, numbers: range) -> Recorder:

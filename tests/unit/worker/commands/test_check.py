@@ -10,6 +10,7 @@ import weakref
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,9 +180,7 @@ def test_a_file_without_usable_prompts_is_refused(text: str, named: str, tmp_pat
 def test_commands_end_with_the_reason_why_prompts_are_refused(
     command: str, function: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PromptFileError("prompts.jsonl, line 2: no JSON")
-
+    refuse = Mock(side_effect=PromptFileError("prompts.jsonl, line 2: no JSON"))
     monkeypatch.setattr(f"specdecode_worker.commands.{command}.{function}", refuse)
     assert main([command, "--prompts", "prompts.jsonl"]) == 1
     assert "prompts.jsonl, line 2" in capsys.readouterr().err

@@ -66,9 +66,15 @@ def message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
-    """Return the flags of a short run as a Job."""
+def inputs(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
+    """Return the flags that name models and records, and small sizes."""
     capture = write(tmp_path / "capture", records)
-    words = ["--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture), "--job"]
-    words += ["--golden", str(golden), "--dtype", "float32", "--steps", "4", "--round-steps", "2", "--patience", "9"]
-    return [*words, "--batch-tokens", "256", "--max-tokens", "12", "--replay-share", "0", "--threads", "1"]
+    words = ["--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture)]
+    words += ["--golden", str(golden), "--dtype", "float32", "--round-steps", "2", "--patience", "9"]
+    return [*words, "--batch-tokens", "256", "--max-tokens", "12"]
+
+
+@pytest.fixture
+def flags(inputs: list[str]) -> list[str]:
+    """Return the flags of a short run as a Job."""
+    return [*inputs, "--job", "--steps", "4", "--replay-share", "0", "--threads", "1"]

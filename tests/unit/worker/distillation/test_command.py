@@ -24,11 +24,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def flags(model: Path, draft: Path, golden: Path, records: Sequence[Record], tmp_path: Path) -> list[str]:
-    capture = write(tmp_path / "capture", records)
-    words = ["--model", f"file://{model}", "--draft", f"file://{draft}", "--capture", str(capture)]
-    words += ["--golden", str(golden), "--dtype", "float32", "--steps", "6", "--round-steps", "2"]
-    return [*words, "--batch-tokens", "256", "--max-tokens", "12", "--learning-rate", "1e-3", "--patience", "9"]
+def flags(inputs: list[str]) -> list[str]:
+    return [*inputs, "--steps", "6", "--learning-rate", "1e-3"]
 
 
 def test_distill_writes_draft_and_verdict(
@@ -159,7 +156,6 @@ def test_records_of_noise_are_dropped(flags: list[str], records: Sequence[Record
     ("more", "named"),
     [
         (["--replay-share", "1"], "--replay-share"),
-        ([], "--replay"),
         (["--replay", "/nowhere"], "/nowhere"),
     ],
 )
@@ -167,6 +163,23 @@ def test_missing_input_is_reported(
     more: list[str], named: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(flags, tmp_path / "out", *more) == 1
+    assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "more", "named"),
+    [
+        ("out", ["--publish", "pvc://heads/drafts"], "--publish needs --job"),
+        ("next", ["--job", "--prune"], "hexadecimal"),
+        ("6740f2a1", ["--job", "--keep-drafts", "0123456789abcdef"], "needs --prune"),
+    ],
+)
+def test_wrong_flags_end_with_64(
+    out: str, more: list[str], named: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(flags, tmp_path / out, *more)
+    assert ended.value.code == 64
     assert named in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdecode_worker.training.evaluation import EXIT_CODES, Domain, PairedStepCosts, Verdict, compute_verdict
+from specdecode_worker.training.evaluation import Domain, PairedStepCosts, Verdict, compute_verdict
 
 SECONDS = np.full(40, 0.02)
 SAME = PairedStepCosts(SECONDS, SECONDS)
@@ -47,11 +47,7 @@ def verdict(gain: float, *, wanted: float = 0.02, golden: float = 0.0, seed: int
 def test_clear_differences_are_detected(gain: float, golden: float, finding: str) -> None:
     draft_verdict = verdict(gain, golden=golden)
     assert draft_verdict.finding == finding, draft_verdict
-    assert (
-        draft_verdict.exit_code
-        == {"better": 0, "worse": 2, "inconclusive": 3}[finding]
-        == EXIT_CODES[draft_verdict.finding]
-    )
+    assert draft_verdict.exit_code == {"better": 0, "worse": 2, "inconclusive": 3}[finding]
     assert draft_verdict.reasons
 
 
@@ -78,16 +74,6 @@ def test_gain_in_one_domain_does_not_hide_a_loss_in_another() -> None:
     draft_verdict = compute_verdict(parts, SAME, wanted_gain=0.02)
     assert draft_verdict.mix.lower > 0.1
     assert draft_verdict.finding == "worse"
-
-
-def test_slower_steps_offset_the_gain() -> None:
-    rng = np.random.default_rng(0)
-    parts = [domain(rng, 0.1)]
-    assert compute_verdict(parts, SAME, wanted_gain=0.02).finding == "better"
-    dearer = PairedStepCosts(SECONDS, SECONDS * 1.1)
-    draft_verdict = compute_verdict(parts, dearer, wanted_gain=0.02)
-    assert draft_verdict.finding != "better"
-    assert abs(draft_verdict.mix.estimate) < 0.03
 
 
 def test_noisy_step_costs_widen_the_interval() -> None:

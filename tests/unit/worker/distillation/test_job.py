@@ -14,14 +14,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdecode_worker.capture import CaptureError, Record
+from specdecode_worker.capture import Record
 from specdecode_worker.capture.segments import Retention, store_retention
 from specdecode_worker.contract import MAX_VERDICT_BYTES, Artifact
 from specdecode_worker.contract.distillation import (
@@ -38,7 +40,7 @@ from specdecode_worker.training.distillation import judge
 from specdecode_worker.training.distillation.pipeline import Distillation, failure_kind
 from specdecode_worker.training.distillation.publication import RunClock
 from specdecode_worker.training.distillation.records import read_records_of
-from specdecode_worker.training.errors import PoisonedCapture, TimeLimitReached, TrainingError
+from specdecode_worker.training.errors import TrainingError
 from specdecode_worker.training.prompts import PromptLine, Question
 from specdecode_worker.training.split_target import TargetPlacement
 from support.tiers import skip_reason
@@ -120,7 +122,7 @@ def test_prompts_that_change_while_a_run_is_stopped_are_not_those_of_its_lineage
 ) -> None:
     out, asked = tmp_path / "out", hashlib.sha256(golden.read_bytes()).hexdigest()
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "_prepare_data", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        patch.setattr(Distillation, "_prepare_data", Mock(side_effect=OSError("stopped")))
         assert run_job(message, flags, out).failure == "error"
     golden.write_text(golden.read_text().replace("number", "no."))  # as in a ConfigMap that is edited
     assert run_job(message, flags, out).verdict == "inconclusive"
@@ -138,7 +140,7 @@ def test_prompts_that_change_while_they_are_read_have_the_hash_of_those_that_are
         return [Question((1,), 0.0, "g")]
 
     monkeypatch.setattr(judge, "greedy", change)
-    monkeypatch.setattr(judge, "prepare_causal_lm", lambda _: (_ for _ in ()).throw(OSError("stopped")))
+    monkeypatch.setattr(judge, "prepare_causal_lm", Mock(side_effect=OSError("stopped")))
     placement = TargetPlacement(folder=tmp_path, dtype="float32", device=torch.device("cpu"))
     with pytest.raises(OSError, match="stopped"):
         judge.answer_prompts(placement, None, {folder: golden}, answer_tokens=1, stopped=lambda: False)  # type: ignore
@@ -224,15 +226,6 @@ def test_missing_memory_is_known_by_its_errors() -> None:
     assert failure_kind(wrapped) == "out-of-memory"
 
 
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [(PoisonedCapture(""), "poisoned"), (TimeLimitReached(""), "time-limit"), (CaptureError(""), "capture"),
-     (TrainingError(""), "input"), (KeyError("x"), "error"), (OSError(13, "Permission denied"), "error")],
-)  # fmt: skip
-def test_other_errors_have_a_kind(error: Exception, kind: str) -> None:
-    assert failure_kind(error) == kind
-
-
 def test_document_fits_the_termination_message() -> None:
     gain = GainBounds(estimate=-0.12345, lower=-0.12345, upper=-0.12345)
     domains = tuple(
@@ -272,21 +265,6 @@ def test_killed_training_goes_on_to_the_same_draft(flags: list[str], tmp_path: P
     assert whole.draft.hash == resumed.draft.hash
 
 
-def test_poisoned_capture_teaches_nothing(
-    flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
-) -> None:
-    mixed = [*records[:60], *noise(records[60:])]
-    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
-    verdict = run_job(message, flags, tmp_path / "out")
-    assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
-    assert "of the captured text, more than 20%" in verdict.reasons[0]
-    assert not (tmp_path / "out" / "head").exists()
-    assert not (tmp_path / "out" / "checkpoint.pt").exists()
-    flags[flags.index("--capture") + 1] = str(write(tmp_path / "good", records))
-    again = run_job(message, flags, tmp_path / "out")
-    assert again.verdict == "inconclusive", "the same run reads again, for good captures may be there by now"
-
-
 FORGED: dict[str, dict[str, float]] = {
     "share-0": {"share": 0.0},
     "share-negative": {"share": -1.0},
@@ -300,17 +278,31 @@ FORGED: dict[str, dict[str, float]] = {
 """Fields of records that no worker writes."""
 
 
-@pytest.mark.parametrize("kind", ["share-nan", "time-future"])
-def test_forged_records_teach_nothing(
-    kind: str, flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
-) -> None:
-    forged = [msgspec.structs.replace(record, **FORGED[kind]) for record in records[60:]]
-    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records[:60], *forged]))
-    verdict = run_job(message, flags, tmp_path / "out")
+def forged(kind: str, records: Sequence[Record]) -> list[Record]:
+    return [msgspec.structs.replace(record, **FORGED[kind]) for record in records]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (noise, "of the captured text, more than 20%"),
+        (partial(forged, "share-nan"), "none that a worker writes"),
+        (partial(forged, "time-future"), "none that a worker writes"),
+    ],
+    ids=["noise", "share-nan", "time-future"],
+)
+def test_poisoned_capture_teaches_nothing(
+    spoil: Callable[[Sequence[Record]], list[Record]], reason: str, flags: list[str], records: Sequence[Record],
+    tmp_path: Path, message: Path,
+) -> None:  # fmt: skip
+    mixed = write(tmp_path / "mixed", [*records[:60], *spoil(records[60:])])
+    verdict = run_job(message, flags, tmp_path / "out", "--capture", str(mixed))
     assert (verdict.verdict, verdict.failure, verdict.draft) == ("failed", "poisoned", None)
-    assert "none that a worker writes" in verdict.reasons[0]
+    assert reason in verdict.reasons[0]
     assert not (tmp_path / "out" / "head").exists()
     assert not (tmp_path / "out" / "checkpoint.pt").exists()
+    again = run_job(message, flags, tmp_path / "out", "--capture", str(write(tmp_path / "good", records)))
+    assert again.verdict == "inconclusive", "the same run reads again, for good captures may be there by now"
 
 
 def test_few_forged_records_do_not_change_the_draft(
@@ -318,23 +310,22 @@ def test_few_forged_records_do_not_change_the_draft(
 ) -> None:
     honest = run_job(message, flags, tmp_path / "honest")
     forged = [msgspec.structs.replace(records[i], opening=f"{i}", **fields) for i, fields in enumerate(FORGED.values())]
-    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", [*records, *forged]))
-    mixed = run_job(message, flags, tmp_path / "mixed-out")
+    capture = write(tmp_path / "mixed", [*records, *forged])
+    mixed = run_job(message, flags, tmp_path / "mixed-out", "--capture", str(capture))
     assert (mixed.draft.hash, mixed.conversations) == (honest.draft.hash, honest.conversations)
 
 
 def test_few_changed_records_are_dropped(
     flags: list[str], records: Sequence[Record], tmp_path: Path, message: Path
 ) -> None:
-    mixed = [*records[:85], *noise(records[85:])]
-    flags[flags.index("--capture") + 1] = str(write(tmp_path / "mixed", mixed))
-    assert run_job(message, flags, tmp_path / "out").verdict == "inconclusive"
+    mixed = write(tmp_path / "mixed", [*records[:85], *noise(records[85:])])
+    assert run_job(message, flags, tmp_path / "out", "--capture", str(mixed)).verdict == "inconclusive"
 
 
 def _fail_at_stage(flags: list[str], out: Path, message: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """Run until ``stage`` of the pipeline, which fails as if the disk were full."""
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, stage, lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(Distillation, stage, Mock(side_effect=OSError(28, "No space left on device")))
         assert run_job(message, flags, out).failure == "disk-full"
 
 

@@ -28,7 +28,7 @@ from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
 from support.storage_servers.s3_server import S3Server, s3_server
-from support.worker.job_runs import run, run_job
+from support.worker.job_runs import run_job
 
 pytestmark = pytest.mark.slow
 
@@ -118,16 +118,6 @@ def test_job_publishes_after_its_verdict(flags: list[str], claim: Path, tmp_path
     assert verdict.draft.uri == f"pvc://heads/drafts/{verdict.draft.hash}"
     assert model_hash(published) == verdict.draft.hash == model_hash(out / "head")
     assert {"calibration.json", "lineage.json"} <= {path.name for path in published.iterdir()}
-
-
-def test_publish_without_job_is_wrong_usage(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags.remove("--job")
-    with pytest.raises(SystemExit) as ended:
-        run(flags, tmp_path / "out", "--publish", "pvc://heads/drafts")
-    assert ended.value.code == 64
-    assert "--publish needs --job" in capsys.readouterr().err
 
 
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="embedded://draft", bucket="s3://heads/team")

@@ -20,13 +20,14 @@ from specdecode_worker.commands.local_engine import TokenizedPrompt
 from specdecode_worker.contract import Method, TreeShape
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.headers import infer_method, read_tensor_headers
-from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.artifacts import write_draft
 from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count_steps, step_costs
 from specdecode_worker.training.heads import load_distillable, new_dflash, new_head, new_medusa, new_peagle
 from specdecode_worker.training.replay import TIE_LOGITS, DropReason, Replayed, near_ties, replay, static_drop_reason
 from support.training_fixtures import shaken
 from support.worker.serving_records import SAMPLING_PARAMS, engine_of
+from support.worker.small_folders import loaded_head
 
 pytestmark = pytest.mark.slow
 
@@ -116,7 +117,7 @@ def test_unusable_record_has_a_drop_reason(
 def test_counting_two_drafts_together_equals_each_alone(
     target: CausalLM, draft: Path, records: Sequence[Record]
 ) -> None:
-    head = load_head(prepare_eagle3(draft, target), target, dtype=torch.float32, device=torch.device("cpu"))
+    head = loaded_head("eagle3", draft, target)
     sharp = CalibratedDraft(head, (3.0,))
     record = next(one for one in records if one.sampling.temperature == 0.8)
     replayed = replay(target, record)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,7 +24,7 @@ from specdecode_worker.training.distillation.deletion import (
 from specdecode_worker.training.distillation.pipeline import Distillation
 from specdecode_worker.training.distillation.records import Interrupted, write_samples
 from specdecode_worker.training.evaluation import Sample
-from support.worker.job_runs import run, run_job
+from support.worker.job_runs import run_job
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +46,13 @@ def make_run(folder: Path) -> Path:
     return folder
 
 
-def make_draft(place: Path, draft: str, *, lineage: str | None = None, age: float = 10.0) -> Path:
+def make_draft(place: Path, draft: str, *, age: float = 10.0) -> Path:
     """Make a published draft that is ``age`` seconds older than the run OWN."""
     folder = place / draft
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_text("w")
-    (folder / "lineage.json").write_text(json.dumps({"draft": draft if lineage is None else lineage}))
+    (folder / "lineage.json").write_text(json.dumps({"draft": draft}))
     os.utime(folder, (BEGAN - age, BEGAN - age))
     return folder
 
@@ -177,10 +178,7 @@ def test_text_goes_first(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_system_that_refuses_is_named(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(30, "Read-only file system")
-
-    monkeypatch.setattr(os, "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", Mock(side_effect=OSError(30, "Read-only file system")))
     lines: list[str] = []
     assert not delete_runs(runs / OWN, lines.append)
     assert any("Read-only file system" in line for line in lines)
@@ -201,31 +199,25 @@ def test_drafts_go_unless_they_are_needed_or_newer_than_the_run(tmp_path: Path) 
     assert other.is_dir()
 
 
-@pytest.mark.parametrize(
-    "form", ["no lineage", "another hash", "list", "torn", "folder inside", "link", "name", "file"]
-)
+FOREIGN_FORMS: dict[str, Callable[[Path], object]] = {
+    "no lineage": lambda folder: (folder / "lineage.json").unlink(),
+    "another hash": lambda folder: (folder / "lineage.json").write_text(json.dumps({"draft": OLD})),
+    "list": lambda folder: (folder / "lineage.json").write_text("[]"),
+    "torn": lambda folder: (folder / "lineage.json").write_text("{"),
+    "folder inside": lambda folder: (folder / "mine").mkdir(),
+    "link": lambda folder: folder.symlink_to(folder.rename(folder.parents[2] / FOREIGN), target_is_directory=True),
+    "name": lambda folder: folder.rename(folder.with_name("week-47")),
+    "file": lambda folder: (folder / "notes.txt").write_text("mine"),
+}
+"""Changes that make a draft a folder that distill did not publish."""
+
+
+@pytest.mark.parametrize("form", FOREIGN_FORMS)
 def test_folders_that_distill_did_not_publish_stay(form: str, tmp_path: Path) -> None:
     place = tmp_path / "drafts" / "demo"
-    folder = make_draft(place, FOREIGN)
-    match form:
-        case "no lineage":
-            (folder / "lineage.json").unlink()
-        case "another hash":
-            (folder / "lineage.json").write_text(json.dumps({"draft": OLD}))
-        case "list":
-            (folder / "lineage.json").write_text("[]")
-        case "torn":
-            (folder / "lineage.json").write_text("{")
-        case "folder inside":
-            (folder / "mine").mkdir()
-        case "link":
-            moved = folder.rename(tmp_path / FOREIGN)
-            folder.symlink_to(moved, target_is_directory=True)
-        case "name":
-            folder.rename(place / "week-47")
-        case _:
-            (folder / "notes.txt").write_text("mine")
-    os.utime(place / "week-47" if form == "name" else folder, (BEGAN - 9, BEGAN - 9))
+    FOREIGN_FORMS[form](make_draft(place, FOREIGN))
+    (folder,) = place.iterdir()
+    os.utime(folder, (BEGAN - 9, BEGAN - 9))
     before = tree(tmp_path)
     assert delete_drafts(place, frozenset(), BEGAN, log)
     assert tree(tmp_path) == before
@@ -238,12 +230,8 @@ def test_a_draft_disappears_at_once_and_its_deletion_is_completed(
     make_draft(place, OLD)
     (place / f".{NEWER}.abcd").mkdir()  # a publication that runs now
     (place / ".snapshot").mkdir()
-
-    def killed(_: Path) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(run_pruning, "_remove", killed)
+        patch.setattr(run_pruning, "_remove", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             delete_drafts(place, frozenset(), BEGAN, log)
     assert not (place / OLD).exists()
@@ -271,7 +259,7 @@ def test_a_job_deletes_earlier_runs_and_goes_on_with_its_own(
     out = claim / "distillation" / "demo" / OWN
     more = ["--prune", f"--keep-drafts={NEEDED}", "--publish", "pvc://heads/drafts/demo"]
     with monkeypatch.context() as patch:
-        patch.setattr(Distillation, "_compare_with_deployed", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+        patch.setattr(Distillation, "_compare_with_deployed", Mock(side_effect=OSError("stopped")))
         assert run_job(message, flags, out, *more).failure == "error"
     assert not (out.parent / EARLIER).exists()
     assert [path.name for path in (claim / "drafts" / "demo").iterdir()] == [NEEDED]
@@ -303,19 +291,6 @@ def test_a_job_with_keep_data_keeps_its_text(flags: list[str], claim: Path, mess
     assert run_job(message, flags, out, "--prune", "--keep-data").verdict == "inconclusive"
     assert (out / "data").is_dir()
     assert sorted(path.name for path in (claim / "drafts" / "demo").iterdir()) == [NEEDED, OLD], "no hashes are named"
-
-
-@pytest.mark.parametrize(
-    ("out", "more", "named"),
-    [("next", ["--prune"], "hexadecimal"), (OWN, ["--keep-drafts", NEEDED], "needs --prune")],
-)
-def test_wrong_flags_end_with_64(
-    out: str, more: list[str], named: str, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run(flags, tmp_path / out, *more)
-    assert ended.value.code == 64
-    assert named in capsys.readouterr().err
 
 
 def test_prune_refuses_folders_that_are_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

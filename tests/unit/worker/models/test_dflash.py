@@ -17,11 +17,9 @@ from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_draft
-from specdecode_worker.models.weights import load_head, prepare_dflash
 from specdecode_worker.training.errors import DraftNotTrainable
 from specdecode_worker.training.heads import prepare_draft
 from support.worker.checkpoints import (
-    CPU,
     DFLASH,
     Tensors,
     check_draft,
@@ -31,6 +29,8 @@ from support.worker.checkpoints import (
     speculators_dflash,
     write,
 )
+from support.worker.dense_attention import block_states
+from support.worker.small_folders import loaded_head
 
 MASK, BLOCK, COMMITTED = 95, 6, 7
 AUX = noise(COMMITTED, 64, seed=5)
@@ -46,21 +46,10 @@ def flat(shape: dict[str, Any], **change: Any) -> dict[str, Any]:
     return shape | DFLASH | own | {"layer_types": ["full_attention"] * 2} | change
 
 
-def load(folder: Path, target: CausalLM) -> DFlashHead:
-    return load_head(prepare_dflash(folder, target), target, dtype=torch.float32, device=CPU)
-
-
 @torch.inference_mode()
 def block_logits(head: DFlashHead) -> Tensor:
     """Return the logits of the mask slots of one block behind a few committed tokens."""
-    context = head.context(AUX, torch.arange(COMMITTED))
-
-    def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        k, v = (torch.cat(pair).transpose(0, 1)[None] for pair in zip(context[layer], (k_TKD, v_TKD), strict=True))
-        return F.scaled_dot_product_attention(q_THD.transpose(0, 1)[None], k, v, enable_gqa=True)[0].transpose(0, 1)
-
-    states = head(TOKENS, COMMITTED + torch.arange(BLOCK), attend)
-    return head.logits(states[1:])
+    return head.logits(block_states(head, AUX, TOKENS)[1:])
 
 
 def rotated(x_THD: Tensor, positions_T: Tensor) -> Tensor:
@@ -105,7 +94,7 @@ def plain_logits(tensors: Tensors, target: CausalLM, aux: Tensor, tokens: Tensor
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_head_equals_a_plain_computation(fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     tensors = dflash_tensors()
-    head = load(write(tmp_path, flat(shape), tensors), target)
+    head = loaded_head("dflash", write(tmp_path, flat(shape), tensors), target)
     wanted = plain_logits(tensors, target, AUX, TOKENS)
     if fused:
         fuse(head)
@@ -158,9 +147,9 @@ def copies(target: CausalLM, known: Tensor | None = None) -> Tensors:
 def test_logits_equal_those_of_zlabs_layout(
     prefix: str, fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
-    plain = load(write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
+    plain = loaded_head("dflash", write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
     tensors = {prefix + name: tensor for name, tensor in (dflash_tensors() | copies(target)).items()}
-    head = load(write(tmp_path / "head", speculators_dflash(shape), tensors), target)
+    head = loaded_head("dflash", write(tmp_path / "head", speculators_dflash(shape), tensors), target)
     assert head.config == plain.config
     if fused:
         fuse(head)
@@ -170,9 +159,9 @@ def test_logits_equal_those_of_zlabs_layout(
 
 
 def test_a_draft_vocabulary_is_a_part_of_the_targets(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    plain = load(write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
+    plain = loaded_head("dflash", write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
     config = speculators_dflash(shape, draft_vocab=len(KNOWN))
-    head = load(write(tmp_path / "head", config, dflash_tensors() | copies(target, KNOWN)), target)
+    head = loaded_head("dflash", write(tmp_path / "head", config, dflash_tensors() | copies(target, KNOWN)), target)
     assert head.target_ids.tolist() == KNOWN.tolist()
     torch.testing.assert_close(block_logits(head), block_logits(plain)[:, KNOWN])
 
@@ -181,22 +170,16 @@ def test_copies_are_used_where_they_differ_from_the_target(
     target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     own = {"embed_tokens.weight": noise(97, 32, seed=8), "lm_head.weight": noise(97, 32, seed=9)}
-    head = load(write(tmp_path / "head", speculators_dflash(shape), dflash_tensors() | own), target)
+    head = loaded_head("dflash", write(tmp_path / "head", speculators_dflash(shape), dflash_tensors() | own), target)
     got = block_logits(head)
     target.model.embed_tokens.weight.data.copy_(own["embed_tokens.weight"])
     target.lm_head.weight.data.copy_(own["lm_head.weight"])
-    plain = load(write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
+    plain = loaded_head("dflash", write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
     torch.testing.assert_close(got, block_logits(plain))
 
 
-def test_a_head_without_copies_reads_the_target(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    plain = load(write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
-    head = load(write(tmp_path / "head", speculators_dflash(shape), dflash_tensors()), target)
-    torch.testing.assert_close(block_logits(head), block_logits(plain))
-
-
 def test_own_output_matrix_is_quantised(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    head = load(write(tmp_path, speculators_dflash(shape), dflash_tensors() | copies(target)), target)
+    head = loaded_head("dflash", write(tmp_path, speculators_dflash(shape), dflash_tensors() | copies(target)), target)
     wanted = block_logits(head)
     quantise_draft(head, "int8", stored=True)
     assert isinstance(head.lm_head.stored, QuantizedWeight)
@@ -207,9 +190,9 @@ def test_a_head_with_copies_is_not_trained_further(shape: dict[str, Any], tmp_pa
     target = CausalLM(causal_lm_config(shape | {"num_hidden_layers": 7})).requires_grad_(False)
     config = speculators_dflash(shape, aux_hidden_state_layer_ids=[2, 3, 4])
     tensors = dflash_tensors() | {"fc.weight": noise(32, 96)}
-    bare = load(write(tmp_path / "bare", config, tensors), target)
+    bare = loaded_head("dflash", write(tmp_path / "bare", config, tensors), target)
     assert prepare_draft(bare, target, torch.arange(97)) is bare
-    head = load(write(tmp_path / "head", config, tensors | copies(target)), target)
+    head = loaded_head("dflash", write(tmp_path / "head", config, tensors | copies(target)), target)
     with pytest.raises(DraftNotTrainable, match="layout of speculators"):
         prepare_draft(head, target, torch.arange(97))
 
@@ -218,15 +201,12 @@ def test_a_head_with_copies_is_not_trained_further(shape: dict[str, Any], tmp_pa
     ("change", "message"),
     [
         ({"sample_from_anchor": True}, "sample_from_anchor True is not supported"),
-        ({"layer_types": ["sliding_attention"] * 2}, r"layer_types \['sliding_attention'\] are not supported"),
         ({"aux_hidden_state_layer_ids": None}, r"aux_hidden_state_layer_ids \[\] do not name layers of the target"),
         ({"aux_hidden_state_layer_ids": [1, 6]}, r"aux_hidden_state_layer_ids \[1, 6\] do not name layers"),
         ({"mask_token_id": None}, "mask_token_id must be"),
-        ({"mask_token_id": 97}, "mask_token_id must be"),
         ({"target_hidden_size": 64}, "hidden_size 64, this target has 32"),
         ({"draft_vocab_size": 98}, "draft_vocab_size must be an integer in 1..97"),
         ({"draft_vocab_size": None}, "draft_vocab_size must be"),
-        ({"block_size": 1}, "block_size must be"),
         ({"speculators_model_type": "eagle3"}, "'eagle3' is no dflash head"),
     ],
     ids=str,
@@ -238,31 +218,18 @@ def test_wrong_config_of_speculators_is_refused(
         dflash_config(speculators_dflash(shape, **change), target.config)
 
 
-def test_sliding_windows_of_the_nested_layers_are_refused(target: CausalLM, shape: dict[str, Any]) -> None:
-    config = speculators_dflash(shape)
-    config["transformer_layer_config"]["use_sliding_window"] = True
-    with pytest.raises(ConfigMismatch, match="use_sliding_window True is not supported"):
-        dflash_config(config, target.config)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"lm_head.weight": torch.zeros(97, 32)}, r"lm_head\.weight has shape \[97, 32\], config.json asks for \[33,"),
         ({"lm_head.weight": None}, r"lm_head\.weight is missing"),
         ({"d2t": None}, "d2t is missing"),
-        ({"d2t": torch.zeros(33)}, "d2t has dtype F32, expected torch.int64"),
         ({"d2t": torch.full((33,), 90)}, "d2t maps outside the target's vocabulary of 97"),
-        ({"t2d": torch.zeros(97, dtype=torch.bool)}, "t2d and d2t disagree on target token 0"),
         ({"embed_tokens.weight": torch.zeros(33, 32)}, r"embed_tokens\.weight has shape \[33, 32\]"),
-        ({"embed_tokens.weight": torch.full((97, 32), torch.nan)}, r"embed_tokens\.weight holds NaN"),
         ({"verifier_norm.weight": torch.ones(32)}, r"verifier_norm\.weight is not part"),
-        ({"mask_hidden2": torch.ones(32)}, "mask_hidden2 is not part"),
-        ({"layers.0.self_attn.q_norm.weight": None}, r"layers\.0\.self_attn\.q_norm\.weight is missing"),
     ],
-    ids=["lm_head shape", "no lm_head", "no d2t", "d2t dtype", "d2t range", "t2d", "embedding shape", "nan",
-         "verifier", "extra", "no norm"],
-)  # fmt: skip
+    ids=["lm_head shape", "no lm_head", "no d2t", "d2t range", "embedding shape", "verifier"],
+)
 def test_wrong_tensor_is_refused_by_name(
     change: dict[str, Tensor | None], message: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -270,7 +237,7 @@ def test_wrong_tensor_is_refused_by_name(
     config = speculators_dflash(shape, draft_vocab=len(KNOWN))
     folder = write(tmp_path, config, {name: tensor for name, tensor in tensors.items() if tensor is not None})
     with pytest.raises(WeightMismatch, match=message):
-        load(folder, target)
+        loaded_head("dflash", folder, target)
 
 
 def test_a_map_is_refused_where_the_vocabulary_is_the_targets(
@@ -278,7 +245,7 @@ def test_a_map_is_refused_where_the_vocabulary_is_the_targets(
 ) -> None:
     tensors = dflash_tensors() | copies(target) | {"d2t": torch.zeros(97, dtype=torch.int64)}
     with pytest.raises(WeightMismatch, match="d2t is not part of this model"):
-        load(write(tmp_path, speculators_dflash(shape), tensors), target)
+        loaded_head("dflash", write(tmp_path, speculators_dflash(shape), tensors), target)
 
 
 def test_check_accepts_the_layout_by_its_headers(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:

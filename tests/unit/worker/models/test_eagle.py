@@ -11,18 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
+from specdecode_worker.contract import Method
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import eagle3_config, eagle_config, peagle_config
-from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.weights import load_head, prepare_eagle, prepare_eagle3, prepare_peagle
 from support.worker.checkpoints import (
-    CPU,
     SLOTS,
     TOKENS,
     Tensors,
@@ -35,14 +32,11 @@ from support.worker.checkpoints import (
     write,
 )
 from support.worker.dense_attention import dense
+from support.worker.small_folders import loaded_head
 
 
 def eagle_shape(shape: dict[str, Any], layers: int = 1) -> dict[str, Any]:
     return shape | {"num_hidden_layers": layers, "max_position_embeddings": 4}
-
-
-def load_eagle(folder: Path, target: CausalLM) -> EagleHead:
-    return load_head(prepare_eagle(folder, target), target, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.slow
@@ -54,7 +48,7 @@ def test_eagle_head_equals_cnets1(
     layers: int, bias: bool, fused: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = eagle_tensors(layers, bias=bias)
-    head = load_eagle(write(tmp_path, eagle_shape(shape, layers), tensors), target)
+    head = loaded_head("eagle", write(tmp_path, eagle_shape(shape, layers), tensors), target)
     feature_TE = noise(13, 32, seed=5)
     layer, _ = reference(target.config)
     x = F.linear(
@@ -73,27 +67,6 @@ def test_eagle_head_equals_cnets1(
     assert head.target_ids is None
 
 
-def test_an_eagle_head_calls_attend_layer_by_layer(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    head = load_eagle(write(tmp_path, eagle_shape(shape, 3), eagle_tensors(3)), target)
-    called = []
-
-    def attend(layer: int, *qkv: Tensor) -> Tensor:
-        called.append(layer)
-        output: Tensor = dense(layer, *qkv)
-        return output
-
-    head(noise(13, 32), TOKENS, SLOTS, attend)
-    assert called == [0, 1, 2]
-
-
-def test_eagle_head_shares_the_targets_embeddings_and_context_length(
-    target: CausalLM, shape: dict[str, Any], tmp_path: Path
-) -> None:
-    head = load_eagle(write(tmp_path, eagle_shape(shape), eagle_tensors()), target)
-    assert head.config.max_position_embeddings == 256
-    assert not any(name.startswith(("embed", "lm_head")) for name in head.state_dict())
-
-
 @torch.inference_mode()
 def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
     target: CausalLM, shape: dict[str, Any], tmp_path: Path
@@ -101,7 +74,7 @@ def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
     """SafeAILab's checkpoints contain embeddings; those of speculators both, with other names and a nested config."""
     tensors = eagle_tensors()
     own = {"embed_tokens.weight": noise(97, 32, seed=8), "lm_head.weight": noise(97, 32, seed=9)}
-    plain = load_eagle(write(tmp_path / "a", eagle_shape(shape), tensors | own), target)
+    plain = loaded_head("eagle", write(tmp_path / "a", eagle_shape(shape), tensors | own), target)
     renamed = {n.replace("layers.0.", "transformer.").replace("fc.", "fusion_fc."): t for n, t in tensors.items()}
     nested = {
         "speculators_model_type": "eagle",
@@ -110,8 +83,8 @@ def test_eagle_head_may_contain_its_own_embedding_and_lm_head(
         "transformer_layer_config": shape,
         "num_hidden_layers": 1,
     }
-    speculators = load_eagle(write(tmp_path / "b", nested, renamed | own), target)
-    without = load_eagle(write(tmp_path / "c", eagle_shape(shape), tensors), target)
+    speculators = loaded_head("eagle", write(tmp_path / "b", nested, renamed | own), target)
+    without = loaded_head("eagle", write(tmp_path / "c", eagle_shape(shape), tensors), target)
     results = [h.logits(h(noise(13, 32), TOKENS, SLOTS, dense)) for h in (plain, speculators, without)]
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
@@ -135,16 +108,12 @@ def test_eagle_head_with_an_incompatible_config_is_refused(
     changes: dict[str, Any], message: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigMismatch, match=message):
-        load_eagle(write(tmp_path, eagle_shape(shape) | changes, eagle_tensors()), target)
+        loaded_head("eagle", write(tmp_path, eagle_shape(shape) | changes, eagle_tensors()), target)
 
 
 def test_a_bias_that_the_config_excludes_is_refused(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(WeightMismatch, match=r"fc\.bias is not part of this model"):
-        load_eagle(write(tmp_path, eagle_shape(shape) | {"bias": False}, eagle_tensors()), target)
-
-
-def load_eagle3(folder: Path, target: CausalLM) -> Eagle3Head:
-    return load_head(prepare_eagle3(folder, target), target, dtype=torch.float32, device=CPU)
+        loaded_head("eagle", write(tmp_path, eagle_shape(shape) | {"bias": False}, eagle_tensors()), target)
 
 
 EAGLE3: dict[str, dict[str, Any]] = {
@@ -184,7 +153,7 @@ def test_eagle3_head_equals_vllm(
         )
     hidden = hidden @ tensors["fc.weight"].T if states else hidden
     folder = write(tmp_path, shape | {"num_hidden_layers": 1, "draft_vocab_size": 40} | config, tensors)
-    head = load_eagle3(folder, target)
+    head = loaded_head("eagle3", folder, target)
     if fused:
         fuse(head)
     assert head.reads.width(32) == aux.shape[1]
@@ -206,7 +175,7 @@ def test_eagle3_head_equals_vllm(
 def test_head_of_another_size_needs_its_own_embeddings(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     tensors = eagle3_tensors(size=16) | {"embed_tokens.weight": noise(97, 16)}
     config = shape | {"num_hidden_layers": 1, "hidden_size": 16, "target_hidden_size": 32, "draft_vocab_size": 40}
-    head = load_eagle3(write(tmp_path, config, tensors), target)
+    head = loaded_head("eagle3", write(tmp_path, config, tensors), target)
     aux = noise(13, 96, seed=5)
     hidden = aux @ tensors["fc.weight"].T
     _, tables = reference(target.config, size=16)
@@ -214,26 +183,28 @@ def test_head_of_another_size_needs_its_own_embeddings(target: CausalLM, shape: 
     torch.testing.assert_close(head(head.fuse(aux), TOKENS, SLOTS, dense), x, atol=1e-5, rtol=1e-5)
     del tensors["embed_tokens.weight"]
     with pytest.raises(WeightMismatch, match=r"embed_tokens\.weight is missing; a head of hidden_size 16"):
-        load_eagle3(write(tmp_path, config, tensors), target)
+        loaded_head("eagle3", write(tmp_path, config, tensors), target)
 
 
-def test_nested_config_of_an_eagle3_head_is_read(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "read"), [("eagle3", eagle3_config), ("peagle", peagle_config)])
+def test_nested_config_is_read(
+    kind: Method, read: Any, target: CausalLM, shape: dict[str, Any], tmp_path: Path
+) -> None:
     layer = {name: shape[name] for name in shape if name != "architectures"} | {"head_dim": 8, "num_hidden_layers": 1}
-    nested = {
+    own = {"draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [0, 2, 4], "mask_token_id": 95}
+    nested = own | {
         "architectures": ["Eagle3Speculator"],
-        "draft_vocab_size": 40,
-        "eagle_aux_hidden_state_layer_ids": [0, 2, 4],
         "norm_before_residual": False,
-        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [{"proposal_type": "greedy"}]},
-        "speculators_model_type": "eagle3",
+        "speculators_config": {"algorithm": kind, "proposal_methods": [{"proposal_type": "greedy"}]},
+        "speculators_model_type": kind,
         "target_hidden_size": None,
         "transformer_layer_config": layer,
     }
-    flat = shape | {"num_hidden_layers": 1, "draft_vocab_size": 40, "eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
-    assert eagle3_config(nested, target.config) == eagle3_config(flat, target.config)
+    assert read(nested, target.config) == read(shape | {"num_hidden_layers": 1} | own, target.config)
     del nested["norm_before_residual"]
-    assert eagle3_config(nested, target.config).norm_before_residual
-    head = load_eagle3(write(tmp_path, nested, eagle3_tensors()), target)
+    assert read(nested, target.config).norm_before_residual == (kind == "eagle3")
+    mask = {"mask_hidden": noise(1, 1, 96)} if kind == "peagle" else {}
+    head = loaded_head(kind, write(tmp_path, nested, eagle3_tensors() | mask), target)
     assert head.reads == TargetStates((0, 2, 4))
 
 
@@ -287,7 +258,7 @@ def test_rotary_frequencies_of_old_exporters_are_ignored(
 ) -> None:
     config = shape | {"num_hidden_layers": 1, "draft_vocab_size": 40, "max_position_embeddings": 8}
     tensors = eagle3_tensors() | {"midlayer.self_attn.rotary_emb.inv_freq": torch.full((4,), torch.nan)}
-    head = load_eagle3(write(tmp_path, config, tensors), target)
+    head = loaded_head("eagle3", write(tmp_path, config, tensors), target)
     assert torch.equal(head.rope.cos_PD, target.rope.cos_PD)
 
 
@@ -306,10 +277,6 @@ def peagle_shape(shape: dict[str, Any], **change: Any) -> dict[str, Any]:
     return shape | {"num_hidden_layers": 2, "draft_vocab_size": 40, "mask_token_id": MASK} | change
 
 
-def load_peagle(folder: Path, target: CausalLM) -> PEagleHead:
-    return load_head(prepare_peagle(folder, target), target, dtype=torch.float32, device=CPU)
-
-
 @pytest.mark.slow
 @torch.inference_mode()
 @pytest.mark.parametrize("norm_before_residual", [False, True])
@@ -318,7 +285,9 @@ def test_peagle_head_equals_a_plain_computation(
     fused: bool, norm_before_residual: bool, target: CausalLM, shape: dict[str, Any], tmp_path: Path
 ) -> None:
     tensors = peagle_tensors()
-    head = load_peagle(write(tmp_path, peagle_shape(shape, norm_before_residual=norm_before_residual), tensors), target)
+    head = loaded_head(
+        "peagle", write(tmp_path, peagle_shape(shape, norm_before_residual=norm_before_residual), tensors), target
+    )
     if fused:
         fuse(head)
     aux = noise(13, 96, seed=5)
@@ -336,25 +305,6 @@ def test_peagle_head_equals_a_plain_computation(
     torch.testing.assert_close(head.logits(states), wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_nested_config_of_a_peagle_head_is_read(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    layer = {name: shape[name] for name in shape if name != "architectures"} | {"head_dim": 8, "num_hidden_layers": 2}
-    nested = {
-        "architectures": ["PEagleSpeculator"],
-        "draft_vocab_size": 40,
-        "eagle_aux_hidden_state_layer_ids": [0, 2, 4],
-        "embed_requires_grad": True,
-        "mask_token_id": MASK,
-        "speculators_config": {"algorithm": "peagle", "proposal_methods": [{"proposal_type": "greedy"}]},
-        "speculators_model_type": "peagle",
-        "transformer_layer_config": layer,
-    }
-    config = peagle_shape(shape, eagle_aux_hidden_state_layer_ids=[0, 2, 4])
-    assert peagle_config(nested, target.config) == peagle_config(config, target.config)
-    own = peagle_tensors() | {"embed_tokens.weight": noise(97, 32)}
-    head = load_peagle(write(tmp_path, nested, own), target)
-    torch.testing.assert_close(head.embed_tokens.weight, own["embed_tokens.weight"])
-
-
 @pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
 def test_mask_token_has_three_names(name: str, target: CausalLM, shape: dict[str, Any]) -> None:
     config = peagle_shape(shape, mask_token_id=None) | {name: 7}
@@ -367,10 +317,16 @@ def test_mask_state_may_be_stored_flat(
 ) -> None:
     tensors = peagle_tensors()
     changed = tensors | {"mask_hidden": tensors["mask_hidden"].view(stored)}
-    head = load_peagle(write(tmp_path, peagle_shape(shape), changed), target)
+    head = loaded_head("peagle", write(tmp_path, peagle_shape(shape), changed), target)
     aux = noise(13, 96, seed=5)
     wanted = torch.where(MASKED[:, None], tensors["mask_hidden"].flatten(), aux) @ tensors["fc.weight"].T
     torch.testing.assert_close(head.masked_states(aux, MASKED), wanted)
+
+
+def test_a_mask_state_of_another_size_is_refused(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
+    folder = write(tmp_path, peagle_shape(shape), peagle_tensors() | {"mask_hidden": torch.zeros(1, 1, 95)})
+    with pytest.raises(WeightMismatch, match=r"mask_hidden has shape \[1, 1, 95\]"):
+        loaded_head("peagle", folder, target)
 
 
 @pytest.mark.parametrize(
@@ -380,8 +336,6 @@ def test_mask_state_may_be_stored_flat(
         ({"mask_token_id": 97}, r"mask_token_id must be an integer in 0\.\.96, got 97"),
         ({"pard_token": 3}, "mask_token_id and pard_token name different tokens"),
         ({"parallel_drafting": False}, "parallel_drafting false is no P-EAGLE head"),
-        ({"speculators_model_type": "eagle3"}, "'eagle3' is no peagle head"),
-        ({"target_hidden_size": 64}, "hidden_size 64, this target has 32"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -390,25 +344,3 @@ def test_wrong_config_of_a_peagle_head_is_refused(
 ) -> None:
     with pytest.raises(ConfigMismatch, match=message):
         peagle_config(peagle_shape(shape, **change), target.config)
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("mask_hidden", torch.zeros(1, 1, 95), r"mask_hidden has shape \[1, 1, 95\]"),
-        ("mask_hidden", torch.full((1, 1, 96), torch.nan), "mask_hidden holds NaN"),
-        ("mask_hidden", torch.zeros(1, 1, 96, dtype=torch.int64), "mask_hidden has dtype I64"),
-        ("layers.1.mlp.up_proj.weight", None, r"layers\.1\.mlp\.up_proj\.weight is missing"),
-        ("layers.2.mlp.up_proj.weight", torch.zeros(48, 32), r"layers\.2\.mlp\.up_proj\.weight is not part"),
-        ("d2t", torch.full((40,), 97), "d2t maps outside"),
-    ],
-    ids=["shape", "nan", "dtype", "missing", "extra", "map"],
-)
-def test_wrong_tensor_of_a_peagle_head_is_refused_by_name(
-    name: str, tensor: torch.Tensor | None, message: str, target: CausalLM, shape: dict[str, Any], tmp_path: Path
-) -> None:
-    tensors = peagle_tensors()
-    tensors.pop(name, None)
-    folder = write(tmp_path, peagle_shape(shape), tensors | ({} if tensor is None else {name: tensor}))
-    with pytest.raises(WeightMismatch, match=message):
-        load_peagle(folder, target)

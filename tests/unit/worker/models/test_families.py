@@ -6,7 +6,6 @@ Drafts read the target's states in order, also its final one, and one pass retur
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdecode_worker.models.arch import ARCHITECTURES, causal_lm_config
+from specdecode_worker.models.arch import causal_lm_config
 from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import LayerKind, eagle3_config
-from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.llama import LLAMA
+from specdecode_worker.models.config import eagle3_config
+from specdecode_worker.models.errors import ConfigMismatch
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
 from specdecode_worker.models.weights import load_causal_lm
-from support.worker.checkpoints import write
 from support.worker.dense_attention import dense
 from support.worker.small_folders import randomise
 
@@ -119,50 +116,6 @@ def test_older_transformers_configs_are_equivalent(shape: dict[str, Any], tmp_pa
     old = config | {"rope_theta": nested.pop("rope_theta"), "rope_scaling": nested}
     (tmp_path / "config.json").write_text(json.dumps(old))
     assert torch.equal(our_logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU), dense), wanted)
-
-
-@torch.inference_mode()
-def test_layers_that_do_not_rotate(shape: dict[str, Any]) -> None:
-    """SmolLM3 is Llama with layers without rotary positions, as Llama 4 has them among other things."""
-    from transformers import SmolLM3Config, SmolLM3ForCausalLM
-
-    rotates = [1, 0, 1, 1, 0]
-    fields = {key: value for key, value in shape.items() if key != "architectures"} | {"rope_parameters": PLAIN}
-    theirs = SmolLM3ForCausalLM(
-        SmolLM3Config(**fields, no_rope_layers=rotates, tie_word_embeddings=False, pad_token_id=0)
-    ).eval()
-    randomise(theirs, 1)
-    ours = CausalLM(replace(causal_lm_config(shape), layer_kinds=tuple(LayerKind(bool(one)) for one in rotates)))
-    ours.load_state_dict(theirs.state_dict())
-    wanted = theirs(TOKENS[None]).logits[0]
-    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
-    fuse(ours.requires_grad_(False))
-    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
-    ours.config = replace(ours.config, layer_kinds=())
-    assert (our_logits(ours, dense) - wanted).abs().max() > 1e-3
-
-
-@torch.inference_mode()
-def test_an_architecture_reads_nested_fields_and_renames_tensors(
-    target: CausalLM, shape: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A model of text and images: the fields of the text nested, its tensors with a prefix, the others left out."""
-    entry = replace(
-        LLAMA,
-        name="Composite",
-        read=lambda fields, most: LLAMA.read(fields.part("text_config"), most),
-        tensor_name=lambda name: name.removeprefix("text.") if name.startswith("text.") else None,
-    )
-    monkeypatch.setitem(ARCHITECTURES, "Composite", entry)
-    tensors = {f"text.{name}": tensor for name, tensor in target.state_dict().items()} | {"eyes": torch.ones(2)}
-    nested = {"architectures": ["Composite"], "text_config": shape | {"eos_token_id": [3, 5]}}
-    folder = write(tmp_path, nested, tensors)
-    ours = load_causal_lm(folder, dtype=torch.float32, device=CPU)
-    assert ours.config.eos_token_ids == (3, 5)
-    assert torch.equal(our_logits(ours, dense), our_logits(target, dense))
-    monkeypatch.setitem(ARCHITECTURES, "Composite", replace(entry, tensor_name=lambda name: name.removeprefix("text.")))
-    with pytest.raises(WeightMismatch, match="eyes is not part of this model"):
-        load_causal_lm(folder, dtype=torch.float32, device=CPU)
 
 
 def mistral(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Wanted weights are computed by the packers in support/worker/quantized_folders.p
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
 from specdecode_worker.engine.memory import Device, Inventory, take_inventory
-from specdecode_worker.models import collectives, formats
+from specdecode_worker.models import collectives
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, ModelError, WeightMismatch
 from specdecode_worker.models.linear import QuantizedWeight, SeparateWeights, Shard
@@ -176,100 +175,6 @@ def test_plain_and_quantized_projections_may_be_joined(tmp_path: Path, monkeypat
     model = load_causal_lm(tmp_path, dtype=torch.float64, device=CPU, stored=True)
     fuse(model)
     assert sum(isinstance(module, SeparateWeights) for module in model.modules()) == 4
-
-
-BUGS: dict[str, tuple[str, int, Callable[[Any], None]]] = {}
-
-
-def planted(name: str, size: int = 1) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """Register a bug, by the format and the number of ranks that show it."""
-
-    def register(plant: Callable[[Any], None]) -> Callable[[Any], None]:
-        BUGS[plant.__name__] = (name, size, plant)
-        return plant
-
-    return register
-
-
-@planted("gptq asymmetric")
-def zero_points_are_off_by_one(monkeypatch: Any) -> None:
-    right = formats.Gptq._zeros
-    monkeypatch.setattr(formats.Gptq, "_zeros", lambda self, words: right(self, words) - 1)
-
-
-@planted("awq")
-def awq_columns_are_in_order(monkeypatch: Any) -> None:
-    monkeypatch.setattr(formats, "_AWQ_PLACES", tuple(range(8)))
-
-
-@planted("awq", 2)
-def scales_of_o_proj_are_those_of_the_first_rank(monkeypatch: Any) -> None:
-    right = formats.StoredMatrix._slices
-
-    def slices(self: Any, suffix: str, shape: tuple[int, ...], part: Any) -> tuple[slice, ...]:
-        if suffix != self.levels and self.name.endswith("o_proj"):
-            part = formats.Part(part.rows, slice(0, part.columns.stop - part.columns.start))
-        return right(self, suffix, shape, part)
-
-    monkeypatch.setattr(formats.StoredMatrix, "_slices", slices)
-
-
-@planted("packed")
-def q_k_and_v_have_the_scales_of_q(monkeypatch: Any) -> None:
-    right = QuantizedWeight.joined.__func__
-
-    def joined(cls: Any, parts: Any) -> Any:
-        made = right(cls, parts)
-        made.scale = made.scale[:1].expand_as(made.scale)
-        return made
-
-    monkeypatch.setattr(QuantizedWeight, "joined", classmethod(joined))
-
-
-@planted("modelopt fp8")
-def q_k_and_v_have_the_scale_of_q(monkeypatch: Any) -> None:
-    q_k_and_v_have_the_scales_of_q(monkeypatch)
-
-
-@planted("fp8 blocks", 2)
-def scales_of_blocks_are_those_of_the_first_rows(monkeypatch: Any) -> None:
-    right = formats.StoredMatrix._slices
-
-    def slices(self: Any, suffix: str, shape: tuple[int, ...], part: Any) -> tuple[slice, ...]:
-        if suffix != self.levels:
-            part = formats.Part(slice(0, part.rows.stop - part.rows.start), part.columns)
-        return right(self, suffix, shape, part)
-
-    monkeypatch.setattr(formats.StoredMatrix, "_slices", slices)
-
-
-@planted("gptq act-order")
-def g_idx_is_ignored(monkeypatch: Any) -> None:
-    monkeypatch.setattr(formats.StoredMatrix, "groups_K", None)
-
-
-@planted("gptq act-order", 2)
-def g_idx_is_ignored_on_a_part_of_the_columns(monkeypatch: Any) -> None:
-    monkeypatch.setattr(formats.StoredMatrix, "groups_K", None)
-
-
-@planted("gptq")
-def scales_are_rounded_to_bf16(monkeypatch: Any) -> None:
-    right = formats.StoredMatrix._fetched
-
-    def fetched(self: Any, part: Any, device: Any) -> dict[str, Tensor]:
-        tensors = right(self, part, device)
-        return {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-
-    monkeypatch.setattr(formats.StoredMatrix, "_fetched", fetched)
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(bug: str, tmp_path: Path, monkeypatch: Any) -> None:
-    name, size, plant = BUGS[bug]
-    weights = written(tmp_path, name)
-    plant(monkeypatch)
-    assert not agrees(tmp_path, weights, dense, size=size, monkeypatch=monkeypatch)
 
 
 @FORMATS

@@ -28,16 +28,7 @@ from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.weights import load_causal_lm
 from support.tiers import by_effort
 from support.worker import small_folders
-from support.worker.checkpoints import (
-    CPU,
-    DFLASH,
-    check_draft,
-    dflash_tensors,
-    eagle3_tensors,
-    eagle_tensors,
-    medusa_tensors,
-    write,
-)
+from support.worker.checkpoints import CPU, check_draft, write, write_heads
 from support.worker.tokens import saved, tokenizer
 
 few = settings(max_examples=by_effort(quick=15, full=15, nightly=200), deadline=None)
@@ -63,7 +54,6 @@ original_max_position_embeddings rope_theta
     .replace("\n", " ")
     .split(" ")
 )
-FEW_LAYERS = {"dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 1]}}
 NUMBERS = st.one_of(
     st.integers(-3, 300), st.sampled_from([2**24, 2**24 + 1, 2**31, 2**63, -(2**70), 10**400]), st.floats(width=32)
 )
@@ -89,16 +79,10 @@ SHAPE: dict[str, Any] = small_folders.SHAPE | {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write one valid folder of each kind. Examples break copies of them."""
     base = tmp_path_factory.mktemp("whole")
-    one = SHAPE | {"num_hidden_layers": 1}
     model = CausalLM(causal_lm_config(SHAPE)).requires_grad_(False)
     for name in ("target", "draft-model"):
         saved(write(base / name, SHAPE, model.state_dict()), tokenizer())
-    write(base / "eagle3", one | {"draft_vocab_size": 40}, eagle3_tensors())
-    peagle = eagle3_tensors() | {"mask_hidden": torch.ones(1, 1, 96)}
-    write(base / "peagle", one | {"draft_vocab_size": 40, "mask_token_id": 9}, peagle)
-    write(base / "dflash", one | DFLASH | FEW_LAYERS, dflash_tensors(1))
-    write(base / "eagle", one, eagle_tensors())
-    write(base / "medusa", {"medusa_num_heads": 2}, medusa_tensors(2, 1))
+    write_heads(base, SHAPE)
     return base
 
 

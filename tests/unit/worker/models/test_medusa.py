@@ -11,11 +11,10 @@ from torch.nn import functional as F
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.models.optimize import fuse
 from specdecode_worker.models.target_states import TargetStates
-from specdecode_worker.models.weights import load_head, prepare_medusa
-from support.worker.checkpoints import CPU, medusa_tensors, noise, write
+from support.worker.checkpoints import medusa_tensors, noise, write
+from support.worker.small_folders import loaded_head
 
 
 def with_vllm_names(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
@@ -30,10 +29,6 @@ def with_vllm_names(tensors: dict[str, Tensor], layers: int) -> dict[str, Tensor
     return renamed
 
 
-def load_heads(folder: Path, target: CausalLM) -> MedusaHeads:
-    return load_head(prepare_medusa(folder, target), target, dtype=torch.float32, device=CPU)
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(("heads", "layers", "bias"), [(4, 1, True), (2, 3, True), (3, 1, False)])
 @pytest.mark.parametrize("prefix", ["", "medusa_heads.", "medusa_head."])
@@ -42,7 +37,9 @@ def test_medusa_heads_equal_the_original_of_fasterdecoding(
 ) -> None:
     tensors = medusa_tensors(heads, layers, bias=bias)
     config = {"medusa_num_heads": heads, "medusa_num_layers": layers, "base_model_name_or_path": "x/y"}
-    medusa_heads = load_heads(write(tmp_path, config, {prefix + name: t for name, t in tensors.items()}), target)
+    medusa_heads = loaded_head(
+        "medusa", write(tmp_path, config, {prefix + name: t for name, t in tensors.items()}), target
+    )
     hidden = noise(5, 32, seed=4)
     logits = medusa_heads.logits(hidden)
     assert logits.shape == (medusa_heads.count, 5, 97) == (heads, 5, 97)
@@ -69,27 +66,29 @@ def test_vllm_names_and_a_truncated_vocabulary_load(target: CausalLM, tmp_path: 
         "truncated_vocab_size": 40,
     }
     token_map = torch.randperm(97, generator=torch.Generator().manual_seed(1))[:40]
-    medusa_heads = load_heads(write(tmp_path, config, with_vllm_names(plain, 1) | {"token_map": token_map}), target)
+    medusa_heads = loaded_head(
+        "medusa", write(tmp_path, config, with_vllm_names(plain, 1) | {"token_map": token_map}), target
+    )
     assert medusa_heads.target_ids is not None
     assert torch.equal(medusa_heads.target_ids, token_map)
     same = {"medusa_num_heads": 3, "truncated_vocab_size": 40}
-    other = load_heads(write(tmp_path / "b", same, plain | {"token_map": token_map}), target)
+    other = loaded_head("medusa", write(tmp_path / "b", same, plain | {"token_map": token_map}), target)
     assert torch.equal(medusa_heads.logits(noise(5, 32)), other.logits(noise(5, 32)))
     token_map[7] = 97
     with pytest.raises(WeightMismatch, match="token_map maps outside"):
-        load_heads(write(tmp_path, config, with_vllm_names(plain, 1) | {"token_map": token_map}), target)
+        loaded_head("medusa", write(tmp_path, config, with_vllm_names(plain, 1) | {"token_map": token_map}), target)
 
 
 def test_medusa_heads_are_loaded_strictly(target: CausalLM, tmp_path: Path) -> None:
     tensors = medusa_tensors(3, 1)
     with pytest.raises(WeightMismatch, match=r"2\.0\.linear\.bias is not part of this model \(3 extra"):
-        load_heads(write(tmp_path, {"medusa_num_heads": 2}, tensors), target)
+        loaded_head("medusa", write(tmp_path, {"medusa_num_heads": 2}, tensors), target)
     with pytest.raises(WeightMismatch, match=r"blocks\.3\.layers\.0\.bias is missing \(3 missing"):
-        load_heads(write(tmp_path, {"medusa_num_heads": 4}, tensors), target)
+        loaded_head("medusa", write(tmp_path, {"medusa_num_heads": 4}, tensors), target)
     config = {"medusa_num_heads": 1, "truncated_vocab_size": 90}
     with pytest.raises(WeightMismatch, match=r"0\.1\.weight has shape \[97, 32\], config\.json asks for \[90, 32\]"):
-        load_heads(write(tmp_path, config, medusa_tensors(1, 1) | {"token_map": torch.arange(90)}), target)
+        loaded_head("medusa", write(tmp_path, config, medusa_tensors(1, 1) | {"token_map": torch.arange(90)}), target)
     with pytest.raises(ConfigMismatch, match="original_lm_head True"):
-        load_heads(write(tmp_path, {"medusa_num_heads": 3, "original_lm_head": True}, tensors), target)
+        loaded_head("medusa", write(tmp_path, {"medusa_num_heads": 3, "original_lm_head": True}, tensors), target)
     with pytest.raises(ConfigMismatch, match="num_heads must be an integer"):
-        load_heads(write(tmp_path, {}, tensors), target)
+        loaded_head("medusa", write(tmp_path, {}, tensors), target)

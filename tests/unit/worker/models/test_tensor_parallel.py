@@ -6,6 +6,7 @@ The ranks are threads. In a rehearsal, a rank runs alone and leaves collectives 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 from specdecode_kernels.quantised_linear.reference import Kind
 from specdecode_worker.models import collectives, linear
 from specdecode_worker.models.arch import causal_lm_config
+from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.config import split_config
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
 from specdecode_worker.models.linear import Linear, QuantizedWeight, Shard
@@ -32,8 +34,34 @@ from support.worker.thread_ranks import ThreadRanks
 CPU = torch.device("cpu")
 
 
+TOKENS_T, POSITIONS_T = torch.arange(9) * 7 % 97, torch.arange(9)
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 8}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+def outputs(network: CausalLM) -> tuple[Tensor, Tensor]:
+    """Return hidden states and logits."""
+    hidden_TE = network(TOKENS_T, POSITIONS_T, dense).hidden_TE
+    return hidden_TE, network.logits(hidden_TE)
+
+
+def whole_outputs(folder: Path) -> tuple[Tensor, Tensor]:
+    return outputs(load_causal_lm(folder, dtype=torch.float64, device=CPU))
+
+
+def outputs_of_ranks(
+    folder: Path, size: int, monkeypatch: Any, change: Callable[[CausalLM], object] = lambda part: None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the outputs of each rank, whose part is changed before."""
+    ranks = ThreadRanks(size)
+    monkeypatch.setattr(collectives, "dist", ranks)
+
+    def work(rank: int) -> tuple[Tensor, Tensor]:
+        part = load_shard(folder, Shard(rank, size), dtype=torch.float64, device=CPU)
+        change(part)
+        return outputs(part)
+
+    return ranks.run(work)
 
 
 @pytest.mark.parametrize("changed", [{}, BIASES, {"tie_word_embeddings": True}, QWEN3], ids=str)
@@ -42,20 +70,10 @@ def test_parts_together_compute_the_whole(
     tmp_path: Path, shape: dict[str, Any], monkeypatch: Any, changed: Any, size: int
 ) -> None:
     folder = write_random_target(tmp_path, shape | {"num_key_value_heads": 4} | changed)
-    whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
-    ranks = ThreadRanks(size)
-    monkeypatch.setattr(collectives, "dist", ranks)
-    tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
-
-    def work(rank: int) -> tuple[Tensor, Tensor]:
-        part = load_shard(folder, Shard(rank, size), dtype=torch.float64, device=CPU)
-        hidden = part(tokens_T, positions_T, dense).hidden_TE
-        return hidden, part.logits(hidden)
-
-    expected = whole(tokens_T, positions_T, dense).hidden_TE
-    (first, logits), *others = ranks.run(work)
+    expected, expected_logits = whole_outputs(folder)
+    (first, logits), *others = outputs_of_ranks(folder, size, monkeypatch)
     torch.testing.assert_close(first, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(logits, whole.logits(expected), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-9, atol=1e-9)
     for hidden, none in others:
         torch.testing.assert_close(hidden, expected, rtol=1e-9, atol=1e-9)
         assert none.shape == (9, 0)
@@ -68,21 +86,10 @@ def test_fused_layers_of_parts_compute_the_whole(
 ) -> None:
     """The first device alone adds the residual, so two devices add it once."""
     folder = write_random_target(tmp_path, shape | changed)
-    whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
-    ranks = ThreadRanks(2)
-    monkeypatch.setattr(collectives, "dist", ranks)
+    expected, _ = whole_outputs(folder)
     monkeypatch.setattr(linear, "fits", lambda x, weight: few)
     monkeypatch.setattr(Linear, "_overwrites", lambda self, x, inner: self.bias is None)  # as on a GPU
-    tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
-
-    def work(rank: int) -> Tensor:
-        part = load_shard(folder, Shard(rank, 2), dtype=torch.float64, device=CPU)
-        fuse(part)
-        hidden: Tensor = part(tokens_T, positions_T, dense).hidden_TE
-        return hidden
-
-    expected = whole(tokens_T, positions_T, dense).hidden_TE
-    for hidden in ranks.run(work):
+    for hidden, _ in outputs_of_ranks(folder, 2, monkeypatch, fuse):
         torch.testing.assert_close(hidden, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -92,21 +99,17 @@ def test_quantised_parts_compute_what_their_rounded_weights_do(
 ) -> None:
     """Stored in few bits or rounded to them, parts compute the same; it is near what the whole target computes."""
     folder = write_random_target(tmp_path, shape | BIASES)
-    whole = load_causal_lm(folder, dtype=torch.float64, device=CPU)
-    ranks = ThreadRanks(2)
-    monkeypatch.setattr(collectives, "dist", ranks)
-    tokens_T, positions_T = torch.arange(9) * 7 % 97, torch.arange(9)
+    _, plain = whole_outputs(folder)
 
-    def logits(rank: int, *, stored: bool) -> Tensor:
-        part = load_shard(folder, Shard(rank, 2), dtype=torch.float64, device=CPU)
+    def quantise(part: CausalLM, *, stored: bool) -> None:
         quantise_target(part, kind, CPU, stored=stored)
         fuse(part)
         assert any(isinstance(module, QuantizedWeight) for module in part.modules()) == stored
-        return part.logits(part(tokens_T, positions_T, dense).hidden_TE)
 
-    stored, rounded = (ranks.run(partial(logits, stored=stored))[0] for stored in (True, False))
+    stored, rounded = (
+        outputs_of_ranks(folder, 2, monkeypatch, partial(quantise, stored=stored))[0][1] for stored in (True, False)
+    )
     torch.testing.assert_close(stored, rounded, rtol=1e-9, atol=1e-9)
-    plain = whole.logits(whole(tokens_T, positions_T, dense).hidden_TE)
     assert 1e-4 < (stored - plain).abs().mean() / plain.abs().mean() < 0.1
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -63,6 +64,19 @@ def pull(tmp_path: Path) -> Iterator[Pull]:
             return server.pull(MODEL, tmp_path, progress, nothing)
 
         yield pull
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def stopping(name: str, error: BaseException, *, whole: bool = False) -> download.Progress:
+    """Return a callback that raises ``error`` once bytes of a file are there, with ``whole`` all of them."""
+
+    def progress(file: str, there: int, size: int) -> None:
+        if file == name and (there == size or not whole):
+            raise error
+
+    return progress
 
 
 def partials(tmp_path: Path) -> list[Path]:
@@ -201,12 +215,8 @@ def test_download_with_a_wrong_hash_is_rejected(pull: Pull, tmp_path: Path, name
 
 
 def test_a_flipped_byte_of_a_part_that_was_kept_is_refused(pull: Pull, tmp_path: Path) -> None:
-    def full(name: str, there: int, size: int) -> None:
-        if name == "model.safetensors" and there == size:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     with pytest.raises(DiskFull):
-        pull(Repository(FILES), progress=full)
+        pull(Repository(FILES), progress=stopping("model.safetensors", FULL, whole=True))
     (partial,) = partials(tmp_path)
     with partial.open("r+b") as file:
         file.write(bytes([WEIGHTS[0] ^ 1]))
@@ -250,12 +260,8 @@ def test_a_model_that_a_pods_cache_cannot_hold_is_refused_before_downloading(
 
 
 def test_pull_resumes_after_the_disk_was_full(pull: Pull, tmp_path: Path) -> None:
-    def full(name: str, there: int, size: int) -> None:
-        if name == "model.safetensors":
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     with pytest.raises(DiskFull, match="it goes on from here"):
-        pull(Repository(FILES), progress=full)
+        pull(Repository(FILES), progress=stopping("model.safetensors", FULL))
     assert partials(tmp_path)[0].stat().st_size > 0
     assert (pull(Repository(FILES)) / "model.safetensors").read_bytes() == WEIGHTS
 
@@ -264,14 +270,10 @@ INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00002.safetensors
 
 
 def test_a_pull_of_a_newer_commit_keeps_no_file_of_the_older_one(pull: Pull) -> None:
-    def killed(name: str, there: int, size: int) -> None:
-        if name == "model-00002-of-00002.safetensors":
-            raise KeyboardInterrupt
-
     sharded = {"config.json": b"{1}", INDEX: b"{}", SHARD: b"1", "model-00002-of-00002.safetensors": WEIGHTS}
     older = sharded | {"chat_template.jinja": b"of the older commit", TEMPLATE: b"{{ old }}"}
     with pytest.raises(KeyboardInterrupt):
-        pull(Repository(older), progress=killed)
+        pull(Repository(older), progress=stopping("model-00002-of-00002.safetensors", KeyboardInterrupt()))
     newer = {"config.json": b"{2}", "model.safetensors": WEIGHTS}
     folder = pull(Repository(newer))
     files = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -281,18 +283,12 @@ def test_a_pull_of_a_newer_commit_keeps_no_file_of_the_older_one(pull: Pull) -> 
 
 
 def test_a_kill_before_a_file_has_its_name_leaves_no_older_file(pull: Pull, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replace(partial: Path, done: Path) -> None:
-        raise KeyboardInterrupt
-
-    def killed(name: str, there: int, size: int) -> None:
-        if name == "model.safetensors":
-            raise KeyboardInterrupt
-
+    older, killed = {"config.json": b"{1}", "model.safetensors": WEIGHTS}, KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
-        pull(Repository({"config.json": b"{1}", "model.safetensors": WEIGHTS}), progress=killed)
+        pull(Repository(older), progress=stopping("model.safetensors", killed))
     newer = {"config.json": b"{2}", "model.safetensors": WEIGHTS}
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", replace)
+        patch.setattr(os, "replace", Mock(side_effect=killed))
         with pytest.raises(KeyboardInterrupt):
             pull(Repository(newer))
     assert (pull(Repository(newer)) / "config.json").read_bytes() == b"{2}"

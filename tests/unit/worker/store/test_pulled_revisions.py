@@ -171,7 +171,6 @@ def test_a_pod_pulls_the_drafts_that_its_plan_assigns_to_it(
 
 MIRROR = "hub.invalid"
 """Host of the hub. No name server knows it."""
-REPO_URI = "hf://org/model"
 
 
 @contextmanager
@@ -218,13 +217,13 @@ def test_pull_reaches_a_mirror_through_the_proxy_that_the_workers_are_given(
         monkeypatch.delenv(name, raising=False)
     # A container without the setting asks nobody but this machine.
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    repository = Repository({"config.json": b"{}", "model.safetensors": b"w" * 100})
+    repository = Repository(FILES)
     with StandInHub(repository) as hub, forward_proxy(hub.url) as (proxy, asked):
         settings = {"HTTP_PROXY": proxy, "HF_ENDPOINT": f"http://{MIRROR}"}
         env = [{"name": name, "value": value} for name, value in settings.items()]
         template = {"spec": {"containers": [{"name": "worker", "env": env}]}}
         workers = {"template": template}
-        spec = Spec.model_validate({"model": {"uri": REPO_URI}, "speculation": {"method": "none"}, "workers": workers})
+        spec = Spec.model_validate({"model": {"uri": URI}, "speculation": {"method": "none"}, "workers": workers})
         deployment = Deployment(namespace="ns", name="llama", uid="u", generation=1, spec=spec, status=Status())
         template = manifests.pod_template(deployment, Defaults(worker_image="w", worker_image_pull_policy="Never"))
         (pull,) = template["spec"]["initContainers"]
@@ -234,7 +233,7 @@ def test_pull_reaches_a_mirror_through_the_proxy_that_the_workers_are_given(
         assert program == "specdecode-worker"
         words[words.index("--cache-dir") + 1] = str(tmp_path)
         assert main(words) == 0
-    assert (resolve(REPO_URI, tmp_path) / "model.safetensors").read_bytes() == b"w" * 100
+    assert (resolve(URI, tmp_path) / "model.safetensors").read_bytes() == b"w" * 100
     assert set(asked) == {MIRROR, "localhost"}, "large files come from another host, through the proxy too"
 
 
@@ -273,8 +272,3 @@ def test_folder_without_a_manifest_is_not_present(tmp_path: Path) -> None:
 def test_default_cache_is_in_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert model_store.default_cache_dir() == Path("/somewhere/specdecode/models")
-
-
-def test_an_unknown_embedded_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(NotPresent, match="there is no embedded model 'x'"):
-        model_store.resolve("embedded://x", tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import cast, get_args
 
 import pytest
 import torch
@@ -62,16 +62,26 @@ def on_gpu(batch: TrainingBatch) -> TrainingBatch:
     return TrainingBatch(**moved)
 
 
-@pytest.mark.parametrize("method", MAKERS)
+@pytest.mark.parametrize(
+    ("method", "split"),
+    [*((method, False) for method in MAKERS), *((method, True) for method in get_args(WeightMethod))],
+)
 def test_drafts_unroll_on_the_device_of_their_weights(
     method: str,
+    split: bool,
     target: CausalLM,
     conversations: list[Conversation],
     fake: FakeTensorMode,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The draft of a split target starts from a copy in host memory, of which it reads layers alone."""
     batch = make_batch(conversations[:3], torch.float32, final=method in ("eagle", "medusa"))
     draft = MAKERS[method](target, DEPTH)
+    if split:
+        (tmp_path / "vocabulary.json").write_text(json.dumps(KNOWN.tolist()))
+        described = DraftSettings(target=Ancestor("", tmp_path, ""), method=cast(WeightMethod, method))
+        draft = recipe._draft(target, small_target(), described, tmp_path, TrainSettings(depth=DEPTH))
     monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)  # Triton's kernels need content
     with fake:
         move(target)
@@ -80,28 +90,6 @@ def test_drafts_unroll_on_the_device_of_their_weights(
         assert vocabulary_of(draft, 64).device.type == "cuda"
         for k, (state_BAE, rooted_BA) in enumerate(unrolled(draft, on_gpu(batch), DEPTH)):
             assert {state_BAE.device.type, rooted_BA.device.type} == {"cuda"}
-            assert logits_of(draft, state_BAE.flatten(0, 1), k).device.type == "cuda"
-
-
-@pytest.mark.parametrize("method", [method for method in MAKERS if method != "two layers"])
-def test_drafts_of_a_split_target_read_what_is_on_its_device(
-    method: str,
-    target: CausalLM,
-    conversations: list[Conversation],
-    fake: FakeTensorMode,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They start from the layers of a copy in host memory, whose embeddings and output matrix are not read there."""
-    batch = make_batch(conversations[:3], torch.float32, final=method in ("eagle", "medusa"))
-    (tmp_path / "vocabulary.json").write_text(json.dumps(KNOWN.tolist()))
-    described = DraftSettings(target=Ancestor("", tmp_path, ""), method=cast(WeightMethod, method))
-    draft = recipe._draft(target, small_target(), described, tmp_path, TrainSettings(depth=DEPTH))
-    monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)  # Triton's kernels need content
-    with fake:
-        move(target)
-        move(draft)
-        for k, (state_BAE, _) in enumerate(unrolled(draft, on_gpu(batch), DEPTH)):
             assert logits_of(draft, state_BAE.flatten(0, 1), k).device.type == "cuda"
 
 

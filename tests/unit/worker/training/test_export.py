@@ -10,18 +10,14 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from specdecode_worker.commands import train
 from specdecode_worker.models.causal_lm import CausalLM
+from specdecode_worker.models.drafts import WeightMethod
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.models.weights import (
     load_causal_lm,
-    load_head,
-    prepare_dflash,
-    prepare_eagle,
-    prepare_eagle3,
-    prepare_medusa,
-    prepare_peagle,
 )
 from specdecode_worker.training.acceptance import target_token_ranks
 from specdecode_worker.training.artifacts import Ancestor, Names, write_draft, write_head
@@ -39,7 +35,8 @@ from specdecode_worker.training.heads import (
 )
 from specdecode_worker.training.recipe import DraftSettings
 from specdecode_worker.training.split_target import TargetPlacement
-from support.training_fixtures import shaken
+from support.training_fixtures import CONFIG, shaken
+from support.worker.small_folders import loaded_head
 
 CPU = torch.device("cpu")
 LAYER = {
@@ -73,6 +70,13 @@ def test_a_head_has_the_tensors_and_fields_of_its_family(head: Eagle3Head, names
     assert ("speculators_model_type" in config) == (names == "speculators")
 
 
+def expect_rounded(loaded: nn.Module, draft: nn.Module) -> None:
+    """Expect the weights of a draft in bf16."""
+    for name, tensor in draft.state_dict().items():
+        rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
+        assert torch.equal(loaded.state_dict()[name], rounded), name
+
+
 @pytest.mark.parametrize("names", get_args(Names))
 def test_parallel_heads_of_all_families_draft_identically(names: Names, target: CausalLM, tmp_path: Path) -> None:
     head = new_peagle(target, torch.arange(0, 64, 2), 2)
@@ -86,11 +90,9 @@ def test_parallel_heads_of_all_families_draft_identically(names: Names, target: 
     if names == "speculators":
         assert config["speculators_config"]["verifier"]["architectures"] == ["Qwen3ForCausalLM"]
     assert config.get("speculators_model_type") == ("peagle" if names == "speculators" else None)
-    loaded = load_head(prepare_peagle(tmp_path, target), target, dtype=torch.float32, device=CPU)
+    loaded = loaded_head("peagle", tmp_path, target)
     assert loaded.config == head.config
-    for name, tensor in head.state_dict().items():
-        rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
-        assert torch.equal(loaded.state_dict()[name], rounded), name
+    expect_rounded(loaded, head)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -102,7 +104,7 @@ def test_heads_of_all_families_draft_identically(
     ranks = []
     for names in get_args(Names):
         write_head(head, tmp_path / names, names)
-        loaded = load_head(prepare_eagle3(tmp_path / names, target), target, dtype=torch.float32, device=CPU)
+        loaded = loaded_head("eagle3", tmp_path / names, target)
         assert loaded.config == head.config
         ranks.append(torch.cat(target_token_ranks(loaded, conversations, target.lm_head.weight, 3)))
     assert torch.equal(ranks[0], ranks[1])
@@ -121,41 +123,30 @@ def test_all_files_of_a_head_are_readable_by_other_users(head: Eagle3Head, tmp_p
 def test_head_with_the_whole_vocabulary_has_no_token_maps(target: CausalLM, tmp_path: Path) -> None:
     write_head(new_head(target, torch.arange(64)), tmp_path)
     assert not {"d2t", "t2d"} & set(load_file(tmp_path / "model.safetensors"))
-    loaded = load_head(prepare_eagle3(tmp_path, target), target, dtype=torch.float32, device=CPU)
+    loaded = loaded_head("eagle3", tmp_path, target)
     assert torch.equal(loaded.target_ids, torch.arange(64))
 
 
 def test_other_methods_load_as_they_were_written(target: CausalLM, tmp_path: Path) -> None:
-    drafts = {
-        "eagle": (
-            new_eagle(target, layers=2),
-            lambda at: load_head(prepare_eagle(at, target), target, dtype=torch.float32, device=CPU),
-        ),
-        "dflash": (
-            new_dflash(target, 2, 4),
-            lambda at: load_head(prepare_dflash(at, target), target, dtype=torch.float32, device=CPU),
-        ),
-        "medusa": (
-            new_medusa(target, torch.arange(0, 64, 2), 2),
-            lambda at: load_head(prepare_medusa(at, target), target, dtype=torch.float32, device=CPU),
-        ),
-        "model": (new_draft_model(target, 2), lambda at: load_causal_lm(at, dtype=torch.float32, device=CPU)),
+    drafts: dict[WeightMethod, Any] = {
+        "eagle": new_eagle(target, layers=2),
+        "dflash": new_dflash(target, 2, 4),
+        "medusa": new_medusa(target, torch.arange(0, 64, 2), 2),
+        "draft-model": new_draft_model(target, 2),
     }
     model = tmp_path / "target"
     model.mkdir()
-    shape = target.config
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    document = {name: getattr(shape, name) for name in (*names, "rms_norm_eps", "max_position_embeddings")}
-    document |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 8, "tie_word_embeddings": True}
-    (model / "config.json").write_text(json.dumps(document | {"eos_token_id": 0}))
+    (model / "config.json").write_text(json.dumps(CONFIG))
     (model / "tokenizer.json").write_text("{}")
-    for name, (draft, load) in drafts.items():
-        write_draft(shaken(draft), tmp_path / name, model)
-        loaded = load(tmp_path / name)
-        for key, tensor in draft.state_dict().items():
-            rounded = tensor.to(torch.bfloat16).float() if tensor.is_floating_point() else tensor
-            assert torch.equal(loaded.state_dict()[key], rounded), (name, key)
-    assert (tmp_path / "model" / "tokenizer.json").exists()
+    for method, draft in drafts.items():
+        folder = tmp_path / method
+        write_draft(shaken(draft), folder, model)
+        is_model = method == "draft-model"
+        loaded = (
+            load_causal_lm(folder, dtype=torch.float32, device=CPU) if is_model else loaded_head(method, folder, target)
+        )
+        expect_rounded(loaded, draft)
+    assert (tmp_path / "draft-model" / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -167,7 +158,7 @@ def test_head_with_norms_and_layers_is_prepared_unchanged(
     head.d2t.copy_(torch.arange(32))
     same = prepare_eagle3_head(head, target, torch.arange(0, 64, 2))
     write_head(same, tmp_path)
-    loaded = load_head(prepare_eagle3(tmp_path, target), target, dtype=torch.float32, device=CPU)
+    loaded = loaded_head("eagle3", tmp_path, target)
     assert loaded.config == config
     before, after = (target_token_ranks(h, conversations, target.lm_head.weight, 2) for h in (head, same))
     for first, second in zip(before, after, strict=True):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.training import prompts
-from specdecode_worker.training import prompts as passages
 from specdecode_worker.training.errors import PromptFileError
 from specdecode_worker.training.prompts import PromptLine, TrainingQuestions, draw, ngrams, overlaps, read_prompts
 from support.training_fixtures import Letters
@@ -60,11 +59,11 @@ def words_of_prompts() -> set[str]:
 
 
 def test_passages_quote_the_standard_library() -> None:
-    assert len(passages.passages()) > 200
-    assert all(30 <= len(text.split()) <= 90 and "\n" not in text for text in passages.passages())
-    assert "json.dumps" in passages.symbols()
-    assert len(passages.snippets()) > 500
-    for snippet in passages.snippets()[:50]:
+    assert len(prompts.passages()) > 200
+    assert all(30 <= len(text.split()) <= 90 and "\n" not in text for text in prompts.passages())
+    assert "json.dumps" in prompts.symbols()
+    assert len(prompts.snippets()) > 500
+    for snippet in prompts.snippets()[:50]:
         assert isinstance(ast.parse(snippet).body[0], ast.FunctionDef)
         assert ast.get_docstring(ast.parse(snippet).body[0]) is None
 

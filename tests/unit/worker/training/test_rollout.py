@@ -278,10 +278,9 @@ def test_killed_write_leaves_no_folder(tmp_path: Path) -> None:
         yield next(samples())
         raise KeyboardInterrupt
 
-    try:
+    with pytest.raises(KeyboardInterrupt):
         write_samples(tmp_path / "golden", broken(), shard_tokens=1)
-    except KeyboardInterrupt:
-        assert not (tmp_path / "golden").exists()
+    assert not (tmp_path / "golden").exists()
     write_samples(tmp_path / "golden", [next(samples())], shard_tokens=1)
     assert len(list(read_samples(tmp_path / "golden"))) == 1
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.errors import ConfigMismatch, WeightMismatch
-from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
+from specdecode_worker.models.weights import load_causal_lm
 from support import small_model
 from support.worker.checkpoints import check_draft
-from support.worker.small_folders import change
+from support.worker.small_folders import change, loaded_head
 
 OPTIONS: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
 OLDER = small_model.VOCAB_SIZE - 6
@@ -45,21 +45,15 @@ def test_a_head_without_output_matrix_uses_the_targets(
     head: Path, target: CausalLM, target_folder: Path, map_is_stored: bool
 ) -> None:
     change(head, **{"lm_head.weight": target.lm_head.weight.detach().clone()})
-    wanted = load_head(prepare_eagle3(head, target), target, **OPTIONS)
+    wanted = loaded_head("eagle3", head, target)
     change(head, **{"lm_head.weight": None, **({} if map_is_stored else {"d2t": None})})
     check_draft("eagle3", head, target_folder)
-    loaded = load_head(prepare_eagle3(head, target), target, **OPTIONS)
+    loaded = loaded_head("eagle3", head, target)
     hidden_TE = torch.randn(3, small_model.CONFIG["hidden_size"])
     assert torch.equal(loaded.logits(hidden_TE), wanted.logits(hidden_TE))
     assert loaded.lm_head.weight.data_ptr() == target.lm_head.weight.data_ptr(), "it takes no memory of its own"
     loaded.double()
     assert target.lm_head.weight.dtype == torch.float32, "a head that is trained leaves the target as it is"
-
-
-def test_a_head_of_some_tokens_needs_its_output_matrix(head: Path, target: CausalLM) -> None:
-    change(head, {"draft_vocab_size": 40}, **{"lm_head.weight": None, "d2t": torch.zeros(40, dtype=torch.int64)})
-    with pytest.raises(WeightMismatch, match=r"lm_head\.weight is missing"):
-        load_head(prepare_eagle3(head, target), target, **OPTIONS)
 
 
 @pytest.mark.parametrize("known", [OLDER, 40])
@@ -74,12 +68,12 @@ def test_a_head_from_before_the_vocabulary_grew_loads(
     output = load_file(head / "model.safetensors")["lm_head.weight"][:known].clone()
     change(head, sizes, **{"lm_head.weight": output, "d2t": chosen - torch.arange(known), "t2d": t2d})
     check_draft("eagle3", head, target_folder)
-    loaded = load_head(prepare_eagle3(head, target), target, **OPTIONS)
+    loaded = loaded_head("eagle3", head, target)
     assert torch.equal(loaded.target_ids, chosen)
     assert loaded.logits(torch.randn(2, small_model.CONFIG["hidden_size"])).shape == (2, known)
     change(head, d2t=chosen - torch.arange(known) + OLDER)
     with pytest.raises(WeightMismatch, match=r"maps outside|must be 0"):
-        load_head(prepare_eagle3(head, target), target, **OPTIONS)
+        loaded_head("eagle3", head, target)
 
 
 def test_a_head_of_another_vocabulary_is_refused(head: Path, target: CausalLM) -> None:
@@ -87,10 +81,10 @@ def test_a_head_of_another_vocabulary_is_refused(head: Path, target: CausalLM) -
     sizes = {"vocab_size": OLDER, "draft_vocab_size": OLDER}
     change(head, sizes, **{"embed_tokens.weight": rows, "lm_head.weight": rows.clone(), "d2t": None})
     with pytest.raises(WeightMismatch, match=r"embed_tokens\.weight has 252 rows"):
-        load_head(prepare_eagle3(head, target), target, **OPTIONS)
+        loaded_head("eagle3", head, target)
     change(head, {"vocab_size": small_model.VOCAB_SIZE + 1})
     with pytest.raises(ConfigMismatch, match="vocab_size is 259"):
-        load_head(prepare_eagle3(head, target), target, **OPTIONS)
+        loaded_head("eagle3", head, target)
 
 
 def test_a_head_of_20_gigabytes_by_its_header_is_refused_unread(head: Path, target: CausalLM) -> None:
@@ -106,4 +100,4 @@ def test_a_head_of_20_gigabytes_by_its_header_is_refused_unread(head: Path, targ
         file.write(len(text).to_bytes(8, "little") + text + data)
         file.truncate(8 + len(text) + offsets[1])
     with pytest.raises(WeightMismatch, match=r"lm_head\.weight has shape \[10000000, 500\]"):
-        load_head(prepare_eagle3(head, target), target, **OPTIONS)
+        loaded_head("eagle3", head, target)

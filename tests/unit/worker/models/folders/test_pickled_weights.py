@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.models import pickled_weights
 from specdecode_worker.models.errors import NotPresent, WeightMismatch
 from specdecode_worker.models.fetch import resolve
-from specdecode_worker.models.weights import load_causal_lm, load_head, prepare_eagle3
+from specdecode_worker.models.weights import load_causal_lm
 from support import small_model
+from support.worker.small_folders import loaded_head
 
 pytestmark = pytest.mark.slow
 
@@ -104,11 +106,11 @@ def test_target_and_head_of_local_folders_load_as_from_safetensors(tmp_path: Pat
     small_model.write_draft(head)
     options: Any = {"dtype": torch.float32, "device": CPU}
     wanted = load_causal_lm(target, **options)
-    wanted_head = load_head(prepare_eagle3(head, wanted), wanted, **options)
+    wanted_head = loaded_head("eagle3", head, wanted)
     uris = [f"file://{pickled(folder, shards)}" for folder, shards in ((target, 3), (head, 1))]
     loaded = load_causal_lm(resolve(uris[0], tmp_path), **options)
-    loaded_head = load_head(prepare_eagle3(resolve(uris[1], tmp_path), loaded), loaded, **options)
-    for network, other in ((wanted, loaded), (wanted_head, loaded_head)):
+    head_of_pickles = loaded_head("eagle3", resolve(uris[1], tmp_path), loaded)
+    for network, other in ((wanted, loaded), (wanted_head, head_of_pickles)):
         for name, tensor in network.state_dict().items():
             assert torch.equal(tensor, other.state_dict()[name]), name
     cache = ["--cache-dir", str(tmp_path / "cache")]
@@ -251,10 +253,7 @@ def test_an_index_that_names_other_files_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
 def test_a_cache_that_cannot_be_written_is_named(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_with(tmp_path / "head", STATE)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(code, os.strerror(code))  # root, who runs this too, may write everywhere
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
+    error = OSError(code, os.strerror(code))  # root, who runs this too, may write everywhere
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=error))
     with pytest.raises(NotPresent, match="--cache-dir"):
         pickled_weights.converted_folder(folder, tmp_path / "cache")
