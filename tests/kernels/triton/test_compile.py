@@ -54,8 +54,16 @@ QUANTISED = {
     "experts, int4, a prompt": (0, 1),
 }
 """Launches whose pipelined loops wait: operands that lie unswizzled in shared memory, and loads that are not copied
-ahead. Those of quantised matrices wait for their scales, which are also narrower than 16 bytes a thread."""
-NARROW = {*QUANTISED, "attention, a token, fp8 cache"}
+ahead. Those of quantised matrices wait for their scales."""
+NARROW = {
+    "attention, a token, fp8 cache",
+    "int4, an eighth of an FFN",
+    "int4, many outputs",
+    "int4, fp32",
+    "int4, zero points of groups",
+    "int8, fp32",
+}
+NARROW_ON_H100 = NARROW | {"fp8, fp16"}
 """Launches with copies that are narrower than 16 bytes a thread."""
 SLOW = {
     "80": {"attention, a token, fp8 cache": 1.1, "int4, fp32": 2.3, "int8, fp32": 2.1, "fp8, blocks": 1.1},
@@ -128,11 +136,12 @@ def test_registers_are_spilled_where_it_is_known(launches: dict[str, Any], capab
     assert all(size <= SPILLS[name] for name, size in spilled.items()), spilled
 
 
-def test_pipelined_loops_do_not_wait(launches: dict[str, Any]) -> None:
+def test_pipelined_loops_do_not_wait(launches: dict[str, Any], capability: str) -> None:
     """Operands of matrix products are swizzled in shared memory, and everything in the loop is copied ahead of it."""
     waiting = {name: (launch["unswizzled"], launch["blocking"]) for name, launch in launches.items()}
     assert {name: counts for name, counts in waiting.items() if any(counts)} == QUANTISED
-    assert {name for name, launch in launches.items() if launch["narrow"]} <= NARROW
+    narrow = {name for name, launch in launches.items() if launch["narrow"]}
+    assert narrow == (NARROW_ON_H100 if capability == "90" else NARROW)
 
 
 def test_pipelined_loops_keep_up_with_memory(launches: dict[str, Any], capability: str) -> None:
@@ -157,14 +166,6 @@ def times_memory(launch: dict[str, Any], capability: str) -> float:
 def test_products_of_64_rows_use_the_instruction_of_the_device(launches: dict[str, Any], capability: str) -> None:
     used = {name: launches[name]["matrix"] for name in TILES_OF_64}
     assert all(names == [TILES[capability]] for names in used.values()), used
-
-
-def test_planted_faults_are_detected() -> None:
-    """A norm within a product's loop, as it was once (56 us instead of 17 on an H200), and copies of four bytes."""
-    planted = compile_all("90", "planted")
-    conflict = planted["planted conflict"]
-    assert (conflict["unswizzled"], conflict["blocking"]) == (1, 1)
-    assert planted["planted narrow copies"]["narrow"] > 0
 
 
 @pytest.mark.proof("compile")
