@@ -139,7 +139,7 @@ def test_steps_run_and_report_the_passes_of_the_method(
     make_engine: Any, pair: Any, method: Any, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass reads the weights of the head and of its output matrix once. At most one more runs over the prompt."""
-    head, calls = getattr(pair, method), Counter[str]()
+    head, calls = {"eagle3": pair.eagle, "peagle": pair.peagle, "dflash": pair.dflash}[method], Counter[str]()
 
     def counted(name: str) -> Any:
         run = getattr(head, name)
