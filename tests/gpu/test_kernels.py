@@ -235,6 +235,42 @@ def test_small_kernels() -> None:
     assert same.float().mean() > 0.999, "a number that lies between two may be rounded to the other one"
 
 
+def test_captured_graph_serves_other_lengths() -> None:
+    """A captured graph gives correct results for other lengths than those at its capture."""
+    from specdecode_kernels.tree_attention import kernel
+    from specdecode_kernels.tree_attention.plan import plan
+
+    batch, nodes, kv = 4, 6, 8
+    cache = random(2, 4 * 128 + 1, PAGE, kv, 128)
+    q = random(batch * nodes, 32, 128, seed=1)
+    lengths, starts = torch.tensor([5, 2000, 64, 0], device=CUDA), torch.zeros(batch, dtype=torch.int64, device=CUDA)
+    table = torch.arange(1, 4 * 128 + 1, device=CUDA).view(batch, 128)
+    masks = torch.tensor([(2 << n) - 1 for n in range(nodes)] * batch, device=CUDA)
+    query_start = torch.arange(batch + 1, device=CUDA) * nodes
+
+    def run() -> Tensor:
+        made = plan(
+            query_start=query_start,
+            prefix_len_B=lengths,
+            key_start_B=starts,
+            ancestors_T=masks,
+            block_table_BM=table,
+            block_size=PAGE,
+            groups=4,
+            kv_heads=kv,
+        )
+        return kernel.attend(q, cache, made)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = run()
+    for seed in range(5):
+        lengths.copy_(torch.randint(0, 2000, (batch,), generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        assert torch.equal(replayed, run())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("kind", quantised_linear_reference.KINDS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 14336), (2 * 14336, 4096), (32_000, 4096), (576, 1536)])

@@ -1,4 +1,4 @@
-"""Faults of capture that the plan switches on: a full disk, and a hook that hangs.
+"""Faults of capture that the plan switches on: a full disk, a slow one, and a hook that hangs.
 
 The worker serves on, the report says why nothing is captured, and the next rules are tried at once.
 """
@@ -6,6 +6,7 @@ The worker serves on, the report says why nothing is captured, and the next rule
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from specdecode_worker.capture import ReadStats, read_records
+from specdecode_worker.capture.segments import segment_name
 from specdecode_worker.contract import Plan
 from specdecode_worker.contract.capture import CaptureRules
 from support.faults.bounds import healthy
@@ -89,6 +91,25 @@ def worker_is_stopped(worker: WorkerProcess) -> bool:
     before = worker.captured().dropped.get("stopped", 0)
     ask(worker)
     return worker.captured().dropped.get("stopped", 0) > before
+
+
+def test_slow_disk_delays_no_request(tmp_path: Path, start_fake: StartWorker) -> None:
+    folder = tmp_path / "captures"
+    worker = start_fake(capture_dir=str(folder))
+    push(worker)
+    ask(worker)
+    worker.wait_until(lambda: worker.captured().conversations == 1)
+    blocked = folder / segment_name(time.time() - 10)
+    os.mkfifo(blocked)  # reading it waits, as on a disk that does not answer
+    with healthy(worker):
+        push(worker, max_bytes=2**20)
+        ask(worker, 10)
+        worker.wait_until(lambda: worker.captured().problem is not None, 30)
+        ask(worker, 3)
+        assert worker.captured().conversations <= 11
+        blocked.open("wb").close()
+        worker.wait_until(lambda: worker.captured().problem is None)
+        worker.wait_until(lambda: worker.captured().conversations == 14)
 
 
 def test_hook_that_hangs_stops_capture_only(tmp_path: Path, start_fake: StartWorker) -> None:
