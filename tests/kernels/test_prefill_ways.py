@@ -70,6 +70,15 @@ def test_every_way_equals_the_definition(name: str, way: str) -> None:
 
 
 @pytest.mark.usefixtures("on_kernels")
+def test_queries_may_be_part_of_a_wider_tensor() -> None:
+    measure(kernel=2.0, sdpa=1.0)
+    case = case_of("chunks behind decoding rows")
+    wide = torch.full((len(case.q_THD), 10, SIZE), torch.nan)
+    wide[:, 2:8] = case.q_THD
+    assert close(op.attend(wide[:, 2:8], case.cache_2NPKD, prepared_chunks(case)), by_definition(case))
+
+
+@pytest.mark.usefixtures("on_kernels")
 def test_our_kernel_attends_unless_another_way_is_faster() -> None:
     case = case_of("chunks behind decoding rows")
     for times in ({"kernel": 1.0, "sdpa": 2.0}, {"flashinfer": 1.0}, {}):

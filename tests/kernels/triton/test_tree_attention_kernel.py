@@ -222,6 +222,15 @@ def test_a_long_sequence_fills_the_device_once(monkeypatch: pytest.MonkeyPatch) 
     assert (used[:, 5] - 64 * used[:, 4]).max() == 9 * 64
 
 
+def test_queries_may_be_part_of_a_wider_tensor() -> None:
+    """Queries may be part of a wider tensor, as after a joined projection of queries, keys and values."""
+    case = make_case(MIXED)
+    wide = torch.full((len(case.q_THD), 10, 16), torch.nan)
+    wide[:, 2:8] = case.q_THD
+    output = kernel.attend(wide[:, 2:8], case.cache_2NPKD, planned(case))
+    assert close(output, by_definition(case))
+
+
 @st.composite
 def sequences(draw: st.DrawFn) -> Sequence:
     prefix, rows = draw(st.integers(0, 90)), draw(st.integers(1, 20))
