@@ -138,13 +138,6 @@ def test_bf16_drafts_are_accepted_as_often_as_without_graphs(shape: str, sampled
     assert rates[1] == pytest.approx(rates[0], rel=0.15)
 
 
-def test_repeated_step_is_identical() -> None:
-    """A graph leaves no state that its next replay would read."""
-    asked = requests(8, sampled=True)
-    made = engine(torch.float32, "tree:3,2,1", graphs=True)
-    assert texts(made, asked) == texts(made, asked)
-
-
 def test_a_step_that_cannot_be_captured_leaves_the_backend_usable() -> None:
     backend, x = CudaGraphBackend(), torch.ones(4, device="cuda")
 
@@ -186,24 +179,30 @@ def test_a_recording_that_breaks_off_holds_no_memory_once_the_graphs_are_cleared
         torch.empty(int(share * free), dtype=torch.uint8, device="cuda")
 
 
-def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the shapes of a small Llama and its EAGLE-3 head for the modules of benchmarks/gpu."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
+    from shapes import Shapes
+
+    head = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2304}
+    return Shapes("small", {**LLAMA, "architectures": ["LlamaForCausalLM"]}, head, 0.0, 1.0)
+
+
+def test_an_eagle3_head_drafts_as_the_references_do(small_shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices that the product of few rows serves, heads of 128 numbers in groups of 4, and a real EAGLE-3 head.
 
     The weights are random and the temperature is 1: the noise, which target and draft share, decides most tokens, so
     that many drafts are accepted.
     """
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
     from harness import Asked, build
-    from shapes import Shapes
 
-    head = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2304}
-    shapes = Shapes("small", {**LLAMA, "architectures": ["LlamaForCausalLM"]}, head, 0.0, 1.0)
     results: dict[tuple[bool, str], Any] = {}
     for on_kernels in (True, False):
         if not on_kernels:
             monkeypatch.setattr(dispatch, "on_gpu", lambda x: False)
         asked = Asked(
-            shapes=shapes, batches=(4,), context=64, dtype=torch.float32, device=torch.device("cuda"),
+            shapes=small_shapes, batches=(4,), context=64, dtype=torch.float32, device=torch.device("cuda"),
             always_right=False, filled=False, eager=not on_kernels,
         )  # fmt: skip
         bench = build(asked)
@@ -222,19 +221,15 @@ def test_an_eagle3_head_drafts_as_the_references_do(monkeypatch: pytest.MonkeyPa
     assert results[True, "chain:4"][1][1] > 10
 
 
-def test_a_worker_starts_from_files_and_times_its_steps_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_starts_from_files_and_times_its_steps_first(small_shapes: Any, tmp_path: Path) -> None:
     """With the memory that the card has left, and steps that are launched ahead when the last one is timed."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "gpu")
     from networks import random_target, write_config, write_head
-    from shapes import Shapes
 
-    head = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 2304}
-    shapes = Shapes("small", {**LLAMA, "architectures": ["LlamaForCausalLM"]}, head, 0.0, 1.0)
-    target = random_target(shapes, torch.bfloat16, torch.device("cuda"))
-    write_config(shapes, tmp_path / "target")
+    target = random_target(small_shapes, torch.bfloat16, torch.device("cuda"))
+    write_config(small_shapes, tmp_path / "target")
     weights = {name: value.cpu() for name, value in target.state_dict().items()}
     save_file(weights, tmp_path / "target" / "model.safetensors")
-    write_head(shapes, target, tmp_path / "head", torch.bfloat16, torch.device("cuda"))
+    write_head(small_shapes, target, tmp_path / "head", torch.bfloat16, torch.device("cuda"))
     config = WorkerConfig(
         model=ModelConfig(uri=f"file://{tmp_path}/target", served_name="small", dtype="bfloat16"),
         draft=DraftConfig(method="eagle3", uri=f"file://{tmp_path}/head", required=True),

@@ -49,7 +49,6 @@ SLOW_INTERPRETED = (
     "planted",
     "detected",
     "random",
-    "all_layers_share_a_plan",
     "processed_tokens_equal",
     "edges_of_the_parameters",
     "more_chunks_than_are_merged",

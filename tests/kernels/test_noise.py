@@ -1,4 +1,4 @@
-"""Noise: Philox against its published vectors and Python integers, Gumbel noise by its distribution."""
+"""Noise: Philox against its published vectors and Python integers. tests/lossless/test_law.py has what is drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare, kstest
+from scipy.stats import kstest
 from torch import Tensor
 
 from specdecode_kernels.noise import op, reference
@@ -88,12 +88,3 @@ def test_uniform_is_uniform_and_neighbours_are_independent() -> None:
     for name, other in others.items():
         correlation = float(torch.corrcoef(torch.stack((drawn.flatten(), other.flatten())))[0, 1])
         assert abs(correlation) < 5 / math.sqrt(drawn.numel()), name
-
-
-@pytest.mark.parametrize("stream", [reference.GUMBEL_STREAM, reference.RESIDUAL_STREAM])
-def test_the_argmax_of_noised_log_probabilities_is_a_sample(stream: int) -> None:
-    p = torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03], dtype=torch.float64)
-    draws = 40_000
-    noise = reference.gumbel(torch.arange(draws), torch.full((draws,), 9), len(p), stream)
-    counts = (p.log() + noise).argmax(-1).bincount(minlength=len(p))
-    assert chisquare(counts.numpy(), (p * draws).numpy()).pvalue > 1e-3

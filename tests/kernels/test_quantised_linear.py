@@ -39,12 +39,8 @@ def agrees(
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_kernel(kind: Kind, rows: int, outputs: int, inputs: int) -> None:
     assert agrees(kernel, kind, rows, outputs, inputs, bias=rows % 2 == 0, dtype=torch.float32)
-
-
-@KINDS
-@pytest.mark.parametrize("rows", [1, 5])
-def test_kernel_in_fp16(kind: Kind, rows: int) -> None:
-    assert agrees(kernel, kind, rows, 33, 200, bias=True, dtype=torch.float16)
+    if rows in (1, 17):
+        assert agrees(kernel, kind, rows, outputs, inputs, bias=True, dtype=torch.float16)
 
 
 ALL_LEVELS = torch.arange(256, dtype=torch.uint8)

@@ -138,14 +138,6 @@ def test_adjustments_of_the_op_equal_the_reference(rows: list[Adjusted], dtype: 
         assert torch.equal(actual[r : r + 1], op.adjusted(logits[r : r + 1], **sparse([row])))  # type: ignore[arg-type]
 
 
-def test_neutral_row_is_unchanged() -> None:
-    logits = logits_to_adjust(2)
-    busy = Adjusted(((3, 2.0),), (1,), (2, 3, 4), (2, 3), (4, 4), 1.3, 0.5, 0.5)
-    adjusted = op.adjusted(logits, **sparse([Adjusted(prompt=(1, 2), answer=(3, 3)), busy]))  # type: ignore[arg-type]
-    assert torch.equal(adjusted[0], logits[0])
-    assert not torch.equal(adjusted[1], logits[1])
-
-
 Row = tuple[float, int, float, float]
 """(temperature, top-k, top-p, min-p)."""
 TEMPERATURES = st.sampled_from((0.0, 0.3, 0.7, 1.0, 1.9))
@@ -263,28 +255,6 @@ def test_ties_of_the_kth_token_stay_and_greedy_takes_the_first_tie() -> None:
     probabilities = reference.processed(logits, *columns([(1.0, 2, 1.0, 0.0), (0.0, 0, 1.0, 0.0)])).exp()
     assert (probabilities[0] > 0).tolist() == [False, True, True, True, False]
     assert probabilities[1].tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
-
-
-def test_top_p_applies_to_the_tokens_left_by_top_k() -> None:
-    """0.4 / (0.4 + 0.3) already reaches 0.55: of the two tokens that top-k leaves, one stays."""
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
-    with_top_k = reference.processed(logits, *columns([(1.0, 2, 0.55, 0.0)]))
-    without_top_k = reference.processed(logits, *columns([(1.0, 0, 0.55, 0.0)]))
-    assert torch.isfinite(with_top_k).sum() == 1
-    assert torch.isfinite(without_top_k).sum() == 2
-
-
-def test_min_p_applies_before_top_p() -> None:
-    """Top-p counts the mass that min-p left.
-
-    Of 0.5, 0.3, 0.15 and 0.05, min-p 0.4 leaves 0.625 and 0.375 after rescaling. The first token alone reaches 0.6 of
-    that mass, but not 0.6 of all mass.
-    """
-    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
-    both = reference.processed(logits, *columns([(1.0, 0, 0.6, 0.4)]))
-    alone = reference.processed(logits, *columns([(1.0, 0, 0.6, 0.0)]))
-    assert torch.isfinite(both).sum() == 1
-    assert torch.isfinite(alone).sum() == 2
 
 
 @pytest.mark.parametrize("cuts", [False, True], ids=["whole", "cut"])

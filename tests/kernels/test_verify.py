@@ -203,16 +203,6 @@ def test_coupled_tokens_are_the_argmax_over_noise(case: Trees) -> None:
         assert token == noised.index(max(noised))
 
 
-def test_tree_without_nodes_emits_the_targets_token() -> None:
-    case = make(((-1,), (-1,)), 0)
-    chosen = torch.tensor([[4], [2]])
-    accepted = reference.walk(case.parents_BN, case.tokens_BN, chosen, 0)
-    assert unpadded(accepted) == [([], 4), ([], 2)]
-    assert accepted.path_BD.shape == (2, 0)
-    args = (case.parents_BN, case.tokens_BN, case.logp_BNV, None, case.seed_B, case.position_B)
-    assert unpadded(op.multi_round(*args, 0)) == [rounds_by_loop(case, b, drawn=False) for b in range(2)]
-
-
 def test_certain_proposals_are_always_taken_and_impossible_ones_never() -> None:
     parents, tokens = torch.tensor([-1, 0, 0, 2]), torch.tensor([0, 1, 2, 3])
     p = torch.zeros(4, VOCABULARY, dtype=torch.float64)
@@ -270,12 +260,3 @@ def test_targets_receive_the_source_rows(
     blocks, sources, targets = move
     before = cache(layers, blocks, heads, dtype)
     assert torch.equal(cache_after(before, sources, targets), by_definition(before, sources, targets))
-
-
-SHIFT, CYCLE, PATH = ([5, 6, 7], [6, 7, 8]), ([5, 9, 13], [9, 13, 5]), ([6, 9, 14], [5, 6, 7])
-
-
-@pytest.mark.parametrize("move", [SHIFT, CYCLE, PATH], ids=["shift", "cycle", "path"])
-def test_overlapping_moves(move: tuple[list[int], list[int]]) -> None:
-    before = cache(2, 5, 2)
-    assert torch.equal(cache_after(before, *move), by_definition(before, *move))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -43,11 +43,10 @@ from specdecode_worker.models.config import (
 from specdecode_worker.models.dflash import DFlashHead
 from specdecode_worker.models.eagle import Eagle3Head, EagleHead, PEagleHead
 from specdecode_worker.models.medusa import MedusaHeads
+from specdecode_worker.sampling.params import Sampling
+from support.lossless.own_drafts import OwnDrafts
+from support.lossless.plain_decoding import PlainDecoding
 from support.small_llama import VOCABULARY, NoisedCopy, assembled, texts
-
-if TYPE_CHECKING:  # of the folder that is added to the path below
-    from support.lossless.own_drafts import OwnDrafts
-
 
 CPU = torch.device("cpu")
 
@@ -72,8 +71,6 @@ class Pair:
 
 @pytest.fixture(scope="session")
 def pair() -> Iterator[Pair]:
-    from support.lossless.own_drafts import OwnDrafts
-
     torch.set_num_threads(1)
     torch.manual_seed(3)
     shape = {
@@ -210,23 +207,35 @@ def make_engine(pair: Pair) -> EngineMaker:
     return make
 
 
-PLAIN: dict[tuple[CausalLM, tuple[Submit, ...]], dict[str, list[int]]] = {}
+PLAIN: dict[tuple[CausalLM, tuple[int, ...], Sampling], list[int]] = {}
 
 
 @pytest.fixture
 def plain(make_engine: EngineMaker, pair: Pair) -> Callable[[Sequence[Submit]], dict[str, list[int]]]:
-    """Return a function for the tokens by an engine without a draft, which test_engine compares with dense passes.
+    """Return a function for the tokens by an engine without draft, reuse, chunks or preemption.
 
-    A target decodes the same requests once for all tests.
+    test_engine compares an engine with dense passes. A target decodes the same request once for all tests.
     """
 
+    def key(request: Submit) -> tuple[CausalLM, tuple[int, ...], Sampling]:
+        return pair.target, request.prompt, request.sampling
+
     def tokens(requests: Sequence[Submit]) -> dict[str, list[int]]:
-        key = pair.target, tuple(requests)
-        if key not in PLAIN:
-            PLAIN[key] = texts(make_engine(None), requests)
-        return PLAIN[key]
+        missing = [one for one in requests if key(one) not in PLAIN]
+        if missing:
+            engine = make_engine(None, blocks=1000, budget=4096, prefix_caching=False, chunked=False)
+            found, report = texts(engine, missing), engine.report()
+            assert (report.preemptions, report.prefix_hit_tokens, report.prefill_chunks) == (0, 0, len(missing))
+            PLAIN.update({key(one): found[one.request_id] for one in missing})
+        return {one.request_id: PLAIN[key(one)] for one in requests}
 
     return tokens
+
+
+@pytest.fixture(scope="session")
+def reference(pair: Pair) -> PlainDecoding:
+    """Return the decoder of dense passes, without any engine."""
+    return PlainDecoding(pair.target)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ within 1e-4, texts may therefore diverge; this is counted. Any other difference 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -42,15 +41,6 @@ SAMPLING_PARAMS = ((1.0, 1.0, 0), (0.7, 0.9, 40), (0.6, 1.0, 0))
 
 They do not share a batch, because one row with top-p or top-k slows down the whole batch.
 """
-
-
-@dataclass
-class Tally:
-    """Totals of a comparison, and the near ties at which texts diverged."""
-
-    texts: int = 0
-    tokens: int = 0
-    near_ties: list[str] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
@@ -140,25 +130,6 @@ def divergence(reference_model: CausalLM, submit: Submit, wanted: Sequence[int],
     return which
 
 
-def compare(reference_model: CausalLM, submits: Sequence[Submit], wanted: list[Answer], actual: list[Answer]) -> Tally:
-    tally = Tally()
-    for submit, a, b in zip(submits, wanted, actual, strict=True):
-        tally.texts, tally.tokens = tally.texts + 1, tally.tokens + len(a.tokens)
-        if message := divergence(reference_model, submit, a.tokens, b.tokens):
-            tally.near_ties.append(message)
-    return tally
-
-
-def summary_text(name: str, tally: Tally, outputs: list[Answer]) -> str:
-    per_step = 1 + sum(a.accepted for a in outputs) / sum(a.drafts for a in outputs)
-    distinct = distinct_4grams([a.tokens for a in outputs])
-    lines = [
-        f"{name}: {tally.texts} texts, {tally.tokens} tokens, {len(tally.near_ties)} parted at a near tie, "
-        f"{per_step:.2f} tokens/step, {100 * distinct:.0f} % distinct 4-grams"
-    ]
-    return "\n    ".join(["", *lines, *tally.near_ties])
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 def test_speculative_text_equals_plain_text(
@@ -167,12 +138,19 @@ def test_speculative_text_equals_plain_text(
     submits = requests(local, sampled=sampled)
     wanted, actual = plain(local, submits), speculative(local, submits)
     assert sum(a.drafts for a in wanted) == 0 < min(a.drafts for a in actual)
-    tally = compare(reference_model, submits, wanted, actual)
-    with capsys.disabled():
-        print(summary_text("sampled" if sampled else "greedy", tally, actual))
+    pairs = [(a.tokens, b.tokens) for a, b in zip(wanted, actual, strict=True)]
+    parted = [divergence(reference_model, one, *pair) for one, pair in zip(submits, pairs, strict=True)]
+    near_ties = [where for where in parted if where]
     per_step = 1 + sum(a.accepted for a in actual) / sum(a.drafts for a in actual)
+    with capsys.disabled():
+        print(
+            f"\n{len(submits)} texts, {sum(len(text) for text, _ in pairs)} tokens, {per_step:.2f} tokens/step, "
+            f"{100 * distinct_4grams([text for _, text in pairs]):.0f} % distinct 4-grams, parted at a near tie:",
+            *near_ties,
+            sep="\n    ",
+        )
     assert per_step > 1.2, "the draft must be good enough to test anything"
-    assert len(tally.near_ties) <= max(1, COUNT // 20), "near ties are rarer than that"
+    assert len(near_ties) <= max(1, COUNT // 20), "near ties are rarer than that"
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])

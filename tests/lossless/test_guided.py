@@ -14,12 +14,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from specdecode_worker.contract import DraftState, TaskMatch, TreeShape
-from specdecode_worker.core.messages import Submit, Tokens
+from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.core.request import Row
-from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import engine as step_launcher
-from specdecode_worker.engine import step_tables as feature_tables
 from specdecode_worker.engine.stats import RowResult, StepRecorder
 from specdecode_worker.guided import grammars
 from specdecode_worker.guided.grammars import GrammarCompiler
@@ -29,8 +27,7 @@ from specdecode_worker.sampling.sampler import TokenMasks
 from support.char_tokenizer import END, tokenizer_json
 from support.lossless.plain_decoding import GuidedDecoding
 from support.lossless.small_requests import DRAFTS, plan_of
-from support.small_llama import texts as run
-from support.worker.accounts import check_engine
+from support.small_llama import texts
 
 TOKENS, VOCABULARY = 40, 61
 SCHEMA = {
@@ -96,23 +93,11 @@ def guided_engine(make_engine: Any, compiler: GrammarCompiler) -> Any:
     return partial(make_engine, grammars=compiler, eos_token_ids=(END,), plan=plan_of(SHAPES))
 
 
-def texts(plain: GuidedDecoding, submits: Sequence[Submit]) -> dict[str, list[int]]:
-    """Return the plain texts. The reference ends a text without grammar only at a stop token, the engine at END too."""
-    return {r.request_id: _until_end(plain.text(r), r) for r in submits}
-
-
-def _until_end(answer: list[int], request: Submit) -> list[int]:
-    if request.sampling.grammar:
-        return answer
-    least = max(request.sampling.min_tokens - 1, 0)
-    return answer[: answer.index(END, least) + 1] if END in answer[least:] else answer
-
-
 @pytest.mark.core
 @pytest.mark.parametrize("draft", [None, "copy", *DRAFTS])
 def test_guided_text_equals_plain_decoding(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
     submits = [r for r in requests() if r.sampling.grammar]
-    assert run(guided_engine(draft), submits) == texts(plain, submits)
+    assert texts(guided_engine(draft), submits) == plain.texts(submits)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +115,7 @@ def test_guided_text_equals_plain_decoding(guided_engine: Any, plain: GuidedDeco
 def test_mixed_batches_equal_plain_decoding(guided_engine: Any, plain: GuidedDecoding, fields: dict[str, Any]) -> None:
     submits = requests(rounds=4)
     engine = guided_engine("copy", **fields)
-    assert run(engine, submits) == texts(plain, submits)
+    assert texts(engine, submits) == plain.texts(submits)
     assert engine.report().preemptions > 0 or "blocks" not in fields, "the test must make the blocks run out"
     if "graphs" in fields:
         assert set(engine._graphs.eager) == {"prefill"}
@@ -162,7 +147,7 @@ def test_guided_rows_leave_the_drafts_of_others_in_graphs(
 
     monkeypatch.setattr(step_launcher.StepLauncher, "_propose", noting)
     monkeypatch.setattr(StepRecorder, "record_row", checked)
-    assert run(engine, submits) == texts(plain, submits)
+    assert texts(engine, submits) == plain.texts(submits)
     made = engine._graphs
     assert not any(one_by_one), "a row without a grammar was drafted before the graph"
     assert set(made.eager) == {"prefill"}
@@ -188,60 +173,39 @@ def test_drafts_beside_others_are_masked_at_their_roots(guided_engine: Any, monk
             monkeypatch.setattr(TokenMasks, "of_roots", nothing)
         engine = guided_engine(graphs=(8,))
         engine.set_plan(plan_of([TreeShape.chain(2)] * len(SHAPES), version=2))
-        found = run(engine, submits)
+        found = texts(engine, submits)
         accepted.append((found, engine.report().accepted_tokens))
     assert accepted[0][0] == accepted[1][0]
     assert accepted[0][1] > accepted[1][1]
 
 
-def test_a_biased_row_leaves_the_others_in_the_graph(make_engine: Any, plain: GuidedDecoding) -> None:
-    submits = [request(index, "none", sampled=False) for index in (4, 0, 7, 14)]
-    assert submits[0].sampling.logit_bias
-    engine = make_engine(
-        "eagle3", graphs=(1, 2, 4), eos_token_ids=(END,), plan=plan_of([TreeShape.chain(3)] * len(SHAPES))
-    )
-    assert run(engine, submits) == texts(plain, submits)
-    assert set(engine._graphs.eager) == {"prefill"}
-    assert not engine._graphs.outside
-    assert engine.report().accepted_tokens > 0
-
-
 @pytest.mark.parametrize("draft", [None, "eagle3", "medusa", "peagle", "ngram-blind"])
 def test_graphs_of_other_drafts(guided_engine: Any, plain: GuidedDecoding, draft: str | None) -> None:
     engine = guided_engine(draft, graphs=(2, 8), pipelined=True)
-    assert run(engine, requests()) == texts(plain, requests())
+    assert texts(engine, requests()) == plain.texts(requests())
     assert set(engine._graphs.eager) == {"prefill"}
 
 
-def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding) -> None:
-    engine = guided_engine(["copy", "ngram"])
-    tasks = tuple(TaskMatch(name=f"t{i}", draft="d1" if i % 2 else None) for i in range(len(SHAPES)))
-    engine.set_plan(plan_of(SHAPES, version=2, tasks=tasks))
-    first, again = requests(), [*requests()]
-    assert run(engine, first) == texts(plain, first)
-    assert run(engine, again) == texts(plain, again)
-    assert engine.report().prefix_hit_tokens > 0, "the second time must reuse prompts"
-
-
-def test_draft_swaps_between_steps(guided_engine: Any, plain: GuidedDecoding, drafter: Any) -> None:
-    engine = guided_engine("copy", pipelined=True)
-    names = ("ngram", "eagle3", "peagle", "dflash", "medusa", "suffix", "copy")
-
-    def swap(steps: int) -> list[Tokens]:
-        if steps % 5 != 4:
-            return []
-        name = names[steps // 5 % len(names)]
-        loaded = LoadedDraft(drafter(engine, name), DraftState(hash=f"{name}{steps}"))
-        return list(engine.set_draft("", loaded))
-
-    submits = requests(rounds=4)
-    assert run(engine, submits, swap) == texts(plain, submits)
+@pytest.mark.parametrize("graphs", [(), (1, 2, 4, 8)], ids=["eager", "graphs"])
+def test_prefix_reuse_and_two_drafts(guided_engine: Any, plain: GuidedDecoding, graphs: tuple[int, ...]) -> None:
+    """Tasks run one of two drafts, or merge both."""
+    merged = (MergedDraft(draft="d1", depth=6),)
+    tasks = tuple(
+        TaskMatch(name=f"t{i}", draft="d1" if i % 3 == 0 else None, merge=merged if i % 3 == 1 else ())
+        for i in range(len(SHAPES))
+    )
+    engine = guided_engine(["copy", "ngram"], graphs=graphs, plan=plan_of(SHAPES, tasks=tasks))
+    for _ in range(2):
+        assert texts(engine, requests()) == plain.texts(requests())
+    report = engine.report()
+    assert report.prefix_hit_tokens > 0, "the second time must reuse prompts"
+    assert report.credit, "merged drafts are credited"
 
 
 def test_multi_round_sampling_follows_grammars(guided_engine: Any, plain: GuidedDecoding) -> None:
     """Greedy answers are those of plain decoding. Sampled ones are others, and follow their grammars."""
     submits = [r for r in requests(rounds=4) if r.sampling.grammar]
-    answers = run(guided_engine("copy", coupled=False), submits)
+    answers = texts(guided_engine("copy", coupled=False), submits)
     for submit in submits:
         answer = answers[submit.request_id]
         if submit.sampling.temperature == 0:
@@ -255,43 +219,30 @@ def test_continued_requests(guided_engine: Any, plain: GuidedDecoding, done: int
     """A request that continues the output of another worker follows its grammar from there."""
     submits = [r for r in requests(rounds=2) if r.sampling.grammar and len(plain.text(r)) > done]
     continued = [structs.replace(r, emitted=tuple(plain.text(r)[:done])) for r in submits]
-    rest = run(guided_engine(), continued)
+    rest = texts(guided_engine(), continued)
     assert rest == {r.request_id: plain.text(r)[done:] for r in submits}
-
-
-def test_a_complete_answer_is_not_continued(guided_engine: Any, plain: GuidedDecoding) -> None:
-    submit = structs.replace(request(0, "choice", sampled=False), request_id="complete")
-    answer = plain.text(submit)
-    assert answer[-1] == END
-    ignoring = structs.replace(submit.sampling, ignore_eos=True)
-    with pytest.raises(ValueError, match="complete answer"):
-        guided_engine().add(structs.replace(submit, sampling=ignoring, emitted=tuple(answer)))
 
 
 def steps_of(engine: Any, submits: Sequence[Submit]) -> tuple[int, dict[str, list[int]]]:
     """Run the requests, and return the number of steps and the texts."""
     counted: list[int] = []
     engine.on_launch = lambda rows, tokens: counted.append(rows)
-    answers = run(engine, submits)
+    answers = texts(engine, submits)
     return len(counted), answers
 
 
 def test_forced_tokens_are_drafted_without_a_draft(guided_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = request(0, "compact", sampled=False)
-    fast, answers = steps_of(guided_engine(None), [submit])
+    engine = guided_engine(None)
+    fast, answers = steps_of(engine, [submit])
+    report = engine.report()
+    assert (report.drafts, report.draft_tokens, report.accepted_tokens) == (0, 0, 0), "they do not count as drafts"
     monkeypatch.setattr(Guide, "forced", lambda self: ())
     slow, wanted = steps_of(guided_engine(None), [submit])
     assert answers == wanted
     (answer,) = answers.values()
     assert answer[-1] == END
     assert slow == len(answer) > 2 * fast
-
-
-def test_forced_tokens_do_not_count_as_drafts(guided_engine: Any) -> None:
-    engine = guided_engine(None)
-    run(engine, [request(0, "compact", sampled=False)])
-    report = engine.report()
-    assert (report.drafts, report.draft_tokens, report.accepted_tokens) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("graphs", [(), (8,)], ids=["direct", "graphs"])
@@ -303,73 +254,5 @@ def test_wrong_forced_tokens_are_rejected(
     right, _ = steps_of(guided_engine(graphs=graphs), submits)
     monkeypatch.setattr(step_launcher, "given_tokens", lambda request, tree: ())
     wrong, answers = steps_of(guided_engine(graphs=graphs), submits)
-    assert answers == texts(plain, submits)
+    assert answers == plain.texts(submits)
     assert wrong > right or not graphs
-
-
-def masks_of_roots(self: TokenMasks) -> Any:
-    """Return the masks of verification, in which all nodes of a tree have that of the root."""
-    masks, counts = VERIFIED(self), [tree.verified for tree in self._forest.trees]
-    roots = [sum(counts[:b]) for b, count in enumerate(counts) for _ in range(count)]
-    return replace(masks, rows=[masks.rows[root] for root in roots])
-
-
-MASK, ADVANCE, VERIFIED = Guide.mask, Guide.advance, TokenMasks.verified
-BUGS: dict[str, tuple[Any, str, Any]] = {
-    "unmasked-target": (TokenMasks, "blocked", lambda self, rows: torch.zeros(len(rows.node_R), 61).bool()),
-    "blind-to-the-tree": (Guide, "mask", lambda self, path=(): MASK(self)),
-    "no-rollback": (Guide, "mask", lambda self, path=(): (ADVANCE(self, path[:1]), MASK(self, path))[1]),
-    "late-guide": (Guide, "advance", lambda self, tokens: None),
-    "no-masks": (feature_tables.MaskTable, "write", lambda self, table_NW: None),
-    "masks-of-roots": (TokenMasks, "verified", masks_of_roots),
-}
-BUGS_OF_GRAPHS = ("no-masks", "masks-of-roots")
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_detected(
-    guided_engine: Any, plain: GuidedDecoding, bug: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(*BUGS[bug])
-    submits = [r for r in requests() if r.sampling.grammar]
-    try:
-        different = run(guided_engine(graphs=(8,) if bug in BUGS_OF_GRAPHS else ()), submits) != texts(plain, submits)
-    except AssertionError:
-        different = True  # an answer ended with an error
-    assert different
-
-
-def test_a_grammar_that_fails_midway_ends_its_request_alone(
-    guided_engine: Any, plain: GuidedDecoding, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Limits of the library are per step, so a grammar can exceed one in the middle of an answer."""
-    right = Guide._compute
-
-    def fails(self: Guide, matcher: Any, depth: int) -> Any:
-        if self._emitted >= 3 and self._matcher is broken[0]:
-            self.error = "lexer too complex"
-            return None
-        return right(self, matcher, depth)
-
-    monkeypatch.setattr(Guide, "_compute", fails)
-    submits = [r for r in requests(rounds=2) if r.sampling.grammar]
-    engine = guided_engine()
-    for submit in submits:
-        engine.add(submit)
-    broken: list[Any] = [None]
-    answers: dict[str, list[int]] = {r.request_id: [] for r in submits}
-    failed = {}
-    while not engine.idle:
-        for one in engine.step():
-            answers[one.request_id] += one.tokens
-            if one.finish == "error":
-                failed[one.request_id] = one.error
-        request = engine._requests.get("1")
-        broken[0] = request.guide._matcher if request is not None and request.guide is not None else broken[0]
-    check_engine(engine)
-    wanted = texts(plain, submits)
-    assert failed == {"1": "lexer too complex"}
-    part = answers.pop("1")
-    assert 3 <= len(part) < len(wanted["1"])
-    assert part == wanted.pop("1")[: len(part)]
-    assert answers == wanted

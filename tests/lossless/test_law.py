@@ -18,16 +18,18 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from specdecode_kernels.noise.reference import COIN_STREAM
-from specdecode_kernels.sample.reference import adjusted, processed
+from specdecode_kernels.sample.reference import processed
 from specdecode_kernels.step_tables.op import commit
 from specdecode_kernels.step_tables.tables import SlotState, StepRows, Verified
 from specdecode_kernels.verify import op as verify
 from specdecode_kernels.verify import reference as chosen_module
 from specdecode_worker.contract import TreeShape
+from specdecode_worker.core.messages import Submit
 from specdecode_worker.sampling import sampler as sampler_module
 from specdecode_worker.sampling.params import SamplingParams
 from specdecode_worker.sampling.sampler import BatchTokens, SampledRows, StepSampler, sampler_of
 from specdecode_worker.sampling.trees import Forest, Nodes, tree_of
+from support.lossless.plain_decoding import with_processors
 from support.tiers import by_effort
 
 DRAWS = by_effort(quick=100_000, full=100_000, nightly=200_000)
@@ -51,6 +53,7 @@ SAMPLING_PARAMS = {
         repetition_penalty=1.3,
         logit_bias=((2, 0.6), (3, -0.4)),
         min_tokens=2,
+        stop_token_ids=(1,),
         blocked=(1,),
     ),
 }
@@ -77,22 +80,8 @@ TARGET, DRAFT = _tables()
 
 def _p(params: SamplingParams, answer: tuple[int, ...]) -> Tensor:
     """Return the reference probabilities of the token after an answer, [V]."""
-    last = answer[-1] if answer else PROMPT[-1]
-    bias = torch.zeros(1, VOCABULARY, dtype=torch.float64)
-    for token, value in params.logit_bias:
-        bias[0, token] = value
-    blocked = torch.zeros(1, VOCABULARY, dtype=torch.bool)
-    blocked[0, list(params.blocked)] = len(answer) < params.min_tokens
-    logits = adjusted(
-        TARGET[None, last],
-        bias_RV=bias,
-        blocked_RV=blocked,
-        prompt_RV=torch.tensor([[token in PROMPT for token in range(VOCABULARY)]]),
-        counts_RV=torch.tensor([[answer.count(token) for token in range(VOCABULARY)]]),
-        repetition_R=torch.tensor([params.repetition_penalty]),
-        frequency_R=torch.tensor([params.frequency_penalty]),
-        presence_R=torch.tensor([params.presence_penalty]),
-    )
+    request = Submit(request_id="", prompt=PROMPT, sampling=params)
+    logits = with_processors(TARGET[None, [*PROMPT, *answer][-1]], request, list(answer))
     cuts = torch.tensor([params.top_k]), torch.tensor([params.top_p]), torch.tensor([params.min_p])
     return processed(logits, torch.tensor([params.temperature]), *cuts)[0].exp()
 

@@ -11,13 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from specdecode_kernels.quantised_linear.reference import Quantised, pack_int4
 from specdecode_kernels.rope_cache.reference import Scales
-from specdecode_worker.contract import MergedDraft, TaskMatch, TreeShape
-from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.linear import Linear, QuantizedWeight
+from specdecode_worker.contract import TreeShape
+from specdecode_worker.models.linear import QuantizedWeight
 from specdecode_worker.models.optimize import fuse, quantise_draft, quantise_target
 from support.lossless.small_requests import plan_of, submit
 from support.small_llama import texts
@@ -28,31 +25,7 @@ TOKENS = 40
 CPU = torch.device("cpu")
 
 
-def store_as_checkpoints_do(target: CausalLM) -> None:
-    """Store the matrices of the blocks with scales of groups and columns in act-order.
-
-    Those of attention are int4 with zero points, those of the MLP fp8.
-    """
-    matrices = [(name, module) for name, module in target.model.layers.named_modules() if isinstance(module, Linear)]
-    for name, linear in matrices:
-        order_K = torch.randperm(linear.in_features, generator=torch.Generator().manual_seed(linear.in_features))
-        values_NK = F.pad(linear.weight[:, order_K].float(), (0, -linear.in_features % 32))
-        values_NGK = values_NK.unflatten(1, (-1, 32))
-        if "mlp" in name:
-            scale_NG = values_NGK.abs().amax(-1) / 448
-            packed = (values_NGK / scale_NG[..., None]).flatten(1)[:, : linear.in_features].to(torch.float8_e4m3fn)
-            weight = Quantised("fp8", packed, scale_NG, linear.in_features, 32, None, order_K)
-        else:
-            low_NG, high_NG = values_NGK.aminmax(dim=-1)
-            scale_NG = ((high_NG - low_NG) / 15).half()
-            zero_NG = (-low_NG / scale_NG).round().clamp(0, 15).to(torch.uint8)
-            levels_NGK = (values_NGK / scale_NG[..., None]).round() + zero_NG[..., None]
-            packed = pack_int4(levels_NGK.clamp(0, 15).to(torch.uint8))
-            weight = Quantised("int4", packed, scale_NG, linear.in_features, 32, zero_NG, order_K)
-        linear._store(QuantizedWeight(weight, linear.bias))
-
-
-TARGETS = {"plain target": None, "int8 target": "int8", "fp8 target": "fp8", "quantized checkpoint": "checkpoint"}
+TARGETS = {"plain target": None, "int8 target": "int8", "fp8 target": "fp8"}
 
 
 @pytest.fixture(params=TARGETS.values(), ids=TARGETS)
@@ -69,10 +42,7 @@ def pair(request: pytest.FixtureRequest, pair: Any) -> Any:
         peagle=copy.deepcopy(pair.peagle),
         dflash=copy.deepcopy(pair.dflash, {id(pair.target): pair.target}),
     )
-    if request.param == "checkpoint":
-        store_as_checkpoints_do(quantised.target)
-    else:
-        quantise_target(quantised.target, request.param, CPU, stored=True)
+    quantise_target(quantised.target, request.param, CPU, stored=True)
     fuse(quantised.target)
     for draft in (quantised.copy.llama, quantised.eagle, quantised.peagle, quantised.dflash):
         quantise_draft(draft, "int4", stored=True)
@@ -91,15 +61,6 @@ def test_text_equals_plain_decoding(make_engine: Any, plain: Any, draft: str, sh
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(8)]
     assert texts(engine, requests) == plain(requests)
     assert engine.report().accepted_tokens > 0
-
-
-def test_text_of_merged_drafts_equals_plain_decoding(make_engine: Any, plain: Any) -> None:
-    engine = make_engine(["copy", "eagle3", "ngram"], max_num_seqs=5)
-    merge = (MergedDraft(draft="d1"), MergedDraft(draft="d2", depth=6))
-    engine.set_plan(plan_of([TreeShape.parse("tree:3,2")], tasks=(TaskMatch(name="t0", merge=merge),)))
-    requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(6)]
-    assert texts(engine, requests) == plain(requests)
-    assert {cell.draft for cell in engine.report().credit} == {"d", "1", "2"}
 
 
 SCALES = tuple(Scales(0.004 * 2**layer, 0.01) for layer in range(8))

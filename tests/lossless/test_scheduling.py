@@ -55,35 +55,6 @@ def serve(
     return texts, Counter({name: parts[-1].cached_tokens for name, parts in by_request.items()})
 
 
-@pytest.fixture(scope="module")
-def known_texts() -> dict[Any, list[int]]:
-    return {}
-
-
-@pytest.fixture
-def plain_texts(make_engine: Any, known_texts: dict[Any, list[int]]) -> Callable[[list[Submit]], dict[str, list[int]]]:
-    """Return a function that decodes without draft, reuse, chunks or preemption.
-
-    Results are kept, so that equal requests run once.
-    """
-
-    def key(one: Submit) -> Any:
-        return one.prompt, one.sampling
-
-    def of(requests: list[Submit]) -> dict[str, list[int]]:
-        missing = [one for one in requests if key(one) not in known_texts]
-        if missing:
-            engine = make_engine(None, blocks=1000, budget=4096, prefix_caching=False, chunked=False)
-            tokens_by_request, _ = serve(engine, missing)
-            report = engine.report()
-            assert (report.preemptions, report.prefix_hit_tokens, report.kv_tokens_cached) == (0, 0, 0)
-            assert report.prefill_chunks == len(missing)
-            known_texts.update({key(one): tokens_by_request[one.request_id] for one in missing})
-        return {one.request_id: known_texts[key(one)] for one in requests}
-
-    return of
-
-
 SAMPLED = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
 SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
 BATCH = pytest.mark.parametrize("batch", [1, 8])
@@ -93,11 +64,11 @@ BATCH = pytest.mark.parametrize("batch", [1, 8])
 @SAMPLED
 @SHAPES
 @BATCH
-def test_reused_prefixes(make_engine: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool) -> None:
+def test_reused_prefixes(make_engine: Any, plain: Any, batch: int, shape: Any, sampled: bool) -> None:
     engine = make_engine("copy", max_num_seqs=batch, blocks=60, plan=plan_of([shape]))
     requests = [make_request(i, sampled=sampled, new=5) for i in range(AT_LEAST + TOPICS + 4)]
     tokens_by_request, cached = serve(engine, requests)
-    assert tokens_by_request == plain_texts(requests)
+    assert tokens_by_request == plain(requests)
     hits = [tokens for tokens in cached.values() if tokens]
     assert len(hits) >= AT_LEAST
     report = engine.report()
@@ -107,11 +78,11 @@ def test_reused_prefixes(make_engine: Any, plain_texts: Any, batch: int, shape: 
 
 
 @pytest.mark.parametrize(("batch", "shape", "sampled"), covering([1, 8], [CHAIN, TREE], [False, True]), ids=str)
-def test_prompts_in_chunks(make_engine: Any, plain_texts: Any, batch: int, shape: Any, sampled: bool) -> None:
+def test_prompts_in_chunks(make_engine: Any, plain: Any, batch: int, shape: Any, sampled: bool) -> None:
     engine = make_engine("copy", max_num_seqs=batch, budget=20, prefix_caching=False, plan=plan_of([shape]))
     requests = [make_request(i, sampled=sampled) for i in range(36)]
     tokens_by_request, _ = serve(engine, requests)
-    assert tokens_by_request == plain_texts(requests)
+    assert tokens_by_request == plain(requests)
     assert engine.report().prefill_chunks >= AT_LEAST + len(requests)
 
 
@@ -124,7 +95,7 @@ def preempt_running(engine: Engine) -> None:
 
 @SAMPLED
 @BATCH
-def test_preemptions(make_engine: Any, plain_texts: Any, batch: int, sampled: bool) -> None:
+def test_preemptions(make_engine: Any, plain: Any, batch: int, sampled: bool) -> None:
     """The text is the same under preemption.
 
     In one case all computed blocks are lost; in the other the requests find some of them in the prefix cache.
@@ -134,13 +105,13 @@ def test_preemptions(make_engine: Any, plain_texts: Any, batch: int, sampled: bo
     for caching in (False, True):
         engine = make_engine("copy", max_num_seqs=batch, budget=64, prefix_caching=caching, plan=plan_of([CHAIN, TREE]))
         tokens_by_request, _ = serve(engine, requests, between=preempt_running)
-        assert tokens_by_request == plain_texts(requests)
+        assert tokens_by_request == plain(requests)
         preemptions += engine.report().preemptions
     assert preemptions >= AT_LEAST
 
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
-def test_all_features_together_when_blocks_run_out(make_engine: Any, plain_texts: Any, pipelined: bool) -> None:
+def test_all_features_together_when_blocks_run_out(make_engine: Any, plain: Any, pipelined: bool) -> None:
     """The text is the same with cache hits, chunks and preemptions in one run.
 
     Sixteen blocks serve eight requests that need three or four each, with chains, trees and plain steps, greedy and
@@ -151,7 +122,7 @@ def test_all_features_together_when_blocks_run_out(make_engine: Any, plain_texts
     )
     requests = [make_request(i, sampled=i % 2 == 1, prompt=44 + i % 3, new=12, shapes=3) for i in range(120)]
     tokens_by_request, cached = serve(engine, requests, between=preempt_running)
-    assert tokens_by_request == plain_texts(requests)
+    assert tokens_by_request == plain(requests)
     assert engine.report().preemptions >= AT_LEAST
     assert sum(tokens > 0 for tokens in cached.values()) >= AT_LEAST
     assert engine.report().prefill_chunks >= len(requests) + AT_LEAST

@@ -112,15 +112,6 @@ def trial(candidate: Artifact, **fields: Any) -> DraftTrial:
     return DraftTrial(**{"id": "t1", "candidate": candidate, "pod": POD, "block_requests": 2, **fields})
 
 
-def test_a_live_worker_follows_the_assignment(pod: Pod, noised: Artifact) -> None:
-    with healthy(pod.worker):
-        pod.push(noised)
-        pod.wait(lambda report: report.draft.hash == noised.hash)
-        pod.push(None)
-        report = pod.wait(lambda report: report.draft.hash == pod.spec_hash and report.draft.pending is None)
-    assert (report.draft.swap_problem, report.trial) == (None, None)
-
-
 def test_texts_of_a_trial_equal_plain_decoding(pod: Pod, noised: Artifact) -> None:
     pod.push(None, drafts=False)
     plain = pod.texts()
@@ -136,40 +127,6 @@ def test_texts_of_a_trial_equal_plain_decoding(pod: Pod, noised: Artifact) -> No
     assert {pod.spec_hash, noised.hash} <= drafts
     pod.push(None)
     pod.wait(lambda report: report.draft.hash == pod.spec_hash and report.trial is None)
-
-
-def test_a_trial_that_ends_in_the_middle_returns_to_the_stable_draft(pod: Pod, noised: Artifact) -> None:
-    pod.push(None, trial(noised, id="middle"))
-    pod.wait(lambda report: report.trial is not None and report.trial.state == "Running")
-    while pod.report().draft.hash != noised.hash:
-        pod.text(PROMPTS[0])
-    before = pod.text(PROMPTS[0])
-    began = time.monotonic()
-    pod.push(None, trial(noised, id="middle", pod="pod-b"))
-    report = pod.report()
-    print(f"back on the stable draft after {time.monotonic() - began:.3f} s")
-    assert (report.draft.hash, report.trial) == (pod.spec_hash, None)
-    assert pod.text(PROMPTS[0]) == before
-
-
-@pytest.mark.parametrize("kind", ["missing", "shapes"])
-def test_a_candidate_that_cannot_be_loaded_fails_the_trial(
-    pod: Pod, noised: Artifact, tmp_path: Path, kind: str
-) -> None:
-    folder = tmp_path / "bad"
-    if kind == "shapes":
-        shutil.copytree(noised.uri.removeprefix("file://"), folder)
-        _spoil(folder)
-    bad = Artifact(uri=f"file://{folder}", hash=noised.hash if kind == "missing" else model_hash(folder))
-    with healthy(pod.worker):
-        pod.push(None, trial(bad, id=kind))
-        report = pod.wait(lambda report: report.trial is not None and report.trial.state == "Failed")
-        pod.text(PROMPTS[0])
-    print(kind, report.trial.problem)
-    assert report.draft.hash == pod.spec_hash
-    assert report.trial.problem == report.draft.swap_problem
-    pod.push(None)
-    pod.wait(lambda report: report.trial is None)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.2, 0.4])
@@ -191,16 +148,6 @@ def test_folder_that_vanishes_while_it_loads_fails_the_trial_or_is_loaded(
         assert str(folder) in (report.trial.problem or "")
     pod.push(None)
     pod.wait(lambda report: report.trial is None)
-
-
-def _spoil(folder: Path) -> None:
-    """Cut a row off a matrix of a draft."""
-    from safetensors.torch import load_file, save_file
-
-    (path,) = folder.glob("*.safetensors")
-    tensors = load_file(path)
-    name = next(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.dim() == 2)
-    save_file(tensors | {name: tensors[name][:-1].contiguous()}, path)
 
 
 @pytest.mark.parametrize("files", ["right", "wrong"])

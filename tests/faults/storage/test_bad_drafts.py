@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from support import small_model
 from support.faults.bounds import healthy
 from support.worker_process import StartWorker, WorkerProcess, worker_config
 
-ACCEPTED_SECONDS = 1.0
-"""Bound of the answer to PUT /v1/draft."""
 LOAD_SECONDS = 20.0
 
 
@@ -129,27 +126,6 @@ def test_a_required_draft_that_cannot_be_loaded_is_fatal(
     assert "Traceback" not in log, "an explained error needs no traceback"
 
 
-def test_a_swap_is_accepted_at_once_and_shown_until_it_runs(small_worker: WorkerProcess, tmp_path: Path) -> None:
-    good, wrong = tmp_path / "good", "0" * 16
-    good.mkdir()
-    small_model.write_draft(good)
-    body = {"uri": f"file://{good}", "method": "eagle3", "quantization": "int8"}
-    refused = _put(small_worker, body | {"expected_hash": wrong})
-    assert (refused.status_code, wrong in refused.text) == (409, True)
-    began = time.monotonic()
-    accepted = _put(small_worker, body)
-    took_seconds = time.monotonic() - began
-    assert (accepted.status_code, accepted.headers["Location"]) == (202, Route.draft), accepted.text
-    print(f"PUT /v1/draft answered after {took_seconds:.3f} s")
-    assert took_seconds <= ACCEPTED_SECONDS
-    state = _wait_for_swap(small_worker)
-    assert (state["hash"], state["quantization"]) == (accepted.json()["hash"], "int8")
-    assert state["swap_problem"] is None
-    _swap_problem(small_worker, {"uri": "file:///nowhere", "method": "eagle3"})
-    assert _drafts(small_worker)["draft"]["hash"] == accepted.json()["hash"], "the running draft stays"
-    assert _put(small_worker, body | {"expected_hash": accepted.json()["hash"]}).status_code == 202
-
-
 def _pod(target: Path, drafts: list[dict[str, Any]]) -> dict[str, str]:
     """Return the environment of a pod with these drafts, the default draft first."""
     default, *others = drafts
@@ -163,23 +139,15 @@ def _pod(target: Path, drafts: list[dict[str, Any]]) -> dict[str, str]:
 
 def _swap_problem(worker: WorkerProcess, body: dict[str, str]) -> str:
     """Ask for a swap and return the reason of its failure: of the 409, or of the report after a 202."""
-    answer = _put(worker, body)
+    answer = worker.call_admin(Route.draft, "PUT", json=body, timeout=30)
     if answer.status_code == 409:
         message: str = answer.json()["error"]["message"]
         return message
     assert answer.status_code == 202, answer.text
-    problem: str | None = _wait_for_swap(worker)["swap_problem"]
+    worker.wait_until(lambda: _drafts(worker)["draft"]["pending"] is None, LOAD_SECONDS)
+    problem: str | None = _drafts(worker)["draft"]["swap_problem"]
     assert problem is not None, "the bad draft was taken over"
     return problem
-
-
-def _wait_for_swap(worker: WorkerProcess) -> dict[str, Any]:
-    worker.wait_until(lambda: _drafts(worker)["draft"]["pending"] is None, LOAD_SECONDS)
-    return dict(_drafts(worker)["draft"])
-
-
-def _put(worker: WorkerProcess, body: dict[str, str]) -> httpx.Response:
-    return worker.call_admin(Route.draft, "PUT", json=body, timeout=30)
 
 
 def _drafts(worker: WorkerProcess) -> dict[str, Any]:

@@ -54,9 +54,11 @@ QUANTISED = {
     "experts, int4, a prompt": (0, 1),
 }
 """Launches whose pipelined loops wait: operands that lie unswizzled in shared memory, and loads that are not copied
-ahead. Those of quantised matrices wait for their scales, which are also narrower than 16 bytes a thread."""
+ahead. Those of quantised matrices wait for their scales."""
 NARROW = {*QUANTISED, "attention, a token, fp8 cache"}
-"""Launches with copies that are narrower than 16 bytes a thread."""
+"""Launches that may have copies narrower than 16 bytes a thread."""
+ALWAYS_NARROW = {"int4, fp32", "int8, fp32"}
+"""Those that have some on every GPU."""
 SLOW = {
     "80": {"attention, a token, fp8 cache": 1.1, "int4, fp32": 2.3, "int8, fp32": 2.1, "fp8, blocks": 1.1},
     "89": {},
@@ -132,7 +134,8 @@ def test_pipelined_loops_do_not_wait(launches: dict[str, Any]) -> None:
     """Operands of matrix products are swizzled in shared memory, and everything in the loop is copied ahead of it."""
     waiting = {name: (launch["unswizzled"], launch["blocking"]) for name, launch in launches.items()}
     assert {name: counts for name, counts in waiting.items() if any(counts)} == QUANTISED
-    assert {name for name, launch in launches.items() if launch["narrow"]} <= NARROW
+    narrow = {name for name, launch in launches.items() if launch["narrow"]}
+    assert ALWAYS_NARROW <= narrow <= NARROW
 
 
 def test_pipelined_loops_keep_up_with_memory(launches: dict[str, Any], capability: str) -> None:
@@ -157,14 +160,6 @@ def times_memory(launch: dict[str, Any], capability: str) -> float:
 def test_products_of_64_rows_use_the_instruction_of_the_device(launches: dict[str, Any], capability: str) -> None:
     used = {name: launches[name]["matrix"] for name in TILES_OF_64}
     assert all(names == [TILES[capability]] for names in used.values()), used
-
-
-def test_planted_faults_are_detected() -> None:
-    """A norm within a product's loop, as it was once (56 us instead of 17 on an H200), and copies of four bytes."""
-    planted = compile_all("90", "planted")
-    conflict = planted["planted conflict"]
-    assert (conflict["unswizzled"], conflict["blocking"]) == (1, 1)
-    assert planted["planted narrow copies"]["narrow"] > 0
 
 
 @pytest.mark.proof("compile")

@@ -42,8 +42,7 @@ def routed(rows: int, experts: int, to: str = "any", dtype: torch.dtype = torch.
     return logits
 
 
-Store = Callable[[Tensor], Tensor | Quantised]
-STORES: dict[str, Store] = {
+STORES: dict[str, Callable[[Any], Quantised]] = {
     "int4": lambda matrices: quantise(matrices, "int4"),
     "int8": lambda matrices: quantise(matrices, "int8"),
     "fp8": lambda matrices: quantise(matrices, "fp8"),
@@ -58,10 +57,9 @@ def stored_in_groups(kind: Kind, matrices: Tensor) -> Quantised:
     return replace(weight, scale_NG=weight.scale_NG * float(matrices.std() / dequantise(weight).std()))
 
 
-def matches(
-    module: ModuleType, rows: int, experts: int, to: str, dtype: torch.dtype, size: int = 70, store: Store = lambda m: m
-) -> bool:
-    """Return whether the kernels equal the reference, for rows inside of wider tensors."""
+def matches(module: ModuleType, rows: int, experts: int, to: str, dtype: torch.dtype, store: str | None = None) -> bool:
+    """Return whether the kernels equal the reference, for rows inside of wider tensors. ``store`` is in STORES."""
+    size = 70
     logits = routed(rows, experts, to, dtype)
     wanted, actual = reference.group(logits), module.group(logits)
     if not (torch.equal(actual.order_T, wanted.order_T) and torch.equal(actual.tiles_M3, wanted.tiles_M3)):
@@ -72,8 +70,10 @@ def matches(
     wide = random(rows, size + 3, seed=0, dtype=dtype)
     wide[:, size:] = float("nan")
     x = wide[:, :size]
-    gate_up = store(random(experts * 2 * 33, size, seed=1, dtype=dtype) / size**0.5)
-    down = store(random(experts * size, 33, seed=2, dtype=dtype) / 33**0.5)
+    gate_up: Tensor | Quantised = random(experts * 2 * 33, size, seed=1, dtype=dtype) / size**0.5
+    down: Tensor | Quantised = random(experts * size, 33, seed=2, dtype=dtype) / 33**0.5
+    if store is not None:
+        gate_up, down = STORES[store](gate_up), STORES[store](down)
     residual = random(rows, size + 5, seed=4, dtype=dtype)[:, 5:]
     inner = module.grouped_linear(x, gate_up, actual, scored=True, gated=True)
     wanted_inner = reference.grouped_linear(x, gate_up, wanted, scored=True, gated=True)
@@ -96,13 +96,13 @@ def test_product(rows: int, experts: int, to: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", STORES)
 @pytest.mark.parametrize(("rows", "dtype"), [(7, torch.float16), (70, torch.float32)], ids=str)
 def test_product_with_quantised_matrices(rows: int, dtype: torch.dtype, name: str) -> None:
-    assert matches(kernel, rows, 5, "any", dtype, store=STORES[name])
+    assert matches(kernel, rows, 5, "any", dtype, store=name)
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 @pytest.mark.parametrize(("rows", "to"), [(1, "any"), (40, "last"), (64, "equal")], ids=str)
 def test_rows_and_experts_of_quantised_matrices(rows: int, to: str, kind: str) -> None:
-    assert matches(kernel, rows, 4, to, torch.float16, store=STORES[kind])
+    assert matches(kernel, rows, 4, to, torch.float16, store=kind)
 
 
 def test_a_row_without_numbers_takes_no_place_of_another() -> None:
@@ -143,34 +143,27 @@ def test_no_rows() -> None:
     assert kernel.grouped_linear(torch.zeros(0, 8), torch.zeros(24, 8), groups).shape == (0, 6)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("place_X += tl.sum(one_TX, 0)", "place_X += 0"),
-        ("tl.where(logit_TX == top_T[:, None], x[None, :], experts), 1)", "x[None, :] + 0 * logit_TX.to(tl.int32), 1)"),
-        ("x = (x.to(tl.float32) * score[:, None]).to(x.dtype)", "x = x"),
-        ("expert.to(tl.int64) * halves", "expert.to(tl.int64) * 1"),
-        ("real = place < tl.load(tile_3 + 2)", "real = place < tl.load(tile_3 + 1) + 1"),
-    ],
-    ids=["carry", "choice", "score", "halves", "end of the expert"],
-)
-def test_planted_bug_is_detected(old: str, new: str, plant: Plant) -> None:
-    faulty = plant(kernel, old, new)
-    assert not all(matches(faulty, rows, 5, "any", torch.float32) for rows in (40, 100))
+BUGS: dict[str, tuple[str, str, str | None]] = {
+    "carry": ("place_X += tl.sum(one_TX, 0)", "place_X += 0", None),
+    "choice": (
+        "tl.where(logit_TX == top_T[:, None], x[None, :], experts), 1)",
+        "x[None, :] + 0 * logit_TX.to(tl.int32), 1)",
+        None,
+    ),
+    "score": ("x = (x.to(tl.float32) * score[:, None]).to(x.dtype)", "x = x", None),
+    "halves": ("expert.to(tl.int64) * halves", "expert.to(tl.int64) * 1", None),
+    "end of the expert": ("real = place < tl.load(tile_3 + 2)", "real = place < tl.load(tile_3 + 1) + 1", None),
+    "score of int4": ("acc_NT *= tl.load(score_T + t,", "acc_NT *= 1 + 0 * tl.load(score_T + t,", "int4"),
+    "gate beside up of int4": ("i // halves + i % halves * outputs", "i", "int4"),
+    "halves of int4": ("expert.to(tl.int64) * halves * outputs", "expert.to(tl.int64) * outputs", "int4"),
+}
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("acc_NT *= tl.load(score_T + t,", "acc_NT *= 1 + 0 * tl.load(score_T + t,"),
-        ("i // halves + i % halves * outputs", "i"),
-        ("expert.to(tl.int64) * halves * outputs", "expert.to(tl.int64) * outputs"),
-    ],
-    ids=["score", "gate beside up", "halves"],
-)
-def test_planted_bug_in_quantised_products_is_detected(old: str, new: str, plant: Plant) -> None:
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_detected(bug: str, plant: Plant) -> None:
+    old, new, store = BUGS[bug]
     faulty = plant(kernel, old, new)
-    assert not matches(faulty, 40, 5, "any", torch.float32, store=STORES["int4"])
+    assert not all(matches(faulty, rows, 5, "any", torch.float32, store=store) for rows in (40, 100))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.top_k import kernel, op, reference
-from support.kernels.interpreted import Plant
+from support.kernels.interpreted import Plant, random
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -26,7 +26,7 @@ TARGET_SIZE = 2000
 
 
 def logits_of(vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return (2 * torch.randn(5, vocab, generator=torch.Generator().manual_seed(seed))).to(dtype)
+    return (2 * random(5, vocab, seed=seed)).to(dtype)
 
 
 def ids_of(vocab: int) -> Tensor:

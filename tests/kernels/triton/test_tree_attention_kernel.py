@@ -19,7 +19,7 @@ from torch import Tensor
 
 from specdecode_kernels import dispatch
 from specdecode_kernels.rope_cache.reference import Scales
-from specdecode_kernels.tree_attention import kernel, op, plan
+from specdecode_kernels.tree_attention import kernel, plan
 from specdecode_worker.engine import memory
 from support.kernels.attention_cases import (
     BLOCK,
@@ -31,7 +31,6 @@ from support.kernels.attention_cases import (
     chunk,
     close,
     make,
-    prepare,
     tree,
 )
 from support.kernels.interpreted import Plant
@@ -221,22 +220,6 @@ def test_a_long_sequence_fills_the_device_once(monkeypatch: pytest.MonkeyPatch) 
     used = pieces[pieces[:, 2] > 0]
     assert len(used) == 15
     assert (used[:, 5] - 64 * used[:, 4]).max() == 9 * 64
-
-
-@pytest.mark.usefixtures("on_kernels")
-def test_the_op_runs_the_kernel() -> None:
-    case = make_case(MIXED)
-    assert dispatch.on_gpu(case.q_THD)
-    prepared = prepare(case)
-    assert prepared.plan is not None
-    assert close(op.attend(case.q_THD, case.cache_2NPKD, prepared), by_definition(case))
-
-
-def test_all_layers_share_a_plan() -> None:
-    case = make_case(MIXED)
-    made = planned(case)
-    for _ in range(3):
-        assert close(kernel.attend(case.q_THD, case.cache_2NPKD, made), by_definition(case))
 
 
 def test_queries_may_be_part_of_a_wider_tensor() -> None:

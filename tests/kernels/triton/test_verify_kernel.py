@@ -17,7 +17,7 @@ from specdecode_kernels.sample.kernel import cuts
 from specdecode_kernels.sample.reference import Truncation
 from specdecode_kernels.verify import kernel, op, reference, rounds
 from specdecode_kernels.verify.reference import Accepted
-from support.kernels.interpreted import Plant
+from support.kernels.interpreted import Plant, random
 
 TEMPERATURE = torch.tensor([0.0, 1.0, 0.7, 1.3, 0.0, 1.0, 0.2])
 TRUNCATION = Truncation(
@@ -31,8 +31,7 @@ ROWS = len(SEEDS)
 
 
 def logits_of(vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.randn(ROWS, vocab, generator=generator)).to(dtype)
+    return (2 * random(ROWS, vocab, seed=seed)).to(dtype)
 
 
 def chosen(module: ModuleType, logits: Tensor, truncation: tuple[Tensor, Tensor, Tensor] | None = None) -> Tensor:
@@ -135,11 +134,7 @@ def test_rounds_in_single_precision(how: str) -> None:
 
 
 @pytest.mark.usefixtures("on_kernels")
-def test_the_ops_run_the_kernels() -> None:
-    logits = logits_of(90)
-    for truncation in (None, TRUNCATION):
-        wanted = reference.chosen_tokens(logits, TEMPERATURE, SEEDS, POSITIONS, truncation)
-        assert torch.equal(op.choose(logits, TEMPERATURE, SEEDS, POSITIONS, truncation), wanted)
+def test_the_op_runs_the_rounds() -> None:
     parents = padded(FOREST)
     tokens = torch.randint(0, 2, parents.shape)
     logp = torch.log_softmax(torch.randn(4, 7, 11), -1)

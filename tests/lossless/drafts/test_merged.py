@@ -8,29 +8,15 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from specdecode_operator.api.v1alpha1 import Spec, Status
-from specdecode_operator.decision.decide import decide
-from specdecode_operator.state.learned import MergeChoice, Session
-from specdecode_operator.types import Defaults, Deployment, Observation, Worker
-from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from specdecode_worker.commands.local_engine import LocalEngine
 from specdecode_worker.contract import (
     DraftState,
     MergedDraft,
-    NamedDraft,
-    Plan,
     TaskMatch,
     TreeShape,
 )
-from specdecode_worker.core.messages import Submit
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import scheduler as prompt_shares
 from specdecode_worker.engine.cuda_graphs import OutsideReason
-from specdecode_worker.guided.grammars import GrammarCompiler, choice_grammar, regex_grammar
-from specdecode_worker.sampling.params import Sampling
-from specdecode_worker.server.service import PlanStore
-from support.char_tokenizer import END, tokenizer_json
-from support.lossless.embedded import embedded_engine
 from support.lossless.small_requests import plan_of, submit
 from support.small_llama import texts
 
@@ -230,29 +216,6 @@ def test_plans_drop_drafts_and_take_them_back_while_requests_run(
     assert 0 < counts[0] == counts[1] < counts[2], "a draft that was dropped gets no credit"
 
 
-@pytest.mark.parametrize("graphs", [(), (1, 2, 4)], ids=["eager", "graphs"])
-def test_answers_that_follow_a_grammar(make_engine: Any, graphs: tuple[int, ...]) -> None:
-    compiler = GrammarCompiler(tokenizer_json, 61, (END,))
-    grammars = [regex_grammar(r"[a-f]{3,9}(-[0-9]{2})+"), choice_grammar(["abcabc", "abcd", "true", "name"]), ""]
-    requests = [submit(i, sampled=i % 2 == 0, tokens=24, shapes=2) for i in range(6)]
-    guided = [
-        structs.replace(request, sampling=structs.replace(request.sampling, grammar=grammars[i % 3]))
-        for i, request in enumerate(requests)
-    ]
-    found = []
-    for drafts in ([], ["copy", "ngram", "eagle3"]):
-        engine = make_engine(
-            drafts,
-            grammars=compiler,
-            eos_token_ids=(END,),
-            graphs=graphs,
-            plan=plan_of(MIX[:2], tasks=tasks_of(drafts, 2, depth=6)),
-        )
-        found.append(texts(engine, guided))
-    assert found[1] == found[0]
-    assert len(engine.report().credit) > 0
-
-
 def test_cached_prefixes_are_reused(make_engine: Any, plain: Any) -> None:
     """A merged head does not see the keys of a prefix that another request computed, and follows the text behind it."""
     requests = [submit(i, sampled=i % 2 == 0, tokens=TOKENS) for i in range(3, 6)]
@@ -261,84 +224,3 @@ def test_cached_prefixes_are_reused(make_engine: Any, plain: Any) -> None:
     first, second = texts(engine, requests), texts(engine, again)
     assert list(first.values()) == list(second.values()) == list(plain(requests).values())
     assert engine.report().prefix_hit_tokens > 0
-
-
-def test_an_own_draft_that_is_not_loaded_merges_nothing(make_engine: Any, plain: Any) -> None:
-    engine = make_engine(["copy", "ngram"])
-    del engine._drafts._drafts[""]
-    engine.set_plan(plan_of(MIX[:1], tasks=tasks_of(["", ""])))
-    requests = [submit(i, sampled=False, tokens=8) for i in range(2)]
-    assert texts(engine, requests) == plain(requests)
-    assert engine.report().drafts == 0
-
-
-# Plans of the operator on the embedded model: a merged draft is dropped in the middle of an answer, same text.
-
-
-TASK = "edits"
-CODE = "def add(items):\n    total = 0\n    for item in items:\n        total += item.price\n    return total\n"
-SPECULATION: dict[str, Any] = {
-    "method": "eagle3",
-    "draft": {"uri": EMBEDDED_DRAFT},
-    "drafts": [{"name": "lookup", "method": "ngram"}],
-    "tasks": [{"name": TASK, "merge": [{"draft": "lookup", "depth": 6}]}],
-}
-
-
-@pytest.fixture(scope="module")
-def local() -> LocalEngine:
-    lookup = NamedDraft(name="lookup", method="ngram")
-    return embedded_engine(drafts=(lookup,), max_num_seqs=2, threads=1, kv_cache_tokens=2048)
-
-
-def planned(local: LocalEngine, session: Session, now: float) -> tuple[Plan, Session]:
-    """Return the operator's plan for the engine's present report, as a worker takes it from ``PUT /v1/plan``.
-
-    Guard and exploration are off and the worker's clock is ``now``, because all three depend on the machine's speed.
-    """
-    spec = {"model": {"uri": EMBEDDED_TARGET}, "speculation": SPECULATION, "engine": {"maxNumSeqs": 2}}
-    deployment = Deployment(
-        namespace="ns", name="demo", uid="u", generation=1, spec=Spec.model_validate(spec), status=Status()
-    )
-    report = local.engine.report().model_copy(update={"clock_seconds": now})
-    pod = Worker(name="p", uid="p", address="10.0.0.1", ready=True, report=report)
-    observed = Observation(workload=None, workers=(pod,), session=session)
-    defaults = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
-    decision, after = decide(deployment, observed, defaults, now=now)
-    plan = Plan.model_validate_json(decision.plan.model_dump_json())
-    return plan.model_copy(update={"guard": False, "explore": 0.0}), after
-
-
-@pytest.mark.embedded
-def test_a_merged_draft_is_dropped_in_the_middle_of_an_answer(local: LocalEngine) -> None:
-    texts = []
-    for drops in (False, True):
-        store, session = PlanStore("u", Plan(uid="u")), Session()
-        local.engine.set_plan(Plan(version=1))
-        if drops:
-            plan, session = planned(local, session, 100)
-            store.check(plan)
-            local.engine.set_plan(plan)
-            assert [one.draft for one in plan.tasks[0].merge] == ["lookup"]
-        prompt = local.tokenizer.chat([{"role": "user", "content": f"Repeat this code:\n{CODE}"}])
-        sampling = Sampling(max_tokens=28, seed=1, temperature=0.0)
-        local.engine.add(Submit(request_id=f"{drops}", prompt=tuple(prompt), sampling=sampling, task=TASK))
-        text: list[int] = []
-        while not local.engine.idle:
-            text += [token for new in local.engine.step() for token in new.tokens]
-            if drops and len(text) > 10 and plan.tasks[0].merge:
-                learned = session.learned
-                (choice,) = learned.merges
-                dropped = MergeChoice(**{**dict(choice), "drafts": (), "since": 105.0})
-                session = Session(
-                    learned=learned.model_copy(update={"merges": (dropped,)}), baselines=session.baselines
-                )
-                plan, session = planned(local, session, 110)
-                store.check(plan)
-                local.engine.set_plan(plan)
-                assert plan.tasks[0].merge == ()
-                assert {cell.task for cell in session.learned.credit} == {TASK}
-        texts.append(text)
-    assert texts[0] == texts[1]
-    hashes = {local.engine.draft.hash, *(draft.hash for draft in local.engine.report().named_drafts)}
-    assert {cell.draft for cell in local.engine.report().credit} == hashes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -12,12 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from specdecode_worker.contract import DraftState, TreeShape
+from specdecode_worker.contract import TreeShape
 from specdecode_worker.core.messages import Submit
-from specdecode_worker.drafts.base import LoadedDraft
-from specdecode_worker.engine.cuda_graphs import OutsideReason
 from support.lossless.small_requests import plan_of, submit
 from support.small_llama import texts
+from support.waiting import until
 
 LOCAL = {"own-eagle3": "eagle3-steep", "own-model": "draft-model"}
 """Shared form of each draft that runs in a process of its own."""
@@ -75,34 +73,6 @@ def test_proposals_equal_those_of_the_shared_draft(make_engine: Any, method: str
     assert own[2] > 0
 
 
-@pytest.mark.parametrize("method", LOCAL)
-def test_the_draft_runs_before_a_graph_that_verifies(make_engine: Any, plain: Any, method: str) -> None:
-    wanted = plain(requests_of())
-    engine = make_engine(method, graphs=(2, 8), plan=plan_of(SHAPES[:2]))
-    assert run(engine, requests_of()) == wanted
-    assert engine._graphs.outside[OutsideReason.METHOD] > 10
-
-
-@pytest.mark.parametrize("method", LOCAL)
-@pytest.mark.parametrize("first", ["copy", "own"])
-def test_own_and_shared_drafts_replace_each_other(
-    make_engine: Any, plain: Any, drafter: Any, method: str, first: str
-) -> None:
-    """The text is the same when a shared draft is replaced by one in a process of its own, and back."""
-    requests = requests_of()
-    wanted = plain(requests)
-    order = [method, "copy", method] if first == "own" else ["copy", method, "copy"]
-    engine = make_engine(order[0], plan=plan_of(SHAPES))
-
-    def swap(step: int) -> None:
-        if step in (7, 30):
-            name = order[1] if step == 7 else order[2]
-            engine.set_draft("", LoadedDraft(drafter(engine, name), DraftState(hash=f"{step}")))
-            engine.set_plan(plan_of(SHAPES, version=step, draft=f"{step}"))
-
-    assert run(engine, requests, swap) == wanted
-
-
 @pytest.fixture
 def own_engine(make_engine: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Return an engine whose draft process nothing else uses."""
@@ -122,19 +92,14 @@ def pid_of(engine: Any) -> int:
     return drafter_in(engine)._supervisor._process.pid
 
 
-def wait_for_restart(engine: Any, seconds: float = 120) -> None:
+def wait_for_restart(engine: Any) -> None:
     """Wait until a restarted process is ready; the engine takes it over in its next step."""
-    deadline = time.monotonic() + seconds
-    while drafter_in(engine)._supervisor._restarted is None:
-        assert time.monotonic() < deadline, engine.report().draft.problem
-        time.sleep(0.05)
+    until(lambda: drafter_in(engine)._supervisor._restarted, 120)
 
 
 @pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
 @pytest.mark.parametrize("pipelined", [False, True], ids=["", "pipelined"])
-def test_a_killed_process_fails_no_request_and_comes_back(
-    own_engine: Any, make_engine: Any, plain: Any, pipelined: bool
-) -> None:
+def test_a_killed_process_fails_no_request_and_comes_back(own_engine: Any, plain: Any, pipelined: bool) -> None:
     """Prefixes that were cached before the loss are no longer taken for known to the draft."""
     engine, requests = own_engine, requests_of()
     wanted = plain(requests)
@@ -171,9 +136,9 @@ def marked_blocks(engine: Any) -> int:
 
 
 @pytest.mark.parametrize("own_engine", LOCAL, indirect=True)
-def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, make_engine: Any, plain: Any) -> None:
+def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, plain: Any) -> None:
     """Requests that began with the old process draft with the new one, which has none of their keys yet."""
-    requests = [replace_tokens(request, 100) for request in requests_of(count=4, tokens=10)]
+    requests = requests_of(count=4, tokens=100)
     wanted = plain(requests)
     engine, counts = own_engine, []
 
@@ -191,7 +156,7 @@ def test_a_restarted_process_is_taken_over_while_requests_run(own_engine: Any, m
 
 
 @pytest.mark.parametrize("own_engine", ["own-model"], indirect=True)
-def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, plain: Any) -> None:
+def test_a_process_that_hangs_is_replaced(own_engine: Any, plain: Any) -> None:
     engine, requests = own_engine, requests_of()
     wanted = plain(requests)
     drafter_in(engine)._supervisor._process._reply_seconds = 0.5
@@ -204,7 +169,3 @@ def test_a_process_that_hangs_is_replaced(own_engine: Any, make_engine: Any, pla
 
     assert run(engine, requests, stop) == wanted
     assert any("did not answer for 0.5 seconds" in problem for problem in problems if problem)
-
-
-def replace_tokens(request: Submit, tokens: int) -> Submit:
-    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, max_tokens=tokens))

@@ -3,7 +3,7 @@
     compile_all.py [COMPUTE_CAPABILITY [BEGINNING ...]]
 
 The capability is 90 (an H100) if none is given; hack/gpu-compile runs it for several. Beginnings of names of launches
-leave out the others. The launches "planted ...", which have what a hot loop must not have, are compiled only by name.
+leave out the others.
 
 It runs in a process of its own because Triton either compiles or interprets. The launchers run on CPU tensors; the
 launch itself is left out. What is compiled stays in Triton's cache, where a launch of these arguments on such a GPU
@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
@@ -368,42 +367,10 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "draft_input": lambda: draft_input.draft_input(
         zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), zeros(4096), zeros(4096), 1e-5
     ),
-    "planted conflict": lambda: planted(),
-    "planted narrow copies": lambda: _narrow[(1,)](
-        floats(16, 4096), floats(32, 4096).t().contiguous(), floats(16, 32), 4096, 33, BLOCK=64, num_stages=4
-    ),
     "draft_input without norms": lambda: draft_input.draft_input(
         zeros(9, 4096), ints(3), zeros(5, 4096), ints(3), None, None, 0.0
     ),
 }
-
-
-@triton.jit
-def _planted(x_TK, weight_NK, factor_K, out_TN, size, BLOCK: tl.constexpr):
-    t, k = tl.arange(0, 16), tl.arange(0, BLOCK)
-    acc, squares = tl.zeros([16, 32], tl.float32), tl.zeros([16], tl.float32)
-    for start in range(0, size, BLOCK):
-        x = tl.load(x_TK + t[:, None] * size + start + k[None, :])
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        x = (wide * tl.load(factor_K + start + k).to(tl.float32)[None, :]).to(x.dtype)
-        acc = tl.dot(x, tl.trans(tl.load(weight_NK + tl.arange(0, 32)[:, None] * size + start + k[None, :])), acc)
-    tl.store(out_TN + t[:, None] * 32 + tl.arange(0, 32)[None, :], acc * squares[:, None])
-
-
-@triton.jit
-def _narrow(x_TK, weight_KN, out_TN, size, stride, BLOCK: tl.constexpr):
-    t, k, n = tl.arange(0, 16), tl.arange(0, BLOCK), tl.arange(0, 32)
-    acc = tl.zeros([16, 32], tl.float32)
-    for start in range(0, size, BLOCK):
-        x = tl.load(x_TK + t[:, None] * size + start + k[None, :])
-        acc = tl.dot(x, tl.load(weight_KN + (start + k[:, None]) * stride + n[None, :]), acc)
-    tl.store(out_TN + t[:, None] * 32 + n[None, :], acc)
-
-
-def planted() -> None:
-    """Launch a product whose loop also sums the squares of its input, and multiplies it by factors."""
-    _planted[(1,)](zeros(16, 4096), zeros(32, 4096), zeros(4096), floats(16, 32), 4096, BLOCK=128, num_stages=5)
 
 
 def main() -> None:
@@ -413,7 +380,7 @@ def main() -> None:
     dispatch.is_hopper = lambda _: TARGET.arch >= 90  # type: ignore[assignment]
     launches = {}
     for name, launch in LAUNCHES.items():
-        if (sys.argv[2:] or name.startswith("planted")) and not name.startswith(tuple(sys.argv[2:])):
+        if sys.argv[2:] and not name.startswith(tuple(sys.argv[2:])):
             continue
         compiled.clear()
         launch()

@@ -7,6 +7,7 @@ before every token.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -28,6 +29,10 @@ class PlainDecoding:
     def __init__(self, target: CausalLM) -> None:
         self._target = target
         self.text = lru_cache(maxsize=None)(self._text)
+
+    def texts(self, requests: Iterable[Submit]) -> dict[str, list[int]]:
+        """Return the tokens of each request by its id."""
+        return {request.request_id: self.text(request) for request in requests}
 
     def logits(self, tokens: list[int]) -> Tensor:
         """Return the target's logits after every token, [T, V]."""
@@ -125,4 +130,5 @@ class GuidedDecoding(PlainDecoding):
 
     def is_end(self, request: Submit, answer: list[int]) -> bool:
         """Return whether the last token of ``answer`` ends it."""
-        return (bool(request.sampling.grammar) and answer[-1] == END) or super().is_end(request, answer)
+        long_enough = bool(request.sampling.grammar) or len(answer) >= request.sampling.min_tokens
+        return (answer[-1] == END and long_enough) or super().is_end(request, answer)

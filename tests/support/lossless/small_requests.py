@@ -1,12 +1,13 @@
-"""Plans, requests and drafts of the lossless tests."""
+"""Plans, requests and drafts of the lossless tests, and the acceptance that they compare."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from msgspec import structs
 
-from specdecode_worker.contract import Plan, PlanRow, TaskMatch, TreeShape
+from specdecode_worker.contract import Plan, PlanRow, Report, TaskMatch, TreeShape
 from specdecode_worker.core.messages import Submit
 from support import small_llama
 
@@ -42,3 +43,9 @@ def submit(index: int, *, sampled: bool, tokens: int, shapes: int = 1) -> Submit
     """Return request ``index`` of the small Llama, with a prompt of one token or more, for one of these shapes."""
     made = small_llama.submit(index, sampled=sampled, tokens=tokens, least=1)
     return structs.replace(made, task=f"t{index % shapes}")
+
+
+def acceptance(report: Report) -> Any:
+    """Return the drafts, the accepted tokens, and the counts of ranks in an order of their own."""
+    cells = sorted((cell.depth, cell.parent, cell.sampled, cell.ranks) for cell in report.acceptance)
+    return report.drafts, report.accepted_tokens, cells

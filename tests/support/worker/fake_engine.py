@@ -255,11 +255,6 @@ def raise_sticky_error() -> None:
     raise RuntimeError(STICKY_ERROR)
 
 
-def end_capture_thread(record: object) -> None:
-    """Redaction hook that ends the thread of the recorder."""
-    raise SystemExit
-
-
 def hang_in_hook(record: object) -> object:
     """Redaction hook that never returns."""
     hang_in_python()
