@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -107,18 +108,6 @@ async def test_a_reading_is_counted_once_however_often_a_step_is_made() -> None:
         await bench.step(0.5)
         assert bench.loop._session.learned.traffic == once
         assert len(bench.loop._session.window) == round_ - 1
-
-
-async def test_a_new_process_goes_on_from_the_stored_state() -> None:
-    bench, worker = Bench(pods=(POD,)), SimulatedWorker(Truth())
-    for _ in range(4):
-        worker.run(5)
-        await bench.read(worker.report())
-        await bench.step(30)
-    again = bench.restart()
-    await again.step()
-    assert again.loop._session.learned.plan == bench.loop._session.learned.plan
-    assert again.loop._session.learned.acceptance
 
 
 async def test_status_is_written_only_if_it_differs() -> None:
@@ -341,16 +330,6 @@ async def test_the_rollout_is_written_before_the_plan() -> None:
     assert not outcome.problems
 
 
-async def test_a_rollout_that_cannot_be_stored_does_not_begin() -> None:
-    canary = canary_with()
-    canary.tick(push=False)
-    outcome, bench = await carried_out(canary, down=True)
-    assert "ConfigMap/demo-plan" not in bench.cluster.writes
-    assert "Deployment/demo-worker" in bench.cluster.writes, "the other children do not wait"
-    assert outcome.problems
-    assert bench.loop._is_unsaved
-
-
 async def test_the_job_is_created_after_the_run_is_stored() -> None:
     canary = distilling()
     outcome, bench = await carried_out(canary)
@@ -360,18 +339,22 @@ async def test_the_job_is_created_after_the_run_is_stored() -> None:
     assert outcome.job_problem == ""
 
 
-async def test_no_job_is_created_for_a_run_that_cannot_be_stored() -> None:
-    outcome, bench = await carried_out(distilling(), down=True)
+@pytest.mark.parametrize("begun", [canary_with, distilling], ids=["rollout", "run"])
+async def test_what_cannot_be_stored_does_not_begin(begun: Callable[[], Canary]) -> None:
+    canary = begun()
+    canary.tick(push=False)
+    outcome, bench = await carried_out(canary, down=True)
+    assert "ConfigMap/demo-plan" not in bench.cluster.writes
+    assert not any(write.startswith("Job/") for write in bench.cluster.writes)
+    assert "Deployment/demo-worker" in bench.cluster.writes, "the other children do not wait"
     assert outcome.problems
     assert bench.loop._is_unsaved
-    assert not any(write.startswith("Job/") for write in bench.cluster.writes)
 
 
 async def test_a_refused_command_is_stored_so_that_it_is_not_carried_out_after_a_restart() -> None:
     quiet = capturing(distillation={"storage": None})
     commanded = capturing(distillation={"storage": None})
-    commanded.command("distill")
-    commanded.tick()
+    commanded.carry_out("distill")
     for canary, is_stored in ((quiet, False), (commanded, True)):
         _, bench = await carried_out(canary)
         assert (stored_training(bench) is not None) == is_stored
