@@ -155,7 +155,7 @@ def test_explain_and_history_read_what_the_operator_wrote(server: Server, demo: 
 
 def test_explain_without_the_right_to_read_config_maps(server: Server, demo: str) -> None:
     server.answers[STATE] = refusal(403, "configmaps is forbidden")
-    text = server.says("explain", "demo")
+    text = " ".join(server.says("explain", "demo").split())
     assert "cannot be shown: you do not have the rights for this: configmaps is forbidden" in text
     assert "MEASUREMENTS" not in text
     assert "WORKERS" in text
