@@ -20,7 +20,7 @@ from specdecode_simulator.world.guard_schedule import steps_until_decision
 from specdecode_simulator.world.plan_pilot import SHADOW_STEPS, PlanPilot
 from specdecode_simulator.world.segment import Group, Load, Outcome
 from specdecode_worker.contract import Buckets, Plan, PlanRow, TreeShape
-from specdecode_worker.control.plan import BURST_STEPS, FULL_PACE_STEPS, Exploration, Guard
+from specdecode_worker.control.plan import BURST_STEPS, FULL_PACE_STEPS, Exploration, Guard, TimePerToken
 from support.small_llama import engine_of, networks
 from support.small_simulation import table_of
 
@@ -102,6 +102,16 @@ def test_the_constrained_oracle_keeps_to_the_limits(library: Library) -> None:
 # The worker's guard, dispatcher and exploration in segments of steps, compared with the same code step by step.
 
 
+def test_many_steps_at_once_count_as_one_after_the_other() -> None:
+    once, stepwise = TimePerToken(), TimePerToken()
+    for steps in (10, 20, 3):
+        once.add(0.05 * steps, 1.5 * steps, steps)
+        for _ in range(steps):
+            stepwise.add(0.05, 1.5)
+    assert once.steps == stepwise.steps
+    assert once.seconds == pytest.approx(stepwise.seconds)
+
+
 @pytest.mark.parametrize(("slowed", "ratio"), [(1, 1.053), (1, 1.203), (1, 1.607), (1, 3.013), (1.4, 0.853)])
 def test_guard_decides_at_the_same_step_in_segments_and_step_by_step(slowed: float, ratio: float) -> None:
     """Speculation loses by ``ratio``, then wins: stop, confirmation, probes and resumption come at the same steps.
@@ -132,6 +142,20 @@ def test_all_read_the_rows_of_the_longest_context() -> None:
     short, long = Group(0, 0, 0), Group(0, 1, 0)
     forms = pilot.next(Load(0.0, 0, 2, {short: 1, long: 1}, 200.0)).forms
     assert {group: form.depth for group, form in forms.items()} == {short: 2, long: 2}
+
+
+def test_a_segment_ends_where_the_guard_may_change_its_mind() -> None:
+    guard, shape, plain = Guard(), TreeShape.chain(2), TreeShape(())
+    guard.allows(0, 0, shape)
+    for run, seconds in ((plain, 0.02), (shape, 0.06)):
+        guard.record_step(0, 0, run, 30 * seconds, 30.0, 30)
+    assert not guard.allows(0, 0, shape)
+    waited = 0
+    while not guard.allows(0, 0, shape):
+        steps = steps_until_decision(guard.states_at(0, 0), 127)
+        guard.record_step(0, 0, plain, steps * 0.02, float(steps), steps)
+        waited += steps
+    assert waited == 4 * 2 / 0.005, "a probe loses twice its four steps, and half a percent of those between"
 
 
 def test_bursts_in_one_segment_take_the_share_that_they_take_step_by_step() -> None:

@@ -153,6 +153,11 @@ def test_a_step_in_which_few_sequences_draft_takes_what_its_composition_says(
         assert found == pytest.approx(known["overhead_seconds"] + networks + kv + drafts, rel=0.01)
 
 
+def test_more_passes_than_the_shape_cost_more(library: Library) -> None:
+    for table in library.tables.values():
+        assert table.seconds(4, 4, 5, 800) > table.seconds(4, 4, 0, 800)
+
+
 def test_noise_has_a_mean_of_one(library: Library) -> None:
     for table in library.tables.values():
         count = len(table.noise)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from specdecode_operator.api.distillation import DistillationSpec
+from specdecode_operator.api.distillation import DistillationSpec, DistillationStorageSpec
 from specdecode_operator.api.draft import DraftResourceSpec
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.times import seconds_of
@@ -46,6 +46,22 @@ def test_durations_have_seconds(duration: str, seconds: float) -> None:
     assert seconds_of(duration) == pytest.approx(seconds)
 
 
+# --- storage of drafts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("uri", "claim", "bucket"),
+    [
+        ("pvc://drafts", "drafts", ""),
+        ("s3://models", "", "s3://models"),
+        ("s3://models/team/a", "", "s3://models/team/a"),
+    ],
+)
+def test_a_storage_is_a_claim_or_a_bucket(uri: str, claim: str, bucket: str) -> None:
+    storage = DistillationStorageSpec(uri=uri)
+    assert (storage.claim, storage.bucket) == (claim, bucket)
+
+
 @pytest.mark.parametrize(
     ("limits", "devices"),
     [
@@ -67,6 +83,12 @@ def test_the_devices_of_a_run_are_those_of_its_container(limits: Any, devices: i
 @pytest.mark.parametrize("template", [{}, {"spec": None}, {"spec": {"containers": {}}}, {"spec": {"containers": [1]}}])
 def test_a_template_without_the_container_has_no_devices(template: dict[str, Any]) -> None:
     assert DistillationSpec(job_template=template).job_devices == 0
+
+
+@pytest.mark.parametrize("uri", ["s3://models/drafts/demo/0123456789abcdef", "s3://a.b-c/x"])
+def test_a_draft_may_lie_in_a_bucket(uri: str) -> None:
+    given = {"deploymentRef": {"name": "demo"}, "uri": uri, "hash": "0123456789abcdef"}
+    assert DraftResourceSpec.model_validate(given).uri == uri
 
 
 @pytest.mark.parametrize("uri", ["s3://models", "s3://models/", "s3:///path", "s3://Models/x", "s3://models/a b"])

@@ -146,6 +146,13 @@ def test_troubles_of_terminating_pods_do_not_count() -> None:
     assert states(status)["Ready"][0] == "True"
 
 
+def test_a_message_names_four_blocked_pods_and_counts_the_rest() -> None:
+    pods = [pod(f"p{index}", trouble="worker: ErrImagePull: no") for index in range(6)]
+    message = conditions(status_with(workload_with(6, available=0, ready=0), *pods, replicas=6))["Stalled"].message
+    assert message.count("ErrImagePull") == 4
+    assert message.endswith("; and 2 more")
+
+
 # Over time
 
 CRASH = "pull: CrashLoopBackOff: hf://org/gated needs a token: set model.tokenSecretRef"

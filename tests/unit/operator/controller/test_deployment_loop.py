@@ -110,6 +110,18 @@ async def test_a_reading_is_counted_once_however_often_a_step_is_made() -> None:
         assert len(bench.loop._session.window) == round_ - 1
 
 
+async def test_a_new_process_goes_on_from_the_stored_state() -> None:
+    bench, worker = Bench(pods=(POD,)), SimulatedWorker(Truth())
+    for _ in range(4):
+        worker.run(5)
+        await bench.read(worker.report())
+        await bench.step(30)
+    again = bench.restart()
+    await again.step()
+    assert again.loop._session.learned.plan == bench.loop._session.learned.plan
+    assert again.loop._session.learned.acceptance
+
+
 async def test_status_is_written_only_if_it_differs() -> None:
     bench = Bench()
     for _ in range(4):

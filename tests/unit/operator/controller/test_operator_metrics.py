@@ -80,6 +80,16 @@ def test_every_decision_has_a_cause() -> None:
     assert [change and change.cause for change in changes] == ["up", "down"]
 
 
+def test_the_series_of_an_absent_condition_is_removed() -> None:
+    loop = loop_over()
+    loop.deployment = with_pin(loop.deployment, "chain:2")
+    recorded(loop, 1)
+    assert value("specdecode_condition", condition="Pinned") == 1
+    loop.deployment = with_pin(loop.deployment, None)
+    recorded(loop, 1)
+    assert value("specdecode_condition", condition="Pinned") is None
+
+
 def test_a_deleted_deployment_leaves_no_series() -> None:
     recorded(loop_over(Truth(chances=[0.02] * 5)), 12)
     metrics.forget(*KEY)

@@ -45,6 +45,11 @@ def test_a_value_out_of_range_is_refused_by_its_name(fields: dict[str, Any], fie
         capture_rules(deployment_with(**capture(**fields)), UNUSED)
 
 
+@pytest.mark.parametrize("fields", [{"percent": 0}, {"percent": 1}, {"percent": 100}], ids=str)
+def test_limits_themselves_are_allowed(fields: dict[str, Any]) -> None:
+    assert capture_rules(deployment_with(**capture(**fields)), UNUSED) is not None
+
+
 def test_a_change_raises_the_version_and_is_pushed_without_rolling_pods() -> None:
     canary = Canary(deployment_with(replicas=2))
     before = canary.tick()

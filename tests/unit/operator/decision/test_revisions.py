@@ -104,6 +104,15 @@ def test_a_resolved_commit_is_shown_persisted_and_mounted_without_a_rollout() ->
     assert (ticks.revision, mounted(later)) == (FIRST, {URI: FIRST})
 
 
+def test_another_model_resets_the_revision() -> None:
+    ticks = Ticks()
+    ticks.tick(deployment(), pod("a", model=FIRST))
+    changed = ticks.tick(deployment("hf://org/other"), pod("a", model=FIRST))
+    assert (ticks.revision, mounted(changed)) == (None, {})
+    ticks.tick(deployment("hf://org/other"), pod("b", **{"hf://org/other": SECOND}))
+    assert ticks.revision == SECOND
+
+
 def container(spec: Mapping[str, Any], group: str) -> tuple[dict[str, str], set[str]]:
     first = spec["spec"][group][0]
     env = {item["name"]: item.get("value", "") for item in first["env"]}

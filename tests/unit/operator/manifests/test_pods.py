@@ -14,7 +14,7 @@ from specdecode_operator.errors import SpecError
 from specdecode_operator.manifests.pods import merged, quantity_value, whole_cores
 from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.types import Decision, Defaults, Deployment, Observation
-from specdecode_worker.contract import EngineConfig, Env, Port, ServerConfig, WorkerConfig
+from specdecode_worker.contract import EngineConfig, Env, Plan, Port, ServerConfig, WorkerConfig
 from specdecode_worker.contract.distillation import JOB_CONTAINER
 from support.operators.fleet import DEFAULTS, RUN, deployment_with, loop_over, workload_with
 
@@ -421,6 +421,13 @@ def test_after_a_loss_of_state_the_template_is_read_from_the_workload() -> None:
     assert pod(second) == pod(first)
 
 
+def test_an_unchanged_plan_has_the_same_version() -> None:
+    first, memory = decided(Session(), DEFAULTS)
+    second, _ = decided(memory, DEFAULTS)
+    assert first.plan == second.plan
+    assert Plan.model_validate_json(first.children[0]["data"]["plan.json"]) == first.plan
+
+
 # --- fields of the pod ------------------------------------------------------------------------------------------------
 
 
@@ -630,6 +637,13 @@ def test_admin_tokens_are_a_folder_and_not_in_the_environment() -> None:
     assert mount["readOnly"]
     assert "subPath" not in mount, "a file by subPath is never updated"
     assert Env.admin_token not in {variable["name"] for variable in worker_of(pod)["env"]}
+
+
+def test_tokens_secret_has_one_token_a_line_the_current_one_first() -> None:
+    scopes = manifests.TokenScope
+    secret = manifests.tokens_secret(deployment_with(), {scopes.operator: ["new", "old"], scopes.router: ["r"]})
+    assert secret["metadata"]["name"] == "demo-tokens"
+    assert secret["stringData"] == {"operator": "new\nold\n", "router": "r\n"}
 
 
 def test_api_keys_are_a_folder_or_one_file_of_it() -> None:

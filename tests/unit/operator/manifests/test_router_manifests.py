@@ -41,6 +41,11 @@ def selected_role(routers: Workload | None, **spec: Any) -> str:
     return str(children(routers, **spec)["Service", "demo"]["spec"]["selector"]["specdecode.io/role"])
 
 
+def test_without_routers_the_children_are_those_of_direct_access() -> None:
+    assert [kind for kind, _ in children()] == ["ConfigMap", "Service", "Service", "PodDisruptionBudget", "Deployment"]
+    assert selected_role(None) == "worker"
+
+
 def test_routers_have_an_account_with_rights_on_endpoints_and_their_own_config_map_alone() -> None:
     made = children(**TWO)
     assert made["RoleBinding", "demo-router"]["subjects"][0]["name"] == "demo-router"

@@ -104,6 +104,14 @@ def test_evidence_gathers_over_polls_of_any_length(poll: float) -> None:
     assert learned.acceptance[0].changed_at > 0
 
 
+def test_a_batch_that_contradicts_the_estimate_wins_at_once() -> None:
+    learned = LearnedState(draft="d")
+    for index, rate in enumerate([0.9] * 40 + [0.5]):
+        fresh = Hits(round(rate * 100), 100)
+        learned = learn_delta(learned, Delta(draft="d", acceptance={("other", 1): fresh}), now=5.0 * index)
+    assert learned.acceptance[0].hits / learned.acceptance[0].total == pytest.approx(0.58, abs=0.02)
+
+
 @pytest.mark.parametrize(("before", "after"), [(0.75, 0.45), (0.45, 0.8)])
 def test_a_change_at_the_first_depth_leaves_little_of_what_was_known_of_deeper_ones(
     before: float, after: float
@@ -126,6 +134,13 @@ def test_a_change_at_a_deep_depth_says_nothing_about_the_first() -> None:
     assert weight["other", 1] == 1000
     assert weight["code", 3] == 9, "another task's draft may be as good as ever"
     assert weight["other", 3] < 10
+
+
+def test_a_cost_that_jumps_is_believed_at_once() -> None:
+    key = CellKey(4, 3, False, 0)
+    learned = LearnedState(costs=(cost(1, 3, 0.03, count=5000),))
+    after = learn_delta(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.1, 50)}), now=1005)
+    assert Moments(after.costs[0].values).mean_seconds > 0.08
 
 
 def test_prefill_steps_teach_nothing_about_decoding() -> None:
@@ -175,6 +190,16 @@ def test_steps_with_a_shadow_are_not_mistaken_for_deeper_chains() -> None:
     shadowed = cost(1, 3, 0.03).model_copy(update={"draft_passes": 5})
     times = StepTimeModel.fit((shadowed,))
     assert step(5, Load(1, 500), times).weight == 0
+
+
+def test_deeper_never_costs_less_and_the_later_reading_is_right() -> None:
+    def timed(mean: float, at: float) -> Estimate:
+        return Estimate(mean, 1e-6, 10, at)
+
+    risen = rising([timed(0.02, 1), timed(0.03, 1), timed(0.1, 9), timed(0.04, 1)])
+    assert [found.mean for found in risen] == [0.02, 0.03, 0.1, 0.1]
+    falling = rising([timed(0.02, 1), timed(0.1, 1), timed(0.1, 1), timed(0.03, 9)])
+    assert [found.mean for found in falling] == [0.02, 0.03, 0.03, 0.03]
 
 
 def test_a_slight_contradiction_is_noise() -> None:

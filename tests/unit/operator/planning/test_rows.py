@@ -130,6 +130,11 @@ def test_few_drafts_and_few_requests_are_one_doubt() -> None:
     assert min(drafts, requests) > 0.2 * max(drafts, requests), "or their sum would be as good"
 
 
+def test_speculation_is_not_stopped_where_the_bounds_forbid_it() -> None:
+    bounded = spec(depth={"min": 1})
+    assert depths_of(bounded, LearnedState(acceptance=chances(0.02), costs=FULL))[0] == 1
+
+
 @pytest.mark.parametrize(
     ("slower", "held", "depth"),
     [(1.06, False, 1), (1.06, True, 1), (1.1, False, 1), (1.1, True, 0), (1.3, False, 0), (1.3, True, 0)],
@@ -173,6 +178,13 @@ def test_there_is_less_only_where_it_is_believed_to_be_better(seconds: tuple[flo
     row = RowState(concurrency=0, context=0, task="other", depth=3, since=1990)
     learned = LearnedState(acceptance=chances(0.6), costs=costs, rows=(row,))
     assert planned(one, learned, held_back={(0, 0)}).rows[0].depth == depth
+
+
+def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None:
+    one = spec(limits={"min_dwell_seconds": 600})
+    row = RowState(concurrency=0, context=0, task="other", depth=1, since=1990)
+    learned = LearnedState(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.025)), rows=(row,))
+    assert planned(one, learned, held_back={(0, 0)}).rows[0].depth == 1
 
 
 @pytest.mark.parametrize(
@@ -332,6 +344,11 @@ def test_every_transition(row: RowState) -> None:
         assert moved.since == (100 if shape == row.shape else 200)
     trial = next_row(row, DRAFTS, 200.0, is_trial=True)
     assert (trial.trial, trial.settled_shape) == (True, row.shape)
+
+
+def test_the_end_of_a_trial_is_no_change() -> None:
+    stays = next_row(ON_TRIAL, ON_TRIAL.shape, 200.0, counts=False)
+    assert (stays.since, stays.moves, stays.trial) == (100, (100.0,), False)
 
 
 def test_times_of_a_clock_that_was_ahead_hold_nothing() -> None:

@@ -160,3 +160,14 @@ def test_operator_and_plugin_refuse_a_second_run_in_the_same_words() -> None:
     assert refusal_of("distill", canary) == canary.record.run_refusal
     assert "phase is Collecting" in canary.record.run_refusal
     assert refusal_of("reject", canary) == ""
+
+
+def test_the_plugin_says_which_commands_a_run_takes() -> None:
+    canary = capturing()
+    shown(canary)
+    assert refusal_of("distill", canary) == ""
+    assert "no draft is trained" in refusal_of("reject", canary)
+    canary = partly_collected()
+    shown(canary)
+    assert refusal_of("reject", canary) == ""
+    assert "phase is Collecting" in refusal_of("distill", canary)

@@ -120,6 +120,15 @@ def test_a_run_that_cannot_succeed_is_refused_with_the_reason() -> None:
     assert (canary.phase, canary.record.run_refusal) == ("Collecting", "")
 
 
+def test_a_run_begins_in_phase_serving_only() -> None:
+    canary = training()
+    before = canary.record.run
+    canary.command("distill")
+    canary.tick()
+    assert "the phase is Distilling" in canary.record.run_refusal
+    assert canary.record.run == before
+
+
 def test_a_missing_report_refuses_a_run() -> None:
     early = Canary(capturing().deployment, pods=[])
     early.carry_out("distill")

@@ -84,6 +84,14 @@ def test_an_external_owner_reads_the_desired_replicas() -> None:
     )
 
 
+def test_a_tighter_objective_means_less_capacity() -> None:
+    loose, tight = (
+        after_polls(4, speculation={"objective": {"itl": f"{most}ms"}}, **OPERATOR).scale.capacity for most in (100, 10)
+    )
+    assert tight.rate < 0.8 * loose.rate
+    assert tight.limited_by == "itl"
+
+
 def test_the_capacity_is_that_of_the_pinned_shape() -> None:
     """A plain step takes some 20 ms, and speculation half of that a token."""
     free, plain = (

@@ -377,6 +377,17 @@ async def test_probes_and_shutdown() -> None:
         assert await leaving == 0
 
 
+async def test_requests_are_held_until_a_worker_comes() -> None:
+    async with router_over(Script()) as router:
+        workers = router.state.relay.workers
+        endpoints = workers.endpoints
+        workers.update([])
+        held = asyncio.create_task(router.post(CHAT, data=body(stream=True)))
+        await eventually(lambda: router.state.admission.held == 1)
+        workers.update(endpoints)
+        assert (await held)[2].endswith(b"[DONE]\n\n")
+
+
 async def raw(router: RouterUnderTest, request: bytes) -> bytes:
     """Send bytes as they are, and return the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port)

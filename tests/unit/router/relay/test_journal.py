@@ -16,6 +16,7 @@ from specdecode_worker.contract.internal_stream import (
     ChoiceProgress,
     ChoiceStart,
     Open,
+    OpenStream,
     Step,
 )
 
@@ -70,6 +71,13 @@ def test_progress_has_log_probabilities_and_the_last_counters() -> None:
         ids=(3, 4), logprobs=(one, two), prompt_logprobs=(two,), counters=ChoiceCounters(8, 4, (1, 0, 0, 1))
     )
     assert journal.resume().open == OPEN
+
+
+def test_resume_survives_the_wire() -> None:
+    journal = Journal(OPEN)
+    journal.add(step(0, 3))
+    request = OpenStream(route="/r", body=b"", request_id="i", resume=journal.resume())
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=OpenStream) == request
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import pytest
+
 from specdecode_router.placement.placement_state import PlacementState
+from specdecode_router.placement.traffic_split import TrafficSplit
 from specdecode_router.relay.worker_choice import WorkerChoice
 from specdecode_router.telemetry.metrics import RouterMetrics
 from specdecode_router.workers.worker import Endpoint, WorkerView
@@ -47,6 +50,15 @@ def test_turns_of_a_conversation_meet() -> None:
     state = PlacementState()
     first = place(state, "the beginning")
     assert {place(state, "the beginning", ends=True) for _ in range(10)} == {first}
+
+
+@pytest.mark.parametrize(("percent", "deployment"), [(0, "old"), (100, "new")])
+def test_the_deployment_of_the_last_attempt_is_known(percent: int, deployment: str) -> None:
+    workers = [WorkerView(Endpoint(name, "", deployment=name), 0) for name in ("old", "new")]
+    choice = choice_of(PlacementState(split=TrafficSplit("old", {"new": percent})), "hello")
+    assert choice.deployment == ""
+    assert choice.choose(workers, "", frozenset()) is not None
+    assert choice.deployment == deployment
 
 
 def test_without_a_worker_nothing_is_chosen_or_recorded() -> None:

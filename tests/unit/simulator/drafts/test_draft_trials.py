@@ -29,6 +29,11 @@ def test_unequal_drafts_get_their_verdict(gain: float, verdict: Verdict) -> None
     assert result.median_requests < 4000
 
 
+def test_a_candidate_that_loses_a_task_is_not_promoted() -> None:
+    result = run_trials({"code": 0.25, "prose": -0.15}, TRIALS, seed=3)
+    assert result.share(Verdict.PROMOTE) <= 0.05
+
+
 def test_a_wide_spread_between_nodes_changes_no_verdict() -> None:
     """Both drafts of a pair run on one worker. The same trials on another node end after the same pairs."""
     gains = {"code": 0.05, "prose": 0.05}
