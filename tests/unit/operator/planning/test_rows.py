@@ -180,13 +180,6 @@ def test_there_is_less_only_where_it_is_believed_to_be_better(seconds: tuple[flo
     assert planned(one, learned, held_back={(0, 0)}).rows[0].depth == depth
 
 
-def test_guards_that_hold_back_the_smallest_shape_leave_it_to_the_stop() -> None:
-    one = spec(limits={"min_dwell_seconds": 600})
-    row = RowState(concurrency=0, context=0, task="other", depth=1, since=1990)
-    learned = LearnedState(acceptance=chances(0.6), costs=(cost(1, 0, 0.02), cost(1, 1, 0.025)), rows=(row,))
-    assert planned(one, learned, held_back={(0, 0)}).rows[0].depth == 1
-
-
 @pytest.mark.parametrize(
     ("moves", "depth"),
     [

@@ -400,15 +400,6 @@ def test_removing_a_candidate_ends_its_trial_also_once_its_hash_is_known() -> No
     canary.until("Cooldown")
 
 
-def test_a_user_promotes_without_a_verdict() -> None:
-    canary = trying()
-    canary.finish_pairs(2, 0.0)
-    canary.set_role(NEW, "Serving")
-    canary.tick()
-    assert (canary.phase, outcomes(canary)) == ("Promoting", [("Promoted", NEW)])
-    assert "its role is Serving" in canary.record.last_verdict
-
-
 def restored(canary: Canary) -> Canary:
     """Return a cluster to which the drafts were applied from a copy of them: without status, with other uids."""
     new = Canary(canary.deployment, now=canary.now + 3600)
