@@ -36,17 +36,13 @@ LIMITS = RouterSettings(
 class FirstInOrder:
     """Choice of the first worker by name, so that tests know which one gets the first attempt."""
 
-    def __init__(self) -> None:
-        self.ended: list[tuple[str, End]] = []
-
     def choose(self, views: Sequence[WorkerView], key: str, exclude: frozenset[str]) -> WorkerView | None:
         usable = [view for view in views if view.endpoint.name not in exclude]
         if key:
             usable = [view for view in usable if view.compatibility_key in ("", key)]
         return min(usable, key=lambda view: (view.suspect, view.endpoint.name), default=None)
 
-    def record_end(self, worker: str, end: End) -> None:
-        self.ended.append((worker, end))
+    def record_end(self, worker: str, end: End) -> None: ...
 
 
 @dataclass
@@ -92,7 +88,6 @@ class Harness:
     registry: WorkerRegistry
     context: RelayContext
     client: RecordingClient = field(default_factory=RecordingClient)
-    chooser: FirstInOrder = field(default_factory=FirstInOrder)
 
     @property
     def scripts(self) -> list[Script]:
@@ -101,7 +96,7 @@ class Harness:
     def relay(self, body: bytes, seconds: float = 20.0) -> Relay:
         request = OpenStream(route="/v1/chat/completions", body=body, request_id="r1")
         deadline = time.monotonic() + seconds
-        return Relay(self.context, request, self.client, self.chooser, deadline, {"traceparent": "t"})
+        return Relay(self.context, request, self.client, FirstInOrder(), deadline, {"traceparent": "t"})
 
     async def run(self, body: bytes, seconds: float = 20.0) -> RecordingClient:
         await self.relay(body, seconds).run()

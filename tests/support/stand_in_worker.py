@@ -74,7 +74,6 @@ class Script:
     event_bytes: int = 0
     """Size up to which each event is padded."""
     alive_seconds: float = ALIVE_SECONDS
-    longest_step_seconds: float = 0.01
     refuse: Error | None = None
     refuse_at: int = 0
     close_before_open: bool = False
@@ -105,7 +104,6 @@ class StandInWorker:
     cancelled: int = 0
     clients: Counter[str] = field(default_factory=Counter)
     """Running streams by tenant."""
-    most_running: int = 0
     routers: set[str] = field(default_factory=set)
     """Names of the routers that asked for the load."""
     forwarded: int = 0
@@ -162,7 +160,6 @@ class StandInWorker:
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
         await response.prepare(request)
         self.clients[asked.tenant] += 1
-        self.most_running = max(self.most_running, self.running)
         try:
             await _Stream(self, asked, response).run()
             self.ended += 1
@@ -295,7 +292,7 @@ class _Stream:
             await asyncio.sleep(self._script.alive_seconds)
             step += 1
             if not self._is_silent():
-                await self._send(Alive(step=step, longest_step_seconds=self._script.longest_step_seconds))
+                await self._send(Alive(step=step, longest_step_seconds=0.01))
 
     def _is_silent(self) -> bool:
         return self._script.silent_at is not None and not self._worker.voice.is_set()

@@ -74,8 +74,8 @@ class Pod:
     obeys: bool = True
     clock: float = 0
     captured: int | None = None
-    oldest: float | None = None
     """Captured conversations; None while the plan switches no capture on."""
+    oldest: float | None = None
     deleted_before: float = 0
     drafted: int = 0
     """First tokens that were drafted, all of them missed."""
@@ -274,6 +274,11 @@ class Canary:
         distillation = spec.distillation.model_copy(update={"trigger": trigger})
         self.deployment = replace(self.deployment, spec=spec.model_copy(update={"distillation": distillation}))
 
+    def carry_out(self, verb: str) -> Decision:
+        """Give a command, and let the operator see it."""
+        self.command(verb)
+        return self.tick()
+
     def restart_operator(self) -> None:
         """Drop everything but what the ConfigMap and the SpecDecodeDrafts have."""
         before, training = self.record, parse_training(render_training(self.record))
@@ -330,8 +335,7 @@ def capturing(**spec: Any) -> Canary:
 def collecting(**spec: Any) -> Canary:
     """Return a deployment whose run collects conversations, of which there are none yet."""
     canary = capturing(**spec)
-    canary.command("distill")
-    canary.tick()
+    canary.carry_out("distill")
     assert canary.phase == "Collecting"
     return canary
 

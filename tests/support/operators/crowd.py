@@ -34,8 +34,8 @@ Cell = TypeVar("Cell", bound=Stored)
 class Crowd:
     """Random estimates for 8 tasks, 64 sequences and 2 contexts: every cell that a deployment can have."""
 
-    def __init__(self, seed: int = 1) -> None:
-        self.random = random.Random(seed)
+    def __init__(self) -> None:
+        self.random = random.Random(1)
 
     def numbers(self, count: int) -> Any:
         return tuple(float(f"{self.random.random() * 1e6:.6g}") for _ in range(count))
@@ -104,7 +104,7 @@ class Crowd:
         tasks = tuple(self.cell(PodTaskState, task=task) for task in TASKS)
         return self.cell(PodState, uid=uid, boot=boot, draft="0" * 16, tasks=tasks)
 
-    def learned(self, *, pods: int = 8) -> LearnedState:
+    def learned(self) -> LearnedState:
         return LearnedState(
             uid="u",
             draft="0" * 16,
@@ -115,7 +115,7 @@ class Crowd:
             costs=self.costs(0, new_values=self.numbers(MOMENTS)),
             prefill=self.numbers(MOMENTS),
             load=self.cell(LoadState),
-            pods=tuple(self.pod() for _ in range(pods)),
+            pods=tuple(self.pod() for _ in range(8)),
             parked=tuple(self.parked(f"{index + 1}" * 16) for index in range(MAX_PARKED_DRAFTS)),
             template=TemplateState(spec_hash="h", template={"containers": [{"name": "worker"}]}, image="i"),
         )

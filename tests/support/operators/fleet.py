@@ -315,6 +315,33 @@ class Loop:
         self.memory = restarted(self.memory)
 
 
+@dataclass
+class Fleet:
+    """The pure loop closed over several simulated workers, by name."""
+
+    deployment: Deployment
+    workers: dict[str, SimulatedWorker] = field(default_factory=dict)
+    now: float = 1_000_000.0
+    memory: Session = field(default_factory=Session)
+
+    def poll(self) -> Decision:
+        self.now += 5
+        pods = []
+        for name, worker in self.workers.items():
+            worker.run(5)
+            pods.append(Worker(name=name, uid=name, address=f"at-{name}", ready=True, report=worker.report()))
+        seen = {"workload": workload_with(len(pods)) if pods else None, "workers": tuple(pods)}
+        decision, self.memory = decided(self.deployment, self.memory, now=self.now, **seen)
+        for name, worker in self.workers.items():
+            if f"at-{name}" in decision.pushes:
+                worker.plan = decision.plan
+            worker.plan = decision.health.own_plans.get(f"at-{name}", worker.plan)
+        return decision
+
+    def polls(self, count: int) -> list[Decision]:
+        return [self.poll() for _ in range(count)]
+
+
 def restarted(session: Session) -> Session:
     """Return the session of a new process: what the ConfigMap has, and the drafts."""
     learned = parse_state(render_state(session.learned), "u1", session.learned.plan)

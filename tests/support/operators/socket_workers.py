@@ -70,8 +70,6 @@ class GoodWorker:
     fields: dict[str, Any] = field(default_factory=good_report)
     asked: list[str] = field(default_factory=list)
     """Tokens of all requests."""
-    requests: list[str] = field(default_factory=list)
-    """Methods of the accepted requests."""
     plans: list[Plan] = field(default_factory=list)
     push_status: int = 200
     tag: str = ""
@@ -81,7 +79,6 @@ class GoodWorker:
         if request.token not in self.tokens:
             answer(writer, 401)
             return
-        self.requests.append(request.method)
         if request.method == "PUT":
             self._take(request, writer)
         elif self.tag and request.headers.get("if-none-match") == self.tag:

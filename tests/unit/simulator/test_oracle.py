@@ -144,20 +144,6 @@ def test_all_read_the_rows_of_the_longest_context() -> None:
     assert {group: form.depth for group, form in forms.items()} == {short: 2, long: 2}
 
 
-def test_a_segment_ends_where_the_guard_may_change_its_mind() -> None:
-    guard, shape, plain = Guard(), TreeShape.chain(2), TreeShape(())
-    guard.allows(0, 0, shape)
-    for run, seconds in ((plain, 0.02), (shape, 0.06)):
-        guard.record_step(0, 0, run, 30 * seconds, 30.0, 30)
-    assert not guard.allows(0, 0, shape)
-    waited = 0
-    while not guard.allows(0, 0, shape):
-        steps = steps_until_decision(guard.states_at(0, 0), 127)
-        guard.record_step(0, 0, plain, steps * 0.02, float(steps), steps)
-        waited += steps
-    assert waited == 4 * 2 / 0.005, "a probe loses twice its four steps, and half a percent of those between"
-
-
 def test_bursts_in_one_segment_take_the_share_that_they_take_step_by_step() -> None:
     """The planned chain is the fastest; others cost more. Both ways run about the same shapes and spend the same."""
     plan = Plan(initial=TreeShape.chain(2), max_depth=5, explore=0.05, guard=False)

@@ -16,7 +16,7 @@ from specdecode_operator.planning.estimates import buckets_for
 from specdecode_operator.state.learned import LearnedState, TrafficCell
 from specdecode_worker.contract import Plan, PlanRow, TreeShape
 from support.operators.estimates import chances, cost, spec
-from support.operators.fleet import Loop, Truth, deployment_with, loop_over, observation_with, with_pause, with_pin
+from support.operators.fleet import Loop, Truth, deployment_with, loop_over, observation_with, with_pin
 
 TASKS = [{"name": "code"}, {"name": "chat"}]
 SPEC = spec(tasks=TASKS)
@@ -130,6 +130,8 @@ def test_a_pin_of_one_task_does_not_change_the_rows_of_others() -> None:
     assert len(plan.rows) == len(loads) + 1
     assert plan.shape(0, 0, "chat") == rows[1].shape
     assert (plan.initial, plan.max_depth) == (chain(3), 6)
+    both = Pin(every=chain(0), by_task={"code": chain(6)}).over(before)
+    assert [both.shape(0, 0, task).depth for task in ("code", "chat", "other")] == [6, 0, 0]
 
 
 def test_other_tasks_are_chosen_for_batches_in_which_the_pinned_one_runs_its_pin() -> None:
@@ -154,12 +156,6 @@ def test_other_tasks_are_chosen_for_batches_in_which_the_pinned_one_runs_its_pin
     pinned_rows = depths(code="none")
     assert pinned_rows["chat"] == 0
     assert pinned_rows["code"] > 0, "what the pinned task would run is kept for the time after"
-
-
-def test_a_task_may_be_pinned_to_another_shape_than_the_rest() -> None:
-    rows = (PlanRow(concurrency=0, context=0, task="chat", shape=chain(1)),)
-    plan = Pin(every=chain(0), by_task={"code": chain(6)}).over(Plan(initial=chain(3), max_depth=3, rows=rows))
-    assert [plan.shape(0, 0, task).depth for task in ("code", "chat", "other")] == [6, 0, 0]
 
 
 def test_an_invalid_pin_leaves_the_previous_pin_in_force() -> None:
@@ -213,14 +209,6 @@ def test_a_pin_survives_a_restart_without_a_new_record() -> None:
     decision = loop.poll()
     assert loop.depths[-1] == 4
     assert not decision.changes
-
-
-def test_a_pin_has_no_effect_while_paused() -> None:
-    loop = loop_over(speculation={"mode": "Static"})
-    loop.polls(2)
-    loop.deployment = with_pause(with_pin(loop.deployment, "chain:1"))
-    loop.polls(2)
-    assert loop.depths[-1] == 3
 
 
 @given(st.text(alphabet="chaintredo:=,0123456789- ", max_size=60))

@@ -43,13 +43,6 @@ def test_tokens_differ_by_key_deployment_and_scope() -> None:
     assert derive_token(b"1", A, "operator") == derive_token(b"1", A, "operator")
 
 
-def test_during_a_rotation_both_tokens_are_valid_and_the_new_one_comes_first() -> None:
-    before = TokenKeys(b"old").tokens(A, "operator")
-    during = TokenKeys(b"new", b"old").tokens(A, "operator")
-    assert during[1:] == before
-    assert during[0] != before[0]
-
-
 async def test_a_secret_is_created_once_and_again_only_on_suspicion() -> None:
     api, clock, deployment = Secrets(), Clock(), deployment_with()
     tokens = AdminTokens(cast("KubeClient", api), TokenKeys(b"key"), clock)

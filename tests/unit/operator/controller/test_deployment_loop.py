@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -341,16 +342,6 @@ async def test_the_rollout_is_written_before_the_plan() -> None:
     assert not outcome.problems
 
 
-async def test_a_rollout_that_cannot_be_stored_does_not_begin() -> None:
-    canary = canary_with()
-    canary.tick(push=False)
-    outcome, bench = await carried_out(canary, down=True)
-    assert "ConfigMap/demo-plan" not in bench.cluster.writes
-    assert "Deployment/demo-worker" in bench.cluster.writes, "the other children do not wait"
-    assert outcome.problems
-    assert bench.loop._is_unsaved
-
-
 async def test_the_job_is_created_after_the_run_is_stored() -> None:
     canary = distilling()
     outcome, bench = await carried_out(canary)
@@ -360,18 +351,22 @@ async def test_the_job_is_created_after_the_run_is_stored() -> None:
     assert outcome.job_problem == ""
 
 
-async def test_no_job_is_created_for_a_run_that_cannot_be_stored() -> None:
-    outcome, bench = await carried_out(distilling(), down=True)
+@pytest.mark.parametrize("begun", [canary_with, distilling], ids=["rollout", "run"])
+async def test_what_cannot_be_stored_does_not_begin(begun: Callable[[], Canary]) -> None:
+    canary = begun()
+    canary.tick(push=False)
+    outcome, bench = await carried_out(canary, down=True)
+    assert "ConfigMap/demo-plan" not in bench.cluster.writes
+    assert not any(write.startswith("Job/") for write in bench.cluster.writes)
+    assert "Deployment/demo-worker" in bench.cluster.writes, "the other children do not wait"
     assert outcome.problems
     assert bench.loop._is_unsaved
-    assert not any(write.startswith("Job/") for write in bench.cluster.writes)
 
 
 async def test_a_refused_command_is_stored_so_that_it_is_not_carried_out_after_a_restart() -> None:
     quiet = capturing(distillation={"storage": None})
     commanded = capturing(distillation={"storage": None})
-    commanded.command("distill")
-    commanded.tick()
+    commanded.carry_out("distill")
     for canary, is_stored in ((quiet, False), (commanded, True)):
         _, bench = await carried_out(canary)
         assert (stored_training(bench) is not None) == is_stored

@@ -80,10 +80,6 @@ def test_another_refusal_is_an_event_and_another_number_is_not() -> None:
     assert not reasons(three, four)
 
 
-def test_an_absent_condition_is_resolved() -> None:
-    assert reasons(with_condition("Pinned", "False"), Status()) == [("Normal", "Resolved")]
-
-
 def test_every_decision_is_an_event() -> None:
     words = {"time": "t", "load": "l", "before": "1", "after": "2", "reason": "because"}
     decisions = [Decision.model_validate({**words, "kind": kind}) for kind in ("Plan", "Replicas", "Steering")]

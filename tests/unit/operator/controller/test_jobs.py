@@ -265,8 +265,7 @@ def test_a_job_that_cannot_be_read_is_not_lost() -> None:
 
 def test_a_run_is_not_deleted_without_the_right_and_the_status_says_so() -> None:
     canary = distilling()
-    canary.command("reject")
-    canary.tick()
+    canary.carry_out("reject")
     decision, _, _ = ticked(canary, 600)
     assert decision.job is None
     assert canary.record.undeleted_run is not None

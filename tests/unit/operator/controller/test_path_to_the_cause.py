@@ -21,7 +21,7 @@ from specdecode_operator.errors import SpecError
 from specdecode_operator.types import Outcome
 from support.kube import ROOT
 from support.operators.fleet import SPEC, deployment_with, workload_with
-from support.operators.statuses import conditions, explained, refused, resource_of, status_with
+from support.operators.statuses import conditions, explained, refused, resource_of, states, status_with
 
 LATER = 1_900_000_000.0
 STARTING = workload_with(1, ready=0, available=0)
@@ -129,6 +129,8 @@ def test_two_commands_lead_from_not_ready_to_the_cause(failure: Failure) -> None
     columns = {column["name"]: column["jsonPath"] for column in COLUMNS if not column.get("priority")}
     assert columns["Reason"] == ".status.reason", "`kubectl get sdd` shows it without -o wide"
     assert (status.reason or "").startswith(f"{failure.reason}: ")
+    motion = "Reconciling" if failure.reason == "Unschedulable" else "Stalled"
+    assert states(status)[motion] == ("True", failure.reason)
     text = explained(resource_of(deployment_with(status)), None, LATER)
     problems = text[text.index("PROBLEMS") :]
     assert f"Ready is False, {failure.reason}: " in problems

@@ -34,11 +34,6 @@ def reporting(**draft: Any) -> Worker:
     return pod(ready=True, report=report)
 
 
-def test_the_ready_column_shows_ready_and_wanted_workers() -> None:
-    assert status_with().ready == "0/1"
-    assert status_with(workload_with(3, ready=1, available=1), replicas=3).ready == "1/3"
-
-
 def test_pins_of_any_length_fit_history_and_status() -> None:
     wide, tasks = ",".join(str(node // 4) for node in range(63)), [f"t{index}" for index in range(7)]
     loop = loop_over(speculation={"tasks": [{"name": task} for task in tasks]})

@@ -62,10 +62,3 @@ def test_a_change_raises_the_version_and_is_pushed_without_rolling_pods() -> Non
     assert canary.tick(push=False).plan == after.plan
     canary.change(distillation={})
     assert canary.tick().plan.capture is None
-
-
-def test_a_paused_deployment_keeps_its_capture() -> None:
-    canary = Canary(deployment_with(replicas=2, **capture()))
-    plan = canary.tick().plan
-    canary.deployment = deployment_with(replicas=2, paused=True, **capture(percent=100))
-    assert canary.tick().plan == plan

@@ -41,7 +41,7 @@ def test_a_realised_gain_needs_enough_drafts_and_its_measurement_survives_a_rest
 
 
 def plan_of(depth: int) -> Plan:
-    rows = tuple(PlanRow(concurrency=c, context=0, shape=TreeShape.chain(depth)) for c in range(3))
+    rows = tuple(PlanRow(concurrency=c, context=x, shape=TreeShape.chain(depth)) for c in range(6) for x in range(3))
     return Plan(version=1, rows=rows, initial=TreeShape.chain(3))
 
 
@@ -51,65 +51,19 @@ def decision(**fields: object) -> Decision:
 
 
 def test_gain_measurements_are_few_and_near_the_present_load() -> None:
-    def plan(depth: int) -> Plan:
-        rows = tuple(
-            PlanRow(concurrency=c, context=x, shape=TreeShape.chain(depth)) for c in range(6) for x in range(3)
-        )
-        return Plan(version=1, rows=rows, initial=TreeShape.chain(3))
-
     learned = LearnedState(load=LoadState(sequences=16, context_bucket=2))
     for index in range(6):
-        learned = learned.model_copy(update={"plan": plan(index + 1)})
+        learned = learned.model_copy(update={"plan": plan_of(index + 1)})
         moved = decision(time=f"{index}", before=f"chain:{index}" if index else "none", after=f"chain:{index + 1}")
-        learned = recorded(learned, (moved,), plan(index))
+        learned = recorded(learned, (moved,), plan_of(index))
     assert len(learned.following) == FOLLOWED
     assert len(learned.following[0].rows) == ROWS
     assert learned.following[0].rows[0] == (4, 2, "other")
 
 
-def test_the_measurement_ends_when_its_decision_leaves_the_history() -> None:
-    follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
-    learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(time="later"),))
-    assert not realised(learned, Delta(), Plan().buckets, "eagle3").following
-
-
-@pytest.mark.parametrize(("method", "passes", "is_measured"), [("peagle", (1, 1), True), ("eagle3", (3, 5), True),
-                                                               ("eagle3", (1, 1), False)])  # fmt: skip
-def test_a_draft_of_one_pass_is_measured_at_every_depth(
-    method: Method, passes: tuple[int, int], is_measured: bool
-) -> None:
-    """Steps of chains of 3 took 0.2 s for 2 tokens, those of chains of 5 take 0.24 s for 3: 25 % more tokens."""
-    old_key, old = steps_of(passes[0], nodes=3, seconds=0.2, emitted=2)
-    key, new = steps_of(passes[1], nodes=5, seconds=0.24, emitted=3)
-    follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
-    costs = (StepTimeCell(**old_key._asdict(), values=old.values, at=0),)
-    learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(),), costs=costs)
-    after = realised(learned, Delta(steps={key: new}), Plan().buckets, method)
-    assert after.history[0].realised_gain_percent == (25.0 if is_measured else None)
-
-
-def test_steps_with_a_few_sequences_more_than_an_edge_measure_the_row_below() -> None:
-    """A mean of 2.04 comes from many steps with two sequences and a few with three."""
-    old_key, old = steps_of(3, nodes=3, seconds=0.2, emitted=2, sequences=2.04)
-    key, new = steps_of(5, nodes=5, seconds=0.24, emitted=3, sequences=2.04)
-    costs = (StepTimeCell(**old_key._asdict(), values=old.values, at=0),)
-    gains = []
-    for row in (1, 2):  # of 2 sequences, and of 3 to 4
-        follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((row, 0, "other"),))
-        learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(),), costs=costs)
-        after = realised(learned, Delta(steps={key: new}), Plan().buckets, "eagle3")
-        gains.append(after.history[0].realised_gain_percent)
-    assert gains == [25.0, None]
-
-
-def test_steps_without_a_time_measure_no_gain() -> None:
-    old_key, old = steps_of(3, nodes=3, seconds=0.2, emitted=2)
-    key, new = steps_of(5, nodes=5, seconds=0.0, emitted=3)
-    follow = GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((0, 0, "other"),))
-    costs = (StepTimeCell(**old_key._asdict(), values=old.values, at=0),)
-    learned = LearnedState(plan=plan_of(5), following=(follow,), history=(decision(),), costs=costs)
-    after = realised(learned, Delta(steps={key: new}), Plan().buckets, "eagle3")
-    assert (after.following, after.history[0].realised_gain_percent) == ((follow,), None)
+def following(row: int = 0) -> GainMeasurement:
+    """Return the measurement of a change from chain:3 to chain:5."""
+    return GainMeasurement(time="t", before="chain:3", after="chain:5", rows=((row, 0, "other"),))
 
 
 def steps_of(
@@ -118,6 +72,48 @@ def steps_of(
     """Return 1000 equal steps. ``emitted`` is of one sequence."""
     x = (1.0, sequences, sequences * (nodes + 1), 100 * sequences, float(passes), 0.0)
     return CellKey(8, passes, False, 0), moments(x, seconds, 1000, spread=0, tokens=emitted)
+
+
+def measured(
+    passes: tuple[int, int] = (3, 5),
+    *,
+    row: int = 0,
+    seconds: float = 0.24,
+    sequences: float = 1.0,
+    method: Method = "eagle3",
+) -> LearnedState:
+    """Return what is known after the change. Steps of chains of 3 took 0.2 s for 2 tokens, those of 5 emit 3."""
+    old_key, old = steps_of(passes[0], nodes=3, seconds=0.2, emitted=2, sequences=sequences)
+    key, new = steps_of(passes[1], nodes=5, seconds=seconds, emitted=3, sequences=sequences)
+    costs = (StepTimeCell(**old_key._asdict(), values=old.values, at=0),)
+    learned = LearnedState(plan=plan_of(5), following=(following(row),), history=(decision(),), costs=costs)
+    return realised(learned, Delta(steps={key: new}), Plan().buckets, method)
+
+
+def test_the_measurement_ends_when_its_decision_leaves_the_history() -> None:
+    learned = LearnedState(plan=plan_of(5), following=(following(),), history=(decision(time="later"),))
+    assert not realised(learned, Delta(), Plan().buckets, "eagle3").following
+
+
+@pytest.mark.parametrize(("method", "passes", "is_measured"), [("peagle", (1, 1), True), ("eagle3", (3, 5), True),
+                                                               ("eagle3", (1, 1), False)])  # fmt: skip
+def test_a_draft_of_one_pass_is_measured_at_every_depth(
+    method: Method, passes: tuple[int, int], is_measured: bool
+) -> None:
+    after = measured(passes, method=method)
+    assert after.history[0].realised_gain_percent == (25.0 if is_measured else None)
+
+
+def test_steps_with_a_few_sequences_more_than_an_edge_measure_the_row_below() -> None:
+    """A mean of 2.04 comes from many steps with two sequences and a few with three."""
+    rows = (1, 2)  # of 2 sequences, and of 3 to 4
+    gains = [measured(row=row, sequences=2.04).history[0].realised_gain_percent for row in rows]
+    assert gains == [25.0, None]
+
+
+def test_steps_without_a_time_measure_no_gain() -> None:
+    after = measured(seconds=0.0)
+    assert (after.following, after.history[0].realised_gain_percent) == ((following(),), None)
 
 
 def test_only_changes_of_rows_start_a_gain_measurement() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,40 +17,13 @@ from specdecode_operator.health import TUNING, learn_pods, plain_plan, suspected
 from specdecode_operator.state.learned import LearnedState, PodState, PodTaskState, Session
 from specdecode_operator.telemetry.counters import Delta, Hits, Moments, RequestSums
 from specdecode_operator.telemetry.counters import fleet as together
-from specdecode_operator.types import Decision, Deployment, Observation, Remediation, Worker
+from specdecode_operator.types import Decision, Observation, Remediation, Worker
 from specdecode_worker.contract import Plan, TreeShape
 from specdecode_worker.server.errors import Conflict
 from specdecode_worker.server.service import PlanStore
-from support.operators.fleet import SimulatedWorker, Truth, decided, deployment_with, linear_time, workload_with
+from support.operators.fleet import Fleet, SimulatedWorker, Truth, deployment_with, linear_time
 
 GOOD, BAD = [0.8, 0.7, 0.6, 0.5, 0.4], [0.1] * 5
-
-
-@dataclass
-class Fleet:
-    """The pure loop over several simulated workers."""
-
-    workers: dict[str, SimulatedWorker]
-    deployment: Deployment
-    memory: Session = field(default_factory=Session)
-    now: float = 1e6
-
-    def poll(self) -> Decision:
-        self.now += 5
-        pods = []
-        for name, worker in self.workers.items():
-            worker.run(5)
-            pods.append(Worker(name=name, uid=name, address=f"at-{name}", ready=True, report=worker.report()))
-        seen = {"workload": workload_with(len(pods)), "workers": tuple(pods)}
-        decision, self.memory = decided(self.deployment, self.memory, now=self.now, **seen)
-        for name, worker in self.workers.items():
-            if f"at-{name}" in decision.pushes:
-                worker.plan = decision.plan
-            worker.plan = decision.health.own_plans.get(f"at-{name}", worker.plan)
-        return decision
-
-    def polls(self, count: int) -> list[Decision]:
-        return [self.poll() for _ in range(count)]
 
 
 def fleet_of(truths: Sequence[Truth], **spec: Any) -> Fleet:
@@ -58,7 +31,7 @@ def fleet_of(truths: Sequence[Truth], **spec: Any) -> Fleet:
     workers = {
         f"p{index}": SimulatedWorker(truth, plan=plan, seed=index, explore=0.1) for index, truth in enumerate(truths)
     }
-    return Fleet(workers, deployment_with(replicas=len(truths), **spec))
+    return Fleet(deployment_with(replicas=len(truths), **spec), workers)
 
 
 def collapses(decision: Decision) -> list[str]:

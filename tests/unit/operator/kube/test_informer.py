@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -72,10 +72,14 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return recorded
 
 
-def informer_of(client: Any, changes: list[Key], **options: Any) -> Informer[str]:
-    arguments: dict[str, Any] = {"labels": "", "metadata_only": True, "on_change": changes.append, **options}
-    arguments.setdefault("project", lambda resource: resource["metadata"]["resourceVersion"])
-    return Informer(client, PODS, (), **arguments)
+def version_of(resource: dict[str, Any]) -> str:
+    return str(resource["metadata"]["resourceVersion"])
+
+
+def informer_of(
+    client: Any, changes: list[Key], namespaces: Sequence[str] = (), project: Callable[[Any], str] = version_of
+) -> Informer[str]:
+    return Informer(client, PODS, namespaces, labels="", project=project, metadata_only=True, on_change=changes.append)
 
 
 async def play(lists: list[list[Any]], watches: list[list[Any]]) -> tuple[Informer[str], list[Key], ScriptedClient]:
@@ -198,15 +202,8 @@ async def test_several_namespaces_are_one_store() -> None:
             yield None
 
     changes = list[Key]()
-    client: Any = Client([], [])
-    informers: Informer[str] = Informer(
-        client,
-        PODS,
-        ["one", "two"],
-        labels="",
-        project=lambda resource: resource["metadata"]["namespace"],
-        metadata_only=True,
-        on_change=changes.append,
+    informers = informer_of(
+        Client([], []), changes, ["one", "two"], project=lambda resource: resource["metadata"]["namespace"]
     )
     assert informers.last_contact == float("-inf")
     async with background(informers.run()):

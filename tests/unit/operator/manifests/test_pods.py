@@ -54,16 +54,28 @@ def config_of(pod: Json) -> WorkerConfig:
 def test_the_worker_config_in_the_environment_is_complete() -> None:
     spec = {
         "model": {"uri": "hf://org/Llama@v1", "servedName": "llama"},
-        "engine": {"dtype": "float32", "maxModelLen": 2048, "maxNumSeqs": 4, "kvCacheTokens": 4096},
+        "engine": {
+            "dtype": "float32",
+            "maxModelLen": 2048,
+            "maxNumSeqs": 4,
+            "kvCacheTokens": 4096,
+            "memoryPercent": 90,
+            "sampler": "mss",
+            "extraArgs": ["--queue-timeout-seconds=5", "--api-key-metrics"],
+        },
         "workers": {"resources": {"limits": {"cpu": "2500m"}}},
         "drain": {"endpointDelay": "7s", "gracePeriod": "90s"},
     }
-    config = config_of(pod_of(**spec))
+    pod = pod_of(**spec)
+    config = config_of(pod)
     assert config == manifests.worker_config(deployment_with(**spec).spec, "u1")
     assert (config.deployment_uid, config.model.served_name, config.model.max_model_len) == ("u1", "llama", 2048)
     assert (config.draft.method, config.draft.uri) == ("eagle3", "embedded://d")
     assert (config.engine.max_num_seqs, config.engine.threads, config.engine.device) == (4, 2, "cpu")
+    assert (config.engine.gpu_memory_utilization, config.engine.sampler) == (0.9, "mss")
+    assert worker_of(pod)["command"] == ["specdecode-worker", "serve", "--queue-timeout-seconds=5", "--api-key-metrics"]
     assert config.server.grace_period_seconds == 90
+    assert pod["terminationGracePeriodSeconds"] == 107, "the delay, the grace period, and a margin"
 
 
 def test_every_draft_is_pulled_and_configured_and_rolls_the_pods() -> None:
@@ -142,11 +154,6 @@ def test_the_plan_is_mounted_as_a_folder() -> None:
     mounts = {item["mountPath"]: item for item in container(template(), "worker")["volumeMounts"]}
     assert "subPath" not in mounts["/etc/specdecode/plan"]
     assert environment(template())[Env.plan_path] == "/etc/specdecode/plan/plan.json"
-
-
-def test_termination_grace_covers_delay_and_grace_period_with_a_margin() -> None:
-    rendered = template(drain={"endpointDelay": "7s", "gracePeriod": "90s"})
-    assert rendered["spec"]["terminationGracePeriodSeconds"] == 107
 
 
 @pytest.mark.parametrize(
@@ -271,11 +278,6 @@ def test_containers_merge_by_name() -> None:
     assert rendered["metadata"]["labels"]["team"] == "x"
 
 
-def test_null_removes_a_field_and_lists_without_names_are_replaced() -> None:
-    base = {"a": 1, "command": ["x", "y"], "env": [{"name": "K", "value": "1"}]}
-    assert merged(base, {"a": None, "command": ["z"]}) == {"command": ["z"], "env": [{"name": "K", "value": "1"}]}
-
-
 FIELD, SECRET = {"fieldRef": {"fieldPath": "x"}}, {"secretKeyRef": {"name": "s", "key": "k"}}
 HTTP, EXEC, CLAIMED = {"httpGet": {"path": "/"}}, {"exec": {"command": []}}, {"resourceClaimName": "b"}
 
@@ -295,22 +297,21 @@ def test_of_fields_that_exclude_each_other_the_users_alone_stays(field: str, bas
 
 
 @pytest.mark.parametrize(
-    ("base", "overlay", "made"),
+    ("field", "base", "overlay", "made"),
     [
-        ({**HTTP, "periodSeconds": 9}, EXEC, {**EXEC, "periodSeconds": 9}),
-        ({"httpGet": {"path": "/", "port": 1}}, {"httpGet": {"path": "/x"}}, {"httpGet": {"path": "/x", "port": 1}}),
-        (HTTP, {"exec": None, "timeoutSeconds": 2}, {**HTTP, "timeoutSeconds": 2}),
+        ("livenessProbe", {**HTTP, "periodSeconds": 9}, EXEC, {**EXEC, "periodSeconds": 9}),
+        ("livenessProbe", {"httpGet": {"path": "/", "port": 1}}, {"httpGet": {"path": "/x"}},
+         {"httpGet": {"path": "/x", "port": 1}}),
+        ("livenessProbe", HTTP, {"exec": None, "timeoutSeconds": 2}, {**HTTP, "timeoutSeconds": 2}),
+        ("volumes", [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi"}}], [{"name": "tmp", "emptyDir": {"medium": "M"}}],
+         [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi", "medium": "M"}}]),
+        ("resources", {"limits": {"cpu": 1}, "claims": []}, {"limits": None}, {"claims": []}),
+        ("command", ["x", "y"], ["z"], ["z"]),
     ],
-)
-def test_what_a_probe_says_beside_its_handler_stays(
-    base: dict[str, Any], overlay: dict[str, Any], made: dict[str, Any]
-) -> None:
-    assert merged({"livenessProbe": base}, {"livenessProbe": overlay}) == {"livenessProbe": made}
-
-
-def test_the_same_kind_of_volume_is_merged() -> None:
-    base, overlay = ({"volumes": [{"name": "tmp", "emptyDir": one}]} for one in ({"sizeLimit": "1Gi"}, {"medium": "M"}))
-    assert merged(base, overlay) == {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": "1Gi", "medium": "M"}}]}
+    ids=["other handler", "same handler", "no handler", "same kind of volume", "null", "list without names"],
+)  # fmt: skip
+def test_the_rest_of_a_field_stays(field: str, base: Any, overlay: Any, made: Any) -> None:
+    assert merged({field: base}, {field: overlay}) == {field: made}
 
 
 def test_every_item_that_kubernetes_tells_apart_stays() -> None:
@@ -676,17 +677,6 @@ def test_without_tls_everything_is_plain_http() -> None:
 
 
 # --- engine --------------------------------------------------------------------------------------------------------
-
-
-def test_engine_fields_reach_the_worker() -> None:
-    engine = {"memoryPercent": 90, "sampler": "mss"}
-    pod = pod_of(engine={**engine, "extraArgs": ["--queue-timeout-seconds=5", "--api-key-metrics"]})
-    config = config_of(pod)
-    assert config.engine.gpu_memory_utilization == 0.9
-    assert config.engine.sampler == "mss"
-    assert worker_of(pod)["command"] == [
-        "specdecode-worker", "serve", "--queue-timeout-seconds=5", "--api-key-metrics",
-    ]  # fmt: skip
 
 
 def test_defaults_of_the_engine_are_those_of_the_worker() -> None:

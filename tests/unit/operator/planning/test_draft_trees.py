@@ -60,11 +60,6 @@ def test_every_prefix_of_the_best_nodes_is_a_tree_and_survival_falls(depth: int,
         assert set(paths_of(shape)) == {node.path for node in nodes[:count]}
 
 
-def test_one_choice_a_token_makes_chains() -> None:
-    shape = shape_of(frozenset(node.path for node in RATES.best_nodes(4, 1, 63)))
-    assert shape == TreeShape.chain(4)
-
-
 def test_ranks_are_learnt_and_never_rise() -> None:
     seen = tuple(
         AcceptanceCell(task="other", depth=d, hits=400, total=1000, at=0, ranks=(300.0, 200.0, 250.0)) for d in (1, 2)

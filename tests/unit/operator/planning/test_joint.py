@@ -244,15 +244,6 @@ def test_a_least_speedup_stops_what_gains_too_little() -> None:
     assert depths(settled(spec(objective={"minGainPercent": 50}), learned))["other"] == 0
 
 
-def test_changes_run_out_but_not_stops() -> None:
-    speculation = spec(limits={"max_changes_per_hour": 2, "min_dwell_seconds": 0})
-    row = RowState(concurrency=0, context=0, task="other", depth=2, since=1, moves=(1500.0, 1600.0))
-    good, bad = (LearnedState(acceptance=chances(p), costs=FULL, rows=(row,)) for p in (0.95, 0.02))
-    assert depths(planned(speculation, good))["other"] == 2
-    assert depths(planned(speculation, good, now=1500 + 3601))["other"] == 5
-    assert depths(planned(speculation, bad))["other"] == 0
-
-
 # --- properties ---------------------------------------------------------------------------------------------------
 
 rates = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e5), st.floats(0, 1e3)), max_size=6)

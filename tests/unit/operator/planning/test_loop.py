@@ -119,7 +119,7 @@ def test_a_paused_deployment_keeps_its_plan_whatever_changes() -> None:
     loop = loop_over(Truth(chances=[0.2] * 5))
     loop.polls(1)
     version = loop.versions[-1]
-    changed = loop_over(speculation={"depth": {"max": 1, "initial": 1}}).deployment
+    changed = loop_over(speculation={"depth": {"max": 1, "initial": 1}, "pin": "chain:1"}).deployment
     loop.deployment = with_pause(changed)
     loop.polls(10)
     assert loop.versions[-1] == version

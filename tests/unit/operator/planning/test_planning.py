@@ -31,6 +31,9 @@ from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, K, Mome
 from specdecode_worker.contract import FEATURES
 from support.operators.estimates import FULL, chances, cost, moments, spec, truth
 
+VERIFIED = 4 + FEATURES.index("verify_tokens")
+"""Place of the verified tokens in the sums of a cell."""
+
 # --- estimates ----------------------------------------------------------------------------------------------------
 
 
@@ -338,18 +341,15 @@ def test_polls_are_counted_and_forgotten_with_their_steps() -> None:
     assert cell.polls == pytest.approx(cell.values[0] / 20, rel=0.05)
 
 
-def test_moments_that_no_steps_can_have_do_not_break_the_model() -> None:
+@pytest.mark.parametrize(
+    ("places", "value"),
+    [(slice(4 + 2 * K, None), -1e9), (slice(VERIFIED, VERIFIED + 1), 0.0)],
+    ids=["moments that no steps can have", "steps that verified nothing"],
+)
+def test_impossible_sums_do_not_break_the_model(places: slice, value: float) -> None:
     cell = cost(1, 3, 0.03)
     values = [*cell.values]
-    values[4 + 2 * K :] = [-1e9 if value else 0.0 for value in values[4 + 2 * K :]]
-    times = StepTimeModel.fit((cell.model_copy(update={"values": tuple(values)}),))
-    assert step(3, Load(1, 500), times).mean > 0
-
-
-def test_steps_that_verified_nothing_do_not_break_the_model() -> None:
-    cell = cost(1, 3, 0.03)
-    values = [*cell.values]
-    values[4 + FEATURES.index("verify_tokens")] = 0.0
+    values[places] = [value if known else 0.0 for known in values[places]]
     times = StepTimeModel.fit((cell.model_copy(update={"values": tuple(values)}),))
     assert step(3, Load(1, 500), times).mean > 0
 

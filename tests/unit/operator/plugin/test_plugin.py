@@ -11,7 +11,7 @@ from specdecode_operator.plugin.explain import explain, past
 from specdecode_operator.plugin.overview import age, mode_of
 from specdecode_operator.state.learned import AcceptanceCell
 from specdecode_operator.telemetry.counters import CellKey, Moments
-from support.operators.fleet import Loop, Truth, loop_over, with_pause
+from support.operators.fleet import Loop, Truth, loop_over
 from support.operators.statuses import explained, polled, resource_of
 
 
@@ -31,6 +31,7 @@ def columns(line: str) -> list[str]:
     ("spec", "mode"),
     [
         ({"speculation": {"pin": "chain:2"}}, "Pin chain:2"),
+        ({"speculation": {"pin": "chain:2"}, "paused": True}, "Paused"),
         ({"speculation": {"mode": "Advisory"}}, "Advisory"),
         ({"speculation": {"method": "none", "draft": None}}, "none"),
     ],
@@ -39,13 +40,6 @@ def test_what_decides(spec: dict[str, Any], mode: str) -> None:
     loop = loop_over(**spec)
     polled(loop, 2)
     assert mode_of(resource_of(loop.deployment)) == mode
-
-
-def test_a_pause_decides_before_pin_and_mode() -> None:
-    loop = loop_over(speculation={"pin": "chain:2"})
-    polled(loop, 2)
-    loop.deployment = with_pause(loop.deployment)
-    assert mode_of(resource_of(loop.deployment)) == "Paused"
 
 
 def test_history_shows_what_was_promised_and_what_came_true(deepened: Loop) -> None:
@@ -57,12 +51,6 @@ def test_history_shows_what_was_promised_and_what_came_true(deepened: Loop) -> N
     expected, realised = (int(cell.removesuffix(" %")) for cell in measured[0][4:6])
     assert realised == pytest.approx(expected, abs=8)
     assert any("acceptance by depth 0.9" in line for line in lines)
-
-
-def test_an_empty_history_is_said() -> None:
-    loop = loop_over(speculation={"mode": "Static"})
-    polled(loop, 2)
-    assert past(resource_of(loop.deployment), loop.now) == ["no decisions for demo yet"]
 
 
 def test_explain_has_the_numbers_behind(deepened: Loop) -> None:
@@ -210,14 +198,6 @@ def test_explain_says_why_workers_do_not_run_the_plan(deepened: Loop, reason: st
         if condition["type"] == "SpeculationEffective":
             condition.update(status="False", reason=reason, message=message)
     assert sentence in explained(resource, deepened.memory.learned, deepened.now)
-
-
-def test_explain_without_the_memory_says_why(deepened: Loop) -> None:
-    resource, why = resource_of(deepened.deployment), "you do not have the rights for this: configmaps"
-    text = "\n".join(explain(resource, None, deepened.now, why))
-    assert "cannot be shown: you do not have the rights" in text
-    assert "MEASUREMENTS" not in text
-    assert "WORKERS" in text
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,10 @@ def test_explain_and_history_read_what_the_operator_wrote(server: Server, demo: 
 
 def test_explain_without_the_right_to_read_config_maps(server: Server, demo: str) -> None:
     server.answers[STATE] = refusal(403, "configmaps is forbidden")
-    assert "configmaps is forbidden" in server.says("explain", "demo")
+    text = " ".join(server.says("explain", "demo").split())
+    assert "cannot be shown: you do not have the rights for this: configmaps is forbidden" in text
+    assert "MEASUREMENTS" not in text
+    assert "WORKERS" in text
 
 
 def test_pin_writes_the_shape_of_a_task_and_nothing_else(server: Server, demo: str) -> None:

@@ -11,6 +11,7 @@ from specdecode_operator.api.v1alpha1 import Condition, DraftStatus
 from specdecode_operator.controller.deployment_loop import event_notices
 from specdecode_operator.plugin.drafts import change_for
 from specdecode_operator.plugin.explain import past
+from specdecode_operator.state.learned import UNUSED
 from specdecode_operator.state.store import manifest_of
 from support.operators.canary import NEW, OLD, Canary, canary_with, listed, offer_another, refusal_of, shown, trying
 from support.operators.fleet import deployment_with
@@ -25,10 +26,11 @@ def samples(gauge: Any) -> dict[tuple[str, ...], float]:
     return gauge._values.get(("ns", "demo"), {})
 
 
-def test_nothing_is_shown_before_a_candidate_was_offered() -> None:
+def test_nothing_is_stored_assigned_or_shown_before_a_candidate_was_offered() -> None:
     canary = Canary(deployment_with(replicas=2))
-    canary.ticks(2)
-    canary.tick()
+    canary.ticks(3)
+    assert canary.record == UNUSED
+    assert canary.decision.plan.assignment is None
     assert shown(canary).draft == DraftStatus(hash=OLD, uri="embedded://d")
     assert rollout_of(canary) is None
     assert samples(metrics.DRAFT_PHASE) == {}
@@ -124,8 +126,7 @@ def test_the_plugin_shows_trial_and_lineage() -> None:
     assert "Canary, mode Canary" in listed(canary)
     assert "Pod pod-a tries draft-0: 10 pairs, gain +4 %" in listed(canary)
     assert "Rollout of another draft: Canary." in explained(resource_of(canary.deployment), None, canary.now)
-    canary.command("reject")
-    canary.tick()
+    canary.carry_out("reject")
     shown(canary)
     assert "Rejected" in listed(canary)
 

@@ -10,7 +10,6 @@ from specdecode_operator.api.draft import SpecDecodeDraft, TrialRecord
 from specdecode_operator.drafts.crossover import CrossoverTuning
 from specdecode_operator.rollout.phases import count_pairs, gain_of
 from specdecode_operator.state.learned import (
-    UNUSED,
     AcceptanceCell,
     RowState,
     StepTimeCell,
@@ -45,13 +44,6 @@ def with_candidate_of_unknown_hash() -> Canary:
 
 def outcomes(canary: Canary) -> list[tuple[str, str]]:
     return [(entry.outcome, entry.hash) for entry in canary.record.lineage]
-
-
-def test_without_a_candidate_nothing_is_assigned_or_stored() -> None:
-    canary = Canary(deployment_with(replicas=2))
-    canary.ticks(4)
-    assert canary.record == UNUSED
-    assert canary.decision.plan.assignment is None
 
 
 def test_a_candidate_is_tried_by_one_ready_worker_and_the_plan_rises() -> None:
@@ -235,8 +227,7 @@ def test_a_rollback_does_not_count_as_converged_before_its_plan_is_pushed() -> N
         pod.obeys, pod.draft, pod.trial = False, OLD, None
     canary.tick()
     assert canary.phase == "Promoting"
-    canary.command("rollback")
-    canary.tick()
+    canary.carry_out("rollback")
     assert canary.phase == "RollingBack", "the workers may begin to load the new draft at any moment"
     canary.tick()
     assert canary.phase == "Cooldown"
@@ -263,8 +254,10 @@ def test_a_promoted_draft_that_new_workers_cannot_load_gives_way_to_that_of_the_
     "spec",
     [
         {"speculation": {"draft": {"uri": "file:///mine"}}},
+        {"speculation": {"method": "eagle"}},
         {"model": {"uri": "embedded://other"}},
     ],
+    ids=["draft", "method", "target"],
 )
 @pytest.mark.parametrize("promoted", [False, True])
 def test_a_draft_or_target_of_the_user_wins_at_once(spec: dict[str, object], promoted: bool) -> None:
@@ -279,19 +272,11 @@ def test_a_draft_or_target_of_the_user_wins_at_once(spec: dict[str, object], pro
     assert outcomes(canary)[0] == ("Superseded", NEW)
 
 
-def test_another_method_of_the_same_draft_is_another_draft() -> None:
-    canary = promoted()
-    canary.change(speculation={"method": "eagle"})
-    canary.tick()
-    assert (canary.phase, canary.record.current) == ("Serving", "")
-
-
 def test_a_promoted_draft_that_does_not_come_back_after_a_trial_gives_way_to_that_of_the_spec() -> None:
     canary = promoted()
     offer_another(canary)
     assert canary.phase == "Canary"
-    canary.command("reject")
-    canary.tick()
+    canary.carry_out("reject")
     assert outcomes(canary)[0] == ("Rejected", "third0third0")
     canary.pods[0].obeys, canary.pods[0].draft, canary.pods[0].swap_problem = False, "", "the folder is gone"
     canary.pods[0].trial = None
@@ -415,15 +400,6 @@ def test_removing_a_candidate_ends_its_trial_also_once_its_hash_is_known() -> No
     canary.until("Cooldown")
 
 
-def test_a_user_promotes_without_a_verdict() -> None:
-    canary = trying()
-    canary.finish_pairs(2, 0.0)
-    canary.set_role(NEW, "Serving")
-    canary.tick()
-    assert (canary.phase, outcomes(canary)) == ("Promoting", [("Promoted", NEW)])
-    assert "its role is Serving" in canary.record.last_verdict
-
-
 def restored(canary: Canary) -> Canary:
     """Return a cluster to which the drafts were applied from a copy of them: without status, with other uids."""
     new = Canary(canary.deployment, now=canary.now + 3600)
@@ -446,8 +422,7 @@ def test_a_promoted_draft_serves_again_after_a_restore_and_the_plan_is_learnt_ag
     assert [pod.draft for pod in new.pods] == [NEW, NEW]
     assert new.session.learned.draft == NEW
     assert new.drafts[0].status.outcome == "Promoted"
-    new.command("rollback")
-    new.tick()
+    new.carry_out("rollback")
     new.until("Cooldown")
     assert [pod.draft for pod in new.pods] == [OLD, OLD], "that of the spec"
 
@@ -462,8 +437,7 @@ def test_after_a_second_promotion_a_restore_serves_the_second_and_returns_to_the
     new = restored(canary)
     new.until("Cooldown")
     assert (new.record.current, new.record.previous) == ("third0third0", NEW)
-    new.command("rollback")
-    new.tick()
+    new.carry_out("rollback")
     new.until("Cooldown")
     assert [pod.draft for pod in new.pods] == [NEW, NEW]
     assert [one.spec.role for one in new.drafts] == ["Serving", "Retired"]
@@ -499,8 +473,7 @@ def test_a_promotion_that_is_cut_off_between_two_writes_goes_on(written: int) ->
     canary.until("Cooldown", ticks=60)
     assert (canary.record.current, canary.record.previous) == ("third0third0", NEW)
     assert [one.spec.role for one in canary.drafts] == ["Retired", "Serving"]
-    canary.command("rollback")
-    canary.tick()
+    canary.carry_out("rollback")
     canary.until("Cooldown")
     assert (canary.record.current, [one.spec.role for one in canary.drafts]) == (NEW, ["Serving", "Retired"])
 
@@ -521,8 +494,7 @@ def test_a_user_ends_the_draft_in_use_while_another_one_is_tried(how: str) -> No
     offer_another(canary)
     canary.finish_pairs(3, 0.0)
     if how == "after a reject":
-        canary.command("reject")
-        canary.tick()
+        canary.carry_out("reject")
     if how == "deleted":
         canary.drafts = [one for one in canary.drafts if one.id != NEW]
     else:
@@ -541,8 +513,7 @@ def test_a_tried_draft_is_promoted_although_the_one_in_use_is_retired() -> None:
     canary = promoted()
     offer_another(canary)
     canary.command("promote")
-    canary.command("rollback")
-    canary.tick()
+    canary.carry_out("rollback")
     assert (canary.phase, canary.record.current) == ("Promoting", "third0third0")
 
 
@@ -553,15 +524,13 @@ def test_manual_mode_waits_for_promote() -> None:
     canary.ticks(5)
     assert canary.decision.plan.assignment is not None
     assert canary.pods[0].trial is None, "the trial is over"
-    canary.command("promote")
-    canary.tick()
+    canary.carry_out("promote")
     assert canary.phase == "Promoting"
 
 
 def test_a_command_is_carried_out_once() -> None:
     canary = promoted()
-    canary.command("rollback")
-    canary.tick()
+    canary.carry_out("rollback")
     assert (canary.phase, canary.record.current) == ("RollingBack", "")
     canary.until("Cooldown")
     assert [pod.draft for pod in canary.pods] == [OLD, OLD]
@@ -655,8 +624,7 @@ def test_a_promotion_moves_rows_and_costs_to_the_new_hash_and_a_rollback_moves_t
     assert learnt(canary) == (rows, costs, acceptance)
     assert OLD in [parked.draft for parked in canary.session.learned.parked]
     canary.until("Cooldown")
-    canary.command("rollback")
-    canary.tick()
+    canary.carry_out("rollback")
     assert canary.session.learned.draft == OLD
     again = learnt(canary)
     assert (again[0][0].shape, again[0][0].since) == (rows[0].shape, rows[0].since)

@@ -69,8 +69,7 @@ def test_a_second_run_has_a_name_and_a_folder_of_its_own(waited: float, phase: s
     canary.end_job(verdict("worse"))
     canary.tick(waited)
     assert canary.phase == phase
-    canary.command("distill")
-    canary.tick()
+    canary.carry_out("distill")
     canary.pods[0].captured = 100
     canary.ticks(2)
     assert len(set(canary.created_jobs)) == 2
@@ -94,8 +93,7 @@ def test_a_worker_that_has_not_deleted_yet_does_not_count() -> None:
     """A worker follows the plan, and deletes what it forbids a moment later."""
     canary = capturing()
     canary.session = replace(canary.session, drafts=canary.record.model_copy(update={"captures_deleted_before": 900.0}))
-    canary.command("distill")
-    canary.tick()
+    canary.carry_out("distill")
     for pod in canary.pods:
         pod.captured, pod.oldest = 100, 899.0
     canary.ticks(2)
@@ -106,41 +104,20 @@ def test_a_worker_that_has_not_deleted_yet_does_not_count() -> None:
     assert canary.phase == "Distilling"
 
 
-@pytest.mark.parametrize(
-    ("distillation", "words"),
-    [
-        ({"storage": None}, "distillation.storage is absent"),
-        ({"capture": None}, "distillation.capture is absent"),
-    ],
-    ids=["claim", "capture"],
-)
-def test_a_run_that_cannot_succeed_is_refused_with_the_reason(distillation: dict[str, Any], words: str) -> None:
-    canary = capturing(distillation=distillation)
+def test_a_run_that_cannot_succeed_is_refused_with_the_reason() -> None:
+    canary = capturing(distillation={"storage": None})
     canary.command("distill")
     decision = canary.tick()
     assert canary.phase == "Serving"
-    assert words in canary.record.run_refusal
+    assert "distillation.storage is absent" in canary.record.run_refusal
     assert not canary.record.is_used, "no draft is assigned"
     assert decision.changes == ()
     canary.restart_operator()
     canary.change(distillation=DISTILLATION)
     canary.tick()
     assert canary.phase == "Serving", "the old command is not carried out later"
-    canary.command("distill")
-    canary.tick()
+    canary.carry_out("distill")
     assert (canary.phase, canary.record.run_refusal) == ("Collecting", "")
-
-
-def test_other_methods_and_a_missing_report_refuse_a_run() -> None:
-    plain = Canary(capturing().deployment)
-    plain.change(speculation={"method": "medusa"})
-    plain.command("distill")
-    plain.tick()
-    assert "only eagle3 drafts" in plain.record.run_refusal
-    early = Canary(capturing().deployment, pods=[])
-    early.command("distill")
-    early.tick()
-    assert "no worker has reported" in early.record.run_refusal
 
 
 def test_a_run_begins_in_phase_serving_only() -> None:
@@ -150,6 +127,12 @@ def test_a_run_begins_in_phase_serving_only() -> None:
     canary.tick()
     assert "the phase is Distilling" in canary.record.run_refusal
     assert canary.record.run == before
+
+
+def test_a_missing_report_refuses_a_run() -> None:
+    early = Canary(capturing().deployment, pods=[])
+    early.carry_out("distill")
+    assert "no worker has reported" in early.record.run_refusal
 
 
 def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
@@ -288,8 +271,7 @@ def test_jobs_of_others_are_neither_followed_nor_deleted() -> None:
 @pytest.mark.parametrize("phase", ["Collecting", "Distilling"])
 def test_a_user_ends_a_run(phase: str) -> None:
     canary = training() if phase == "Distilling" else collecting()
-    canary.command("reject")
-    canary.tick()
+    canary.carry_out("reject")
     assert canary.phase == "Cooldown"
     assert canary.record.last_run.outcome == "Rejected"
     assert canary.jobs == []
@@ -376,8 +358,7 @@ def test_a_request_is_answered_also_if_an_offered_draft_is_taken_up_in_the_same_
 ) -> None:
     canary = capturing()
     canary.offer({**CANDIDATE, "hash": draft})
-    canary.command("distill")
-    canary.tick()
+    canary.carry_out("distill")
     assert canary.phase == phase
     assert canary.record.run_refusal.startswith(words)
     assert bool(canary.record.run_refusal) == bool(words)
@@ -558,8 +539,7 @@ def test_a_new_run_trains_while_the_last_one_is_deleted() -> None:
     canary = failed()
     canary.tick(3600)
     (deletes,) = canary.jobs
-    canary.command("distill")
-    canary.tick()
+    canary.carry_out("distill")
     canary.pods[0].captured = 100
     canary.ticks(3)
     assert canary.phase == "Distilling"

@@ -10,59 +10,46 @@ import pytest
 from specdecode_operator.api.v1alpha1 import Status
 from specdecode_operator.scaling import take_over
 from specdecode_operator.state.learned import LearnedState, ScalingState, Session
-from specdecode_operator.types import Decision, Deployment, Worker
-from support.operators.fleet import SimulatedWorker, Truth, decided, deployment_with, restarted, workload_with
+from support.operators.fleet import Fleet, SimulatedWorker, Truth, deployment_with, restarted
 
 OPERATOR = {"owner": "Operator", "minReplicas": 1, "maxReplicas": 4}
 EXTERNAL = {"owner": "External", "minReplicas": 1, "maxReplicas": 4}
+LOST = Session(learned=LearnedState(uid="u1"), stored=False)
+"""Session of a process that finds no stored state."""
 
 
 @dataclass
-class Running:
+class Running(Fleet):
     """A deployment whose spec changes, with workers that follow each decision at once."""
 
-    deployment: Deployment
+    memory: Session = field(default_factory=lambda: LOST)
     waiting: float = 0.0
-    session: Session = field(default_factory=lambda: Session(learned=LearnedState(uid="u1"), stored=False))
-    now: float = 1e6
-    workers: list[SimulatedWorker] = field(default_factory=list)
+    """Requests that wait at each worker."""
 
-    def poll(self) -> Decision:
-        self.now += 5
-        pods = []
-        for index, worker in enumerate(self.workers):
+    def replicas(self, polls: int) -> list[int]:
+        """Poll so many times. Return the replicas after each."""
+        return [self._followed() for _ in range(polls)]
+
+    def _followed(self) -> int:
+        for worker in self.workers.values():
             worker.truth.waiting = self.waiting
-            worker.run(5)
-            pods.append(Worker(name=f"p{index}", uid=f"p{index}", address="a", ready=True, report=worker.report()))
-        seen = {"workload": workload_with(len(pods)) if pods else None, "workers": tuple(pods)}
-        decision, self.session = decided(self.deployment, self.session, now=self.now, **seen)
-        self.workers = self.workers[: decision.scale.replicas]
-        while len(self.workers) < decision.scale.replicas:
-            self.workers.append(SimulatedWorker(Truth(), plan=decision.plan, seed=len(self.workers)))
-        status = Status(observed_generation=self.deployment.generation)
-        self.deployment = replace(self.deployment, status=status)
-        return decision
-
-    def polls(self, count: int) -> list[int]:
-        return [self.poll().scale.replicas for _ in range(count)]
+        decision = self.poll()
+        count = decision.scale.replicas
+        started = {f"p{index}": SimulatedWorker(Truth(), plan=decision.plan, seed=index) for index in range(count)}
+        self.workers = {name: self.workers.get(name, worker) for name, worker in started.items()}
+        self.deployment = replace(self.deployment, status=Status(observed_generation=self.deployment.generation))
+        return count
 
     def edit(self, **spec: Any) -> None:
         """Change the spec as a user does; the generation rises."""
         generation = self.deployment.generation + 1
-        edited = deployment_with(self.deployment.status, **spec)
-        self.deployment = replace(edited, generation=generation)
-
-    def restart_operator(self) -> None:
-        self.session = restarted(self.session)
-
-    def lose_state(self) -> None:
-        self.session = Session(learned=LearnedState(uid="u1"), stored=False)
+        self.deployment = replace(deployment_with(self.deployment.status, **spec), generation=generation)
 
 
 def scaled_to_four() -> Running:
     """A deployment with spec.replicas 1 that the operator scaled to 4 workers; requests no longer wait."""
     running = Running(deployment_with(replicas=1, scaling=OPERATOR), waiting=100.0)
-    assert running.polls(8)[-1] == 4
+    assert running.replicas(8)[-1] == 4
     running.waiting = 0.0
     return running
 
@@ -71,13 +58,13 @@ def scaled_to_four() -> Running:
 def test_operator_to_external_keeps_the_running_number(scaling: dict[str, Any] | None) -> None:
     running = scaled_to_four()
     running.edit(replicas=1, scaling=scaling)
-    assert set(running.polls(20)) == {4}
-    running.restart_operator()
-    assert set(running.polls(3)) == {4}
+    assert set(running.replicas(20)) == {4}
+    running.memory = restarted(running.memory)
+    assert set(running.replicas(3)) == {4}
     running.edit(replicas=3, scaling=scaling)
-    assert set(running.polls(3)) == {3}, "kubectl scale or an HPA is followed at once"
+    assert set(running.replicas(3)) == {3}, "kubectl scale or an HPA is followed at once"
     running.edit(replicas=1, scaling=scaling)
-    assert set(running.polls(3)) == {1}, "also back to the value at the hand-over"
+    assert set(running.replicas(3)) == {1}, "also back to the value at the hand-over"
 
 
 @pytest.mark.parametrize("is_spec_observed", [False, True])
@@ -92,35 +79,35 @@ def test_a_deployment_at_rest_gets_the_workers_of_its_spec(is_spec_observed: boo
 
 def test_a_number_that_is_written_with_the_hand_over_is_followed() -> None:
     running = scaled_to_four()
-    running.polls(1)
+    running.replicas(1)
     running.edit(replicas=2, scaling=EXTERNAL)
-    assert set(running.polls(3)) == {2}
+    assert set(running.replicas(3)) == {2}
 
 
 def test_other_changes_of_the_spec_are_no_scaling() -> None:
     running = scaled_to_four()
     running.edit(replicas=1, scaling=EXTERNAL)
-    running.polls(2)
+    running.replicas(2)
     running.edit(replicas=1, scaling=EXTERNAL, speculation={"mode": "Static"})
-    assert set(running.polls(3)) == {4}
+    assert set(running.replicas(3)) == {4}
 
 
 @pytest.mark.parametrize("scaling", [EXTERNAL, None])
 def test_lost_state_keeps_the_running_number_of_an_unchanged_spec(scaling: dict[str, Any] | None) -> None:
     running = scaled_to_four()
     running.edit(replicas=1, scaling=scaling)
-    running.polls(2)
-    running.lose_state()
-    assert set(running.polls(3)) == {4}
-    running.lose_state()
+    running.replicas(2)
+    running.memory = LOST
+    assert set(running.replicas(3)) == {4}
+    running.memory = LOST
     running.edit(replicas=2, scaling=scaling)
-    assert set(running.polls(3)) == {2}, "a spec that changed meanwhile may have been scaled"
+    assert set(running.replicas(3)) == {2}, "a spec that changed meanwhile may have been scaled"
 
 
 def test_lost_state_keeps_the_running_number_of_the_operator() -> None:
     running = scaled_to_four()
-    running.lose_state()
-    assert running.polls(2) == [4, 4]
+    running.memory = LOST
+    assert running.replicas(2) == [4, 4]
 
 
 @pytest.mark.parametrize("scaling", [EXTERNAL, None])
@@ -128,38 +115,38 @@ def test_lost_state_keeps_the_running_number_of_the_operator() -> None:
 def test_external_to_operator_starts_from_the_running_number(scaling: dict[str, Any] | None, number: int) -> None:
     """Demand for more workers counts from the hand-over on: two polls, as for any rise."""
     running = Running(deployment_with(replicas=number, scaling=scaling), waiting=40.0 * (number == 1))
-    assert set(running.polls(12)) == {number}
+    assert set(running.replicas(12)) == {number}
     running.edit(replicas=number, scaling=OPERATOR)
-    after = running.polls(4)
+    after = running.replicas(4)
     assert after[0] == number
     assert (after[-1] > 1) if number == 1 else (set(after) == {4})
 
 
 def test_adding_scaling_stays_within_its_bounds() -> None:
     running = Running(deployment_with(replicas=4))
-    running.polls(3)
+    running.replicas(3)
     running.edit(replicas=4, scaling={**OPERATOR, "maxReplicas": 3})
-    assert running.polls(1) == [3]
+    assert running.replicas(1) == [3]
 
 
 def test_back_and_forth_changes_nothing() -> None:
     running = scaled_to_four()
     for scaling in (EXTERNAL, OPERATOR, None, OPERATOR, EXTERNAL):
         running.edit(replicas=1, scaling=scaling)
-        assert set(running.polls(3)) == {4}
-        running.restart_operator()
+        assert set(running.replicas(3)) == {4}
+        running.memory = restarted(running.memory)
 
 
 def test_a_new_deployment_starts_with_spec_replicas() -> None:
     for scaling in (OPERATOR, EXTERNAL, None):
-        assert Running(deployment_with(replicas=2, scaling=scaling)).polls(2) == [2, 2]
+        assert Running(deployment_with(replicas=2, scaling=scaling)).replicas(2) == [2, 2]
 
 
 def test_advisory_keeps_the_running_number() -> None:
     running = scaled_to_four()
     running.edit(replicas=1, scaling=OPERATOR, speculation={"mode": "Advisory"})
-    running.lose_state()
-    assert set(running.polls(12)) == {4}
+    running.memory = LOST
+    assert set(running.replicas(12)) == {4}
 
 
 def test_state_of_an_older_version_is_not_taken_for_the_running_number() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,36 +29,28 @@ def polls(
     return replicas
 
 
-def test_rises_on_the_second_poll() -> None:
-    assert polls([20, 20]) == [1, 3]
-
-
-def test_one_poll_is_not_enough() -> None:
-    assert polls([20, 4, 20, 4]) == [1, 1, 1, 1]
-
-
-def test_falls_one_by_one_after_the_window() -> None:
-    replicas = polls([0.0] * 16, ScalingState(replicas=3))
-    assert replicas[:12] == [3] * 12
-    assert replicas[12:15] == [2, 1, 1]
-
-
-def test_a_peak_within_the_window_starts_it_again() -> None:
-    replicas = polls([0.0] * 11 + [20.0] + [0.0] * 12, ScalingState(replicas=3))
-    assert set(replicas) == {3}
-
-
-def test_falls_no_further_than_the_highest_need_within_the_window() -> None:
-    """A dip at the end of the window is not what the workers must carry."""
-    replicas = polls([20.0] * 12 + [4.0] * 20, ScalingState(replicas=4))
-    assert replicas[:12] == [4] * 12
-    assert replicas[12:24] == [3] * 12, "20 requests need three workers"
-    assert replicas[24:] == [2] + [1] * 7
-
-
-def test_a_need_that_rises_within_the_window_is_the_highest() -> None:
-    replicas = polls([4.0] * 6 + [12.0] * 6 + [4.0] * 20, ScalingState(replicas=4))
-    assert replicas[11:] == [4] + [3] + [2] * 11 + [1] * 8
+@pytest.mark.parametrize(
+    ("demands", "start", "replicas"),
+    [
+        ([20] * 2, None, [1, 3]),
+        ([20, 4, 20, 4], None, [1] * 4),
+        ([0] * 16, 3, [3] * 12 + [2] + [1] * 3),
+        ([0] * 11 + [20] + [0] * 12, 3, [3] * 24),
+        # 20 requests need three workers: a dip at the end of the window is not what the workers must carry.
+        ([20] * 12 + [4] * 20, 4, [4] * 12 + [3] * 12 + [2] + [1] * 7),
+        ([4] * 6 + [12] * 6 + [4] * 20, 4, [4] * 12 + [3] + [2] * 11 + [1] * 8),
+    ],
+    ids=[
+        "up on the second poll",
+        "one poll is not enough",
+        "down one by one after the window",
+        "a peak within the window starts it again",
+        "no further down than the highest need within the window",
+        "a need that rises within the window is the highest",
+    ],
+)
+def test_replicas_follow_the_demand(demands: list[float], start: int | None, replicas: list[int]) -> None:
+    assert polls(demands, ScalingState(replicas=start)) == replicas
 
 
 def test_the_window_begins_anew_after_a_time_that_nobody_watched() -> None:

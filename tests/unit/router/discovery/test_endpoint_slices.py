@@ -98,21 +98,15 @@ async def test_the_last_list_stays_while_the_api_server_is_gone() -> None:
         assert api.listed == 6
 
 
-async def test_workers_that_left_while_the_api_server_was_gone_leave_with_the_next_list() -> None:
-    lists = [[slice_of("a"), slice_of("b", name="t")], [slice_of("a")]]
-    async with running(lists, [[ApiServerError("cut")]]) as (_, updates):
-        assert updates == [["a", "b"], ["a"]]
-
-
 async def test_the_absence_of_workers_is_reported() -> None:
     async with running([[]], []) as (_, updates):
         assert updates == [[]]
 
 
-async def test_an_expired_version_is_listed_again() -> None:
-    lists = [[slice_of("a")], [slice_of("b")]]
+async def test_an_expired_version_is_listed_again_and_workers_that_left_leave() -> None:
+    lists = [[slice_of("a"), slice_of("b", name="t")], [slice_of("a")]]
     async with running(lists, [[VersionExpired("410")]]) as (api, updates):
-        assert updates == [["a"], ["b"]]
+        assert updates == [["a", "b"], ["a"]]
         assert api.versions == ["list-1", "list-2"]
 
 

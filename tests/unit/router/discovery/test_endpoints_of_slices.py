@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from specdecode_router.discovery.endpoints import endpoints_of
 from specdecode_router.workers.worker import Endpoint
 
@@ -19,53 +21,39 @@ def one_slice(*endpoints: dict[str, Any], family: str = "IPv4", ports: Any = POR
     return {"metadata": {"name": "s"}, "addressType": family, "ports": ports, "endpoints": list(endpoints) or None}
 
 
-def test_ready_workers_are_listed_by_name() -> None:
-    slices = [one_slice(endpoint("b", "10.0.0.2", ready=True), endpoint("a", "10.0.0.1", ready=True))]
-    assert endpoints_of(slices, "admin") == (
-        Endpoint("a", "http://10.0.0.1:8001"),
-        Endpoint("b", "http://10.0.0.2:8001"),
-    )
+A, B = Endpoint("a", "http://10.0.0.1:8001"), Endpoint("b", "http://10.0.0.2:8001")
+READY = one_slice(endpoint("a", "10.0.0.1", ready=True))
+IPV6 = one_slice(endpoint("a", "fd00::1", ready=True), family="IPv6")
+LOADING = endpoint("a", "10.0.0.1", ready=False, serving=False, terminating=False)
+LEAVING = endpoint("b", "10.0.0.2", ready=False, serving=True, terminating=True)
+LEAVES = one_slice(endpoint("a", "10.0.0.1", ready=False, terminating=True))
+TLS = [{"name": "https", "port": 8000}, {"name": "admin", "port": 8001}]
+NO_ADMIN = [{"name": "http", "port": 8000}]
+CASES: dict[str, tuple[list[dict[str, Any]], tuple[Endpoint, ...]]] = {
+    "ready ones by name": ([one_slice(endpoint("b", "10.0.0.2", ready=True), endpoint("a", "10.0.0.1"))], (A, B)),
+    "an unknown condition": ([one_slice(endpoint("a", "10.0.0.1", ready=None))], (A,)),
+    "an unready one is left out, a leaving one is marked": (
+        [one_slice(LOADING, LEAVING)],
+        (Endpoint("b", "http://10.0.0.2:8001", terminating=True),),
+    ),
+    "in two slices, one says that it leaves": ([LEAVES, READY], (A,)),
+    "in two slices in the other order": ([READY, LEAVES], (A,)),
+    "IPv4 is preferred": ([IPV6, READY], (A,)),
+    "IPv6 is bracketed": ([IPV6], (Endpoint("a", "http://[fd00::1]:8001"),)),
+    "a public port called https means TLS": (
+        [one_slice(endpoint("a", "10.0.0.1"), ports=TLS)],
+        (Endpoint("a", "https://10.0.0.1:8001"),),
+    ),
+    "without the port": ([one_slice(endpoint("a", "10.0.0.1"), ports=NO_ADMIN)], ()),
+    "without endpoints": ([one_slice(), one_slice(ports=None)], ()),
+    "no slices": ([], ()),
+    "without a pod it is named by its address": (
+        [one_slice(endpoint(None, "192.0.2.7"))],
+        (Endpoint("192.0.2.7", "http://192.0.2.7:8001"),),
+    ),
+}
 
 
-def test_a_worker_without_conditions_is_ready() -> None:
-    assert endpoints_of([one_slice(endpoint("a", "10.0.0.1"))], "admin") == (Endpoint("a", "http://10.0.0.1:8001"),)
-    assert endpoints_of([one_slice(endpoint("a", "10.0.0.1", ready=None))], "admin")
-
-
-def test_an_unready_worker_is_left_out_and_a_leaving_one_is_marked() -> None:
-    loading = endpoint("a", "10.0.0.1", ready=False, serving=False, terminating=False)
-    leaving = endpoint("b", "10.0.0.2", ready=False, serving=True, terminating=True)
-    assert endpoints_of([one_slice(loading, leaving)], "admin") == (
-        Endpoint("b", "http://10.0.0.2:8001", terminating=True),
-    )
-
-
-def test_a_worker_in_two_slices_is_listed_once() -> None:
-    leaving = one_slice(endpoint("a", "10.0.0.1", ready=False, terminating=True))
-    ready = one_slice(endpoint("a", "10.0.0.1", ready=True))
-    for slices in ([leaving, ready], [ready, leaving]):
-        assert endpoints_of(slices, "admin") == (Endpoint("a", "http://10.0.0.1:8001"),)
-
-
-def test_ipv4_is_preferred_and_ipv6_is_bracketed() -> None:
-    six = one_slice(endpoint("a", "fd00::1", ready=True), family="IPv6")
-    four = one_slice(endpoint("a", "10.0.0.1", ready=True))
-    assert endpoints_of([six, four], "admin") == (Endpoint("a", "http://10.0.0.1:8001"),)
-    assert endpoints_of([six], "admin") == (Endpoint("a", "http://[fd00::1]:8001"),)
-
-
-def test_a_public_port_called_https_means_tls() -> None:
-    ports = [{"name": "https", "port": 8000}, {"name": "admin", "port": 8001}]
-    assert endpoints_of([one_slice(endpoint("a", "10.0.0.1"), ports=ports)], "admin")[0].admin_url == (
-        "https://10.0.0.1:8001"
-    )
-
-
-def test_slices_without_the_port_or_without_endpoints_are_empty() -> None:
-    assert endpoints_of([one_slice(endpoint("a", "10.0.0.1"), ports=[{"name": "http", "port": 8000}])], "admin") == ()
-    assert endpoints_of([one_slice(), one_slice(ports=None)], "admin") == ()
-    assert endpoints_of([], "admin") == ()
-
-
-def test_an_endpoint_without_a_pod_is_named_by_its_address() -> None:
-    assert endpoints_of([one_slice(endpoint(None, "192.0.2.7"))], "admin")[0].name == "192.0.2.7"
+@pytest.mark.parametrize(("slices", "endpoints"), CASES.values(), ids=CASES)
+def test_slices_become_endpoints(slices: list[dict[str, Any]], endpoints: tuple[Endpoint, ...]) -> None:
+    assert endpoints_of(slices, "admin") == endpoints

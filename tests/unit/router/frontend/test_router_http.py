@@ -22,6 +22,15 @@ from support.virtual_loop import run_virtual
 from support.waiting import eventually
 
 CHAT = "/v1/chat/completions"
+ALICE = {"Authorization": "Bearer key-of-alice-0123456789"}
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    """Return a file with the key of Alice."""
+    file = tmp_path / "keys"
+    file.write_text("alice=key-of-alice-0123456789\n")
+    return str(file)
 
 
 def body(**fields: object) -> bytes:
@@ -197,6 +206,14 @@ async def slow_client(router: RouterUnderTest) -> tuple[asyncio.StreamReader, as
     return reader, writer
 
 
+async def small_connection(router: RouterUnderTest) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect with the smallest buffers, so that an answer that is not read soon fills them."""
+    small = socket.socket()
+    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    small.connect(("127.0.0.1", router.port))
+    return await asyncio.open_connection(sock=small, limit=1024)
+
+
 @pytest.mark.parametrize(
     "request_bytes",
     [
@@ -242,10 +259,7 @@ async def test_slow_client_stops_the_worker_and_is_dropped() -> None:
 @pytest.mark.parametrize("forwarded", [False, True], ids=["made", "forwarded"])
 async def test_client_that_does_not_read_a_large_answer_is_dropped(forwarded: bool) -> None:
     async with router_over(Script(tokens=200_000, per_step=200_000), write_timeout_seconds=0.5) as router:
-        small = socket.socket()
-        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        small.connect(("127.0.0.1", router.port))
-        reader, writer = await asyncio.open_connection(sock=small, limit=1024)
+        reader, writer = await small_connection(router)
         content = b"x" * 4_000_000 if forwarded else body(stream=False)
         answer = len(content) if forwarded else len(text_of(content, 200_000))
         writer.write(post("/tokenize" if forwarded else "/v1/completions", content))
@@ -273,10 +287,7 @@ async def test_clients_that_do_not_read_the_answers_of_probes_are_dropped(
     async with router_over(Script(), **settings) as router:
         writers = []
         for _ in range(2):
-            small = socket.socket()
-            small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            small.connect(("127.0.0.1", router.port))
-            _, writer = await asyncio.open_connection(sock=small, limit=1024)
+            _, writer = await small_connection(router)
             writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n" * 2000)
             writers.append(writer)
         await asyncio.sleep(0.3)
@@ -337,16 +348,14 @@ async def test_connections_that_had_a_request_make_room_too() -> None:
             writer.close()
 
 
-async def test_keys_of_tenants(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("alice=key-of-alice-0123456789\n")
-    async with router_over(Script(), api_keys_path=str(tmp_path / "keys")) as router:
+async def test_keys_of_tenants(keys: str) -> None:
+    async with router_over(Script(), api_keys_path=keys) as router:
         status, headers, content = await router.post(CHAT, data=body())
         assert (status, json.loads(content)["error"]["code"]) == (401, "invalid_api_key")
         assert headers["WWW-Authenticate"] == "Bearer"
         assert (await router.get("/v1/models"))[0] == 401
         assert (await router.get("/version"))[0] == 200
-        good = {"Authorization": "Bearer key-of-alice-0123456789"}
-        assert (await router.post(CHAT, data=body(), headers=good))[0] == 200
+        assert (await router.post(CHAT, data=body(), headers=ALICE))[0] == 200
         assert (router.workers[0].requests[0].tenant, router.workers[0].requests[0].cache_salt) == ("alice", "alice")
 
 
@@ -413,12 +422,10 @@ async def test_forwarded_requests_may_name_the_whole_url() -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["path"] == "/internal/v1/public/v1/models?x=1"
 
 
-async def test_every_answer_has_the_id_of_its_request(tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text("alice=key-of-alice-0123456789\n")
+async def test_every_answer_has_the_id_of_its_request(keys: str) -> None:
     refusal = error_frame(429, "rate_limit_exceeded", retryable=False)
-    async with router_over(Script(refuse=refusal), api_keys_path=str(tmp_path / "keys"), max_body_bytes=99) as router:
-        key = {"Authorization": "Bearer key-of-alice-0123456789"}
-        named = {**key, "X-Request-Id": "id.1"}
+    async with router_over(Script(refuse=refusal), api_keys_path=keys, max_body_bytes=99) as router:
+        named = {**ALICE, "X-Request-Id": "id.1"}
         answers = [
             (401, await router.post(CHAT, data=body(), headers={"X-Request-Id": "id.1"})),
             (429, await router.post(CHAT, data=body(), headers=named)),
@@ -431,31 +438,29 @@ async def test_every_answer_has_the_id_of_its_request(tmp_path: Path) -> None:
         assert [(status, headers.get("X-Request-Id")) for _, (status, headers, _) in answers] == [
             (status, "id.1") for status, _ in answers
         ]
-        _, headers, _ = await router.post(CHAT, data=body(), headers=key)
+        _, headers, _ = await router.post(CHAT, data=body(), headers=ALICE)
         assert headers["X-Request-Id"] == router.workers[0].requests[-1].request_id != "id.1"
 
 
-async def test_every_answer_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "keys").write_text("alice=key-of-alice-0123456789\n")
-    settings = {"api_keys_path": str(tmp_path / "keys"), "max_body_bytes": 99, "max_unfinished_body_bytes": 90}
+async def test_every_answer_is_counted(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"api_keys_path": keys, "max_body_bytes": 99, "max_unfinished_body_bytes": 90}
     async with router_over(Script(), **settings) as router:
-        key = {"Authorization": "Bearer key-of-alice-0123456789"}
 
         def counted(tenant: str, code: int) -> float:
             labels = {"tenant": tenant, "code": str(code)}
             return router.state.relay.metrics.registry.get_sample_value("specdecode_router_requests_total", labels) or 0
 
         assert (await router.post(CHAT, data=body()))[0] == 401
-        assert (await router.post(CHAT, data=body(), headers={**key, "X-Request-Timeout": "soon"}))[0] == 400
-        assert (await router.post(CHAT, data=b"x" * 100, headers=key))[0] == 413
-        assert (await router.post(CHAT, data=b"x" * 95, headers=key))[0] == 503
+        assert (await router.post(CHAT, data=body(), headers={**ALICE, "X-Request-Timeout": "soon"}))[0] == 400
+        assert (await router.post(CHAT, data=b"x" * 100, headers=ALICE))[0] == 413
+        assert (await router.post(CHAT, data=b"x" * 95, headers=ALICE))[0] == 503
         assert [counted("", 401), *(counted("alice", code) for code in (400, 413, 503))] == [1, 1, 1, 1]
         with monkeypatch.context() as patch:
             patch.setattr("specdecode_router.frontend.generation.Relay", None)
-            assert (await router.post(CHAT, data=body(), headers=key))[0] == 500
+            assert (await router.post(CHAT, data=body(), headers=ALICE))[0] == 500
         assert (counted("alice", 500), counted("alice", 499)) == (1, 0)
         await router.state.lifecycle.shut_down(0, 0)
-        assert (await router.post(CHAT, data=body(), headers=key))[0] == 503
+        assert (await router.post(CHAT, data=body(), headers=ALICE))[0] == 503
         assert counted("", 503) == 1
 
 

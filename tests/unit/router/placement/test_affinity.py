@@ -13,40 +13,56 @@ from specdecode_router.placement.affinity import PART_CHARACTERS, PART_TOKENS, A
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "You help."}
 USER = {"role": "user", "content": "Why is the sky blue?"}
+ANSWER = {"role": "assistant", "content": "Rayleigh."}
+LONG = {"role": "system", "content": "x" * 50_000}
+BEGINNING = "y" * PART_CHARACTERS
 
 
 def of(body: dict[str, Any], tenant: str = "a", task: str | None = None, route: str = CHAT) -> Affinity:
     return affinity_of(route, body, tenant=tenant, task=task)
 
 
-def test_later_turns_have_the_affinity_of_the_first() -> None:
-    first = of({"messages": [SYSTEM, USER]})
-    answer = {"role": "assistant", "content": "Rayleigh."}
-    assert of({"messages": [SYSTEM, USER, answer, {"role": "user", "content": "And red?"}]}) == first
-
-
-def test_conversations_behind_one_long_system_prompt_differ_by_their_first_user_turn() -> None:
-    system = {"role": "system", "content": "x" * 50_000}
-    turns = [{"role": "user", "content": text} for text in ("one", "two")]
-    first, second = (of({"messages": [system, turn]}) for turn in turns)
-    assert first != second
+def asked(content: Any) -> dict[str, Any]:
+    """Return a body with one turn of a user."""
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 @pytest.mark.parametrize(
     ("body", "other"),
     [
-        ({"messages": [USER]}, {"messages": [{"role": "user", "content": "Why?"}]}),
+        (asked("Why?"), asked("How?")),
         ({"messages": [SYSTEM, USER]}, {"messages": [USER]}),
+        ({"messages": [LONG, USER]}, {"messages": [LONG, {"role": "user", "content": "Why?"}]}),
         ({"messages": [USER], "cache_salt": "x"}, {"messages": [USER]}),
         ({"messages": [USER], "model": "m"}, {"messages": [USER]}),
         ({"prompt": "a"}, {"prompt": "b"}),
+        ({"prompt": "\ud800"}, {"prompt": "\ud801"}),
         ({"prompt": [1, 2]}, {"prompt": [1, 3]}),
         ({"prompt": [[1, 2]]}, {"prompt": [[1, 3]]}),
         ({"prompt": ["a", "b"]}, {"prompt": ["b", "a"]}),
     ],
-)
+    ids=[
+        "turn", "no system prompt", "turn behind a long system prompt", "salt", "model", "prompt", "lone surrogates",
+        "tokens", "list of tokens", "order",
+    ],
+)  # fmt: skip
 def test_other_beginnings_have_another_affinity(body: dict[str, Any], other: dict[str, Any]) -> None:
     assert of(body) != of(other)
+
+
+@pytest.mark.parametrize(
+    ("body", "other"),
+    [
+        ({"messages": [SYSTEM, USER]}, {"messages": [SYSTEM, USER, ANSWER, {"role": "user", "content": "And red?"}]}),
+        (asked([{"type": "text", "text": one} for one in ("Why is the", "sky?")]), asked("Why is the\nsky?")),
+        ({"prompt": BEGINNING + "a"}, {"prompt": BEGINNING + "b"}),
+        (asked(BEGINNING + "a"), asked(BEGINNING + "b")),
+        ({"prompt": [*range(PART_TOKENS), 1]}, {"prompt": [*range(PART_TOKENS), 2]}),
+    ],
+    ids=["later turns", "content in parts", "long prompt", "long turn", "many tokens"],
+)
+def test_equal_beginnings_have_one_affinity(body: dict[str, Any], other: dict[str, Any]) -> None:
+    assert of(body) == of(other)
 
 
 def test_tenants_tasks_and_routes_are_separate() -> None:
@@ -57,22 +73,6 @@ def test_tenants_tasks_and_routes_are_separate() -> None:
 
 def test_tenant_and_cache_salt_are_not_confused() -> None:
     assert of({"cache_salt": "bc"}, tenant="a").salt != of({"cache_salt": "c"}, tenant="ab").salt
-
-
-def test_content_in_parts_counts_by_its_text() -> None:
-    parts = [{"type": "text", "text": "Why is the"}, {"type": "text", "text": "sky blue?"}]
-    said = {"role": "user", "content": "Why is the\nsky blue?"}
-    assert of({"messages": [{"role": "user", "content": parts}]}) == of({"messages": [said]})
-
-
-def test_only_the_first_characters_and_tokens_count() -> None:
-    beginning = "y" * PART_CHARACTERS
-    assert of({"prompt": beginning + "a"}) == of({"prompt": beginning + "b"})
-    assert of({"messages": [{"role": "user", "content": beginning + "a"}]}) == of(
-        {"messages": [{"role": "user", "content": beginning + "b"}]}
-    )
-    ids = list(range(PART_TOKENS))
-    assert of({"prompt": [*ids, 1]}) == of({"prompt": [*ids, 2]})
 
 
 JSON = st.recursive(
@@ -98,7 +98,3 @@ def test_values_nested_deep_do_not_raise() -> None:
         nested = [nested]
     of({"messages": [{"role": nested, "content": nested}], "model": nested, "cache_salt": nested})
     of({"prompt": nested, "model": nested})
-
-
-def test_lone_surrogates_are_hashed() -> None:
-    assert of({"prompt": "\ud800"}) != of({"prompt": "\ud801"})

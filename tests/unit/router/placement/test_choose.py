@@ -105,12 +105,6 @@ def test_nothing_is_chosen_without_an_eligible_worker() -> None:
     assert place([worker("a")], affinity(1), exclude=frozenset({"a"})) is None
 
 
-def test_terminating_and_excluded_workers_are_never_chosen() -> None:
-    workers = [worker("a"), worker("b", terminating=True), worker("c"), worker("d")]
-    for number in range(50):
-        assert name_of(workers, affinity(number), exclude=frozenset({"c"})) in "ad"
-
-
 def test_suspects_come_last() -> None:
     for number in range(20):
         assert name_of([worker("a", 50), worker("b", suspect=True)], affinity(number)) == "a"

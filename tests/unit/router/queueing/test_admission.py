@@ -122,7 +122,8 @@ async def test_held_requests_of_one_tenant_make_room_for_others() -> None:
     await settle()
     other = start(queue, B)
     await settle()
-    assert (await refusal(flood[2])).reason is RefusalReason.held_full
+    error = await refusal(flood[2])
+    assert (error.status, error.reason) == (503, RefusalReason.held_full)
     assert not other.done()
     assert queue.held == 3
 
@@ -210,17 +211,11 @@ async def test_requests_are_held_without_a_worker_and_run_in_order_when_one_come
 @virtual
 async def test_a_held_request_gets_503_after_the_hold_time() -> None:
     queue = admission(0, hold_seconds=60)
+    assert (await refusal(queue.acquire(A, 5.0))).reason is RefusalReason.deadline, "the deadline is its own"
     error = await refusal(queue.acquire(A, None))
-    assert asyncio.get_running_loop().time() == pytest.approx(60)
+    assert asyncio.get_running_loop().time() == pytest.approx(65)
     assert (error.status, error.reason) == (503, RefusalReason.hold_timeout)
     assert error.headers["Retry-After"] == str(NO_WORKER_RETRY_SECONDS)
-
-
-@virtual
-async def test_the_deadline_of_a_held_request_is_its_own() -> None:
-    queue = admission(0, hold_seconds=60)
-    assert (await refusal(queue.acquire(A, 5.0))).status == 504
-    assert asyncio.get_running_loop().time() == pytest.approx(5)
 
 
 @virtual
@@ -239,16 +234,6 @@ async def test_the_hold_time_counts_from_the_loss_of_the_last_worker() -> None:
     queue.set_capacity(0)
     await refusal(task)
     assert asyncio.get_running_loop().time() == pytest.approx(319)
-
-
-@virtual
-async def test_more_held_requests_than_the_bound_get_503() -> None:
-    queue = admission(0, max_held=2)
-    tasks = [start(queue) for _ in range(2)]
-    await settle()
-    error = await refusal(queue.acquire(A, None))
-    assert (error.status, error.reason) == (503, RefusalReason.held_full)
-    assert len(tasks) == queue.held == 2
 
 
 @virtual
@@ -271,18 +256,6 @@ async def test_a_raised_limit_of_a_tenant_applies_to_its_waiting_requests_first(
         await settle()
         assert [task.done() for task in tasks] == [True] * running + [False] * (len(tasks) - running)
     assert (queue.running, queue.waiting) == (4, 0)
-
-
-@virtual
-async def test_interactive_tenants_come_before_batch() -> None:
-    queue = admission(1)
-    place = await queue.acquire(A, None)
-    batch = start(queue, Tenant("b", priority=BATCH))
-    interactive = start(queue, A)
-    await settle()
-    place.release()
-    await settle()
-    assert (interactive.done(), batch.done()) == (True, False)
 
 
 # --- any order of events ----------------------------------------------------------------------------------------------
