@@ -356,15 +356,16 @@ class StepPlanner:
             return EagerReason.LOGPROBS
         siblings = at_least(1 + max([max(tree.ranks) for tree in trees]), SIBLINGS)
         assert siblings is not None, "a node has no more children than ranks"
-        needed = features_of(batch, 1, siblings, coupled=self._coupled)
+        needed = features_of(batch, longest=1, siblings=siblings, coupled=self._coupled)  # the length follows below
         if needed is NO_FEATURES and not tops:
             return needed
         width = at_least(needed.adjusts, WIDTHS) if needed.adjusts else 0
         if width is None:
             return EagerReason.BIAS
-        longest = 1 + max(row.request.cached_bound for row in rows) if needed.history else 0
-        history = at_least(longest, self._histories) or 0
-        return replace(needed, adjusts=width, history=history if longest else 0, logprobs=bool(tops))
+        history = 0
+        if needed.history:
+            history = at_least(1 + max(row.request.cached_bound for row in rows), self._histories) or 0
+        return replace(needed, adjusts=width, history=history, logprobs=bool(tops))
 
     def _plan(
         self, rows: Sequence[Row], trees: Sequence[Tree], bucket: int, features: Features, *, cuts: bool
