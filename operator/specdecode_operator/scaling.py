@@ -21,7 +21,7 @@ from specdecode_operator.planning.acceptance import (
     request_of,
     tasks_at,
 )
-from specdecode_operator.planning.estimates import Batch, Load, StepTimeModel, bucket_of, buckets_for, present_row
+from specdecode_operator.planning.estimates import Batch, Load, StepTimeModel, bucket_of, buckets_for
 from specdecode_operator.planning.search import RANK, ShapeSearch, rows_of
 from specdecode_operator.state.learned import WINDOW_SECONDS, LearnedState, ScalingState
 from specdecode_operator.telemetry.counters import Delta, over
@@ -44,7 +44,7 @@ def drafting_share(
     speculation: SpeculationSpec, learned: LearnedState, found: Buckets, shape: TreeShape, max_num_seqs: int
 ) -> float | None:
     """Return the share of a step at the present load that draft passes surely take. None where nothing was timed."""
-    times, at = StepTimeModel.fit(learned.costs, learned.wander), present_row(learned.load, found)
+    times, at = StepTimeModel.fit(learned.costs, learned.wander), learned.load.row(found)
     if times is None or not shape.nodes:
         return None
     load = times.typical(found, *at, max_num_seqs)

@@ -29,7 +29,7 @@ from specdecode_operator.decision.plan import (
 from specdecode_operator.health import heal
 from specdecode_operator.manifests import is_pinned, unpinned_uris
 from specdecode_operator.planning.acceptance import follows, lacking
-from specdecode_operator.planning.estimates import buckets_for, context_rates, present_row
+from specdecode_operator.planning.estimates import buckets_for, context_rates
 from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import is_job_due, jobs_to_delete, needed_drafts, run_to_delete
 from specdecode_operator.scaling import drafting_share, is_complete, size
@@ -192,7 +192,7 @@ def _shown(
             deployment.spec.speculation,
             learned,
             buckets,
-            current.shape(*present_row(learned.load, buckets), learned.load.task),
+            current.shape(*learned.load.row(buckets), learned.load.task),
             deployment.spec.engine.max_num_seqs,
         ),
         context_rates=context_rates(buckets, learned.contexts),

@@ -31,7 +31,7 @@ from specdecode_operator.planning.acceptance import (
     tasks_at,
 )
 from specdecode_operator.planning.estimates import TUNING as PLANNING
-from specdecode_operator.planning.estimates import StepTimeModel, confidence, present_row
+from specdecode_operator.planning.estimates import StepTimeModel, confidence
 from specdecode_operator.planning.search import RANK, Choice, LoadDecision, ShapeSearch, recent_changes, rows_of
 from specdecode_operator.scaling import kv_tokens
 from specdecode_operator.state.learned import AcceptanceCell, CreditCell, LearnedState, MergeChoice, rounded
@@ -649,7 +649,7 @@ def _rule(stage: _Stage, learned: LearnedState, task: str) -> LoadDecision | Non
     times = StepTimeModel.fit(learned.costs, learned.wander)
     if times is None or not _is_active(learned, task, stage.now):
         return None
-    at = present_row(learned.load, stage.buckets)
+    at = learned.load.row(stage.buckets)
     # Rows that were chosen under an earlier spec may lie outside of the bounds of the present one.
     rows = [
         row.running(bounds_of(speculation, row.task).nearest(row.shape))

@@ -16,7 +16,7 @@ from specdecode_operator.api.v1alpha1 import Cause, Decision
 from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.errors import SpecError
 from specdecode_operator.planning.acceptance import bounds_of, follows, names, objective_of, plans
-from specdecode_operator.planning.estimates import TUNING, bucket_of, bucket_text, present_row
+from specdecode_operator.planning.estimates import TUNING, bucket_of, bucket_text
 from specdecode_operator.planning.search import Change, Chosen, choose
 from specdecode_operator.rollout.runs import assignment_of
 from specdecode_operator.scaling import as_pinned, kv_tokens
@@ -314,7 +314,7 @@ def _new_measurements(
         shapes = (decision.before, decision.after)
         if decision.kind == "Plan" and shapes in rows and shapes not in seen:
             seen.add(shapes)
-            concurrency, context = present_row(load, after.buckets)
+            concurrency, context = load.row(after.buckets)
             near = sorted(rows[shapes], key=lambda row: (abs(row[1] - context), abs(row[0] - concurrency), row))
             yield GainMeasurement(time=decision.time, before=shapes[0], after=shapes[1], rows=tuple(near[:ROWS]))
 
@@ -645,7 +645,7 @@ def records(
     changes: Iterable[Change], learned: LearnedState, buckets: Buckets, now: float
 ) -> tuple[DecisionRecord, ...]:
     """Return one record for all rows of a task that changed in the same way, that of the present load last."""
-    present = present_row(learned.load, buckets)
+    present = learned.load.row(buckets)
     groups: dict[tuple[str, TreeShape, TreeShape], list[Change]] = {}
     for change in changes:
         groups.setdefault((change.row.task, change.before, change.row.shape), []).append(change)
@@ -674,7 +674,7 @@ def _record(
 
 
 def _recommended(chosen: Chosen, learned: LearnedState, buckets: Buckets) -> str | None:
-    present = present_row(learned.load, buckets)
+    present = learned.load.row(buckets)
     rows = [row for row in chosen.rows if row.load == present]
     own = (row for row in rows if row.task == learned.load.task)
     return next((str(row.shape) for row in (*own, *rows)), None)
@@ -702,7 +702,7 @@ class InUse:
 
 def in_use(deployment: Deployment, observed: Observation, learned: LearnedState, plan: Plan, buckets: Buckets) -> InUse:
     """Return the shapes that workers run at the present load."""
-    present = present_row(learned.load, buckets)
+    present = learned.load.row(buckets)
     shape = plan.shape(*present, learned.load.task)
     is_held_back = present in held_back_loads(observed, plan)
     suspended = shape if shape.nodes and is_held_back else None
@@ -718,7 +718,7 @@ def in_use(deployment: Deployment, observed: Observation, learned: LearnedState,
 
 def task_depths(deployment: Deployment, plan: Plan, learned: LearnedState, buckets: Buckets) -> dict[str, int]:
     """Return the draft depth of every task of the spec at the present load."""
-    concurrency, context = present_row(learned.load, buckets)
+    concurrency, context = learned.load.row(buckets)
     names = [task.name for task in deployment.spec.speculation.tasks]
     return {name: plan.shape(concurrency, context, name).depth for name in names}
 

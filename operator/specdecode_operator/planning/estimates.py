@@ -228,12 +228,6 @@ def bucket_of(edges: tuple[int, ...], value: float) -> int:
     return bisect_left(edges, value)
 
 
-def present_row(load: LoadState, found: Buckets) -> tuple[int, int]:
-    """Return the buckets (concurrency, context) of the last observed load."""
-    # The mean counts as the next whole number: with the nearest one, changes are followed later (simulator.md).
-    return bucket_of(found.concurrency, load.sequences), min(load.context_bucket, len(found.context))
-
-
 def observed_load(known: LoadState, delta: Delta, now: float) -> LoadState:
     """Return the load of this poll, or ``known`` if the poll had few steps and they took less than a second."""
     decoding = {key: moments for key, moments in delta.steps.items() if not key.prefill}

@@ -39,7 +39,6 @@ from specdecode_operator.planning.estimates import (
     StepTimeModel,
     confidence,
     mean_time,
-    present_row,
 )
 from specdecode_operator.state.learned import LearnedState, MergeChoice, RowState
 from specdecode_worker.contract import OTHER_TASK, Buckets, TreeShape
@@ -631,7 +630,7 @@ def choose(
         busy = [row for row in group if row.task not in quiet]
         load = times.typical(found, *at, max_num_seqs)
         search = ShapeSearch(times, load, tasks_at(model, busy, load, kv_tokens), objective)
-        is_present = at == present_row(learned.load, found)
+        is_present = at == learned.load.row(found)
         moved = LoadDecision(speculation, learned, search, busy, now, at in held_back, is_present).changes()
         shapes = {row.task: row.shape for row in (*busy, *(change.row for change in moved))}
         if moved and not any(shape.nodes for shape in shapes.values()):
@@ -686,7 +685,7 @@ def _due(
     is_idle = 0 < learned.load.at <= swept_at - TUNING.window_seconds and swept_at <= now
     if not is_idle and not 0 <= now - swept_at < TUNING.window_seconds:
         return list(loads), now
-    present = set[tuple[int, int]]() if is_idle else {present_row(learned.load, found)}
+    present = set[tuple[int, int]]() if is_idle else {learned.load.row(found)}
     at_any_time = present | {row.load for row in rows if row.trial}
     return [at for at in loads if at in at_any_time], swept_at
 

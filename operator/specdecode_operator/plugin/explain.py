@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -134,8 +133,8 @@ def _depth(
 def _is_at(decision: Decision, load: LoadState, found: Buckets) -> bool:
     """Return whether the decision changed the row of this load."""
     named, _, task = decision.load.rpartition(", task ")
-    concurrency = range_name(found.concurrency, bisect_left(found.concurrency, load.sequences))
-    context = range_name(found.context, min(load.context_bucket, len(found.context)))
+    row = load.row(found)
+    concurrency, context = range_name(found.concurrency, row[0]), range_name(found.context, row[1])
     groups = (group.removeprefix("concurrency ").partition(", context ") for group in named.split("; "))
     return task == load.task and any(of == context and concurrency in some.split(" or ") for some, _, of in groups)
 
@@ -146,8 +145,7 @@ def _unapplied(status: Status, learned: LearnedState | None) -> Iterator[str]:
     if learned is None or learned.plan is None or not depth:
         return
     plan, load = learned.plan, learned.load
-    concurrency = bisect_left(plan.buckets.concurrency, load.sequences)
-    shape = plan.shape(concurrency, min(load.context_bucket, len(plan.buckets.context)), load.task)
+    shape = plan.shape(*load.row(plan.buckets), load.task)
     if shape.depth != depth:
         yield f"Plan version {plan.version} has {shape} at this load. No worker has reported that it runs it yet."
 

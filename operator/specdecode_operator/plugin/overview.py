@@ -123,7 +123,7 @@ def row_lines(learned: LearnedState) -> Iterator[str]:
     if not plan.rows:
         yield f"  The plan has no rows. The shape at every load is {plan.initial}."
         return
-    context = min(learned.load.context_bucket, len(plan.buckets.context))
+    _, context = learned.load.row(plan.buckets)
     heads = [range_name(plan.buckets.concurrency, index) for index in range(len(plan.buckets.concurrency) + 1)]
     tasks = sorted({row.task for row in plan.rows})
     yield from table(("PLAN: TASK", *heads), [(task, *_shapes(plan, task, context)) for task in tasks], "  ")

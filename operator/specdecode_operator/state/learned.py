@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from specdecode_operator.api.draft import Mode, Phase, TrialRecord
 from specdecode_operator.api.v1alpha1 import Decision, DraftLineageStatus, DraftRunEndStatus
 from specdecode_operator.drafts.drift import Baseline, ChainCounts, DriftDetector, LearningBaseline
 from specdecode_operator.telemetry.counters import CellKey, Delta
-from specdecode_worker.contract import Plan, Report, TreeShape
+from specdecode_worker.contract import Buckets, Plan, Report, TreeShape
 
 # Records that make up the learned state of one deployment: estimates, rows, load, scaling, pods, template. Pure.
 
@@ -209,6 +210,11 @@ class LoadState(Stored):
     context_bucket: int = 0
     task: str = "other"
     at: float = 0
+
+    def row(self, found: Buckets) -> tuple[int, int]:
+        """Return the buckets (concurrency, context) of this load."""
+        # The mean counts as the next whole number: with the nearest one, changes are followed later (simulator.md).
+        return bisect_left(found.concurrency, self.sequences), min(self.context_bucket, len(found.context))
 
 
 class GainMeasurement(Stored):
