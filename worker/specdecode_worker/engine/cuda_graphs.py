@@ -356,16 +356,17 @@ class StepPlanner:
             return EagerReason.LOGPROBS
         siblings = at_least(1 + max([max(tree.ranks) for tree in trees]), SIBLINGS)
         assert siblings is not None, "a node has no more children than ranks"
-        needed = features_of(batch, longest=1, siblings=siblings, coupled=self._coupled)  # the length follows below
+
+        def history() -> int:
+            return at_least(1 + max(row.request.cached_bound for row in rows), self._histories) or 0
+
+        needed = features_of(batch, history, siblings, coupled=self._coupled)
         if needed is NO_FEATURES and not tops:
             return needed
         width = at_least(needed.adjusts, WIDTHS) if needed.adjusts else 0
         if width is None:
             return EagerReason.BIAS
-        history = 0
-        if needed.history:
-            history = at_least(1 + max(row.request.cached_bound for row in rows), self._histories) or 0
-        return replace(needed, adjusts=width, history=history, logprobs=bool(tops))
+        return replace(needed, adjusts=width, logprobs=bool(tops))
 
     def _plan(
         self, rows: Sequence[Row], trees: Sequence[Tree], bucket: int, features: Features, *, cuts: bool

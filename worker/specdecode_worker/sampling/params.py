@@ -161,12 +161,14 @@ class Features:
 NO_FEATURES = Features()
 
 
-def features_of(batch: Sequence[SamplingParams], longest: int, siblings: int, *, coupled: bool) -> Features:
+def features_of(
+    batch: Sequence[SamplingParams], longest: Callable[[], int], siblings: int, *, coupled: bool
+) -> Features:
     """Return the optional parts of a step, without log-probabilities, in the least sizes that hold its rows.
 
     Args:
         batch: Parameters of the rows.
-        longest: Number of positions that hold the root of every row.
+        longest: Returns the number of positions that hold the root of every row; called if tokens are counted.
         siblings: Greatest number of siblings in a tree.
         coupled: The sampler is ``coupled``, else ``mss``.
     """
@@ -178,7 +180,7 @@ def features_of(batch: Sequence[SamplingParams], longest: int, siblings: int, *,
     width = max(map(width_of, adjusting), default=0)
     return Features(
         adjusts=max(width, int(counts)),
-        history=longest if counts else 0,
+        history=longest() if counts else 0,
         masks=any(params.guided for params in adjusting),
         rounds=rounds,
     )

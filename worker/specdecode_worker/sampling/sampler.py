@@ -502,7 +502,7 @@ def sampler_of(
     """
     has_nodes = any(len(tree.parents) > 1 for tree in forest.trees)
     device, siblings = texts.roots_B.device, 1 + max(max(tree.ranks) for tree in forest.trees)
-    features = features_of(batch, longest, siblings, coupled=coupled)
+    features = features_of(batch, lambda: longest, siblings, coupled=coupled)
     skips = not dispatch.on_gpu(texts.roots_B)  # kernels take all rows alike
     greedy, noise = skips and all(params.greedy for params in batch), None
     if skips and not greedy and coupled and vocab_size < LARGE:
