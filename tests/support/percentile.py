@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` of the values do not exceed."""
+    """Return the smallest value that more than ``percent`` of the values do not exceed, at most the greatest one."""
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]

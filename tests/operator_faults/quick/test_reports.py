@@ -50,7 +50,7 @@ def test_invalid_reports_are_named_and_the_plan_is_unchanged(served: ServedDeplo
     for pod, behaviour in behaviours:
         served.behave(pod, report=behaviour)
     wanted = [f"pod {pod['metadata']['name']}: {INVALID_REPORTS[behaviour]}" for pod, behaviour in behaviours]
-    served.wait_named("ReportsFresh", *wanted)
+    served.wait_named("ReportsFresh", *wanted, timeout_s=60)
     assert served.is_condition("ReportsFresh", "False")
     assert set(served.plan_versions()) == {version}
     state = learned(served)

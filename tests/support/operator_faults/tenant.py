@@ -154,10 +154,10 @@ class ServedDeployment:
         assert any(all(text.lower() in one.lower() for text in texts) for one in said.values()), said
         return True
 
-    def wait_named(self, *texts: str) -> float:
+    def wait_named(self, *texts: str, timeout_s: float = 30) -> float:
         """Wait until one condition's message contains all texts, and return the seconds that it took."""
         started = time.monotonic()
-        wait_for(f"a condition names {texts}", lambda: self.is_named(*texts), timeout_s=60, every_s=0.2)
+        wait_for(f"a condition names {texts}", lambda: self.is_named(*texts), timeout_s=timeout_s, every_s=0.2)
         return time.monotonic() - started
 
     def is_condition(self, kind: str, status: str) -> bool:

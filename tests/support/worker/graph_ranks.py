@@ -56,7 +56,10 @@ def set_plan(engine: Engine, shape: str) -> None:
 
 
 def accepted_siblings(engine: Engine) -> int:
-    """Return how many tokens beside the likeliest were accepted at the first depth; each moved keys on all ranks."""
+    """Return the number of first tokens that were not the draft's likeliest one but its second or third.
+
+    Every rank moves keys for each of them.
+    """
     return sum(sum(cell.ranks[1:3]) for cell in engine.report().acceptance if cell.depth == 1)
 
 
