@@ -59,20 +59,6 @@ def all_trees(nodes: int, depth: int, top_k: int) -> Iterator[TreeShape]:
                     yield tree
 
 
-def test_dear_tokens_go_to_those_that_accept_more(library: Library) -> None:
-    code, prose = Shapes(library.records, table_of(0.0006, 0.0005), CHAINS_ONLY).best((CODE, PROSE), 3000.0)
-    assert code.nodes > prose.nodes
-
-
-def test_trees_are_wider_where_verified_tokens_cost_nothing(library: Library) -> None:
-    cheap, dear = (
-        Shapes(library.records, table_of(token_seconds, 0.002), TreeSpec()).best((CODE,), 3000.0)[0]
-        for token_seconds in (0.00002, 0.003)
-    )
-    assert cheap.nodes > cheap.depth
-    assert dear.nodes < cheap.nodes
-
-
 @pytest.mark.parametrize("name", ["steady-cpu-full", "load-swings", pytest.param("task-mix", marks=pytest.mark.slow)])
 def test_no_fixed_depth_beats_the_oracles_by_more_than_noise(name: str, library: Library) -> None:
     fixed = [f"fixed-{depth}" for depth in range(4)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,55 +109,28 @@ def test_confidence_is_learned_from_graded_drafts(library: Library) -> None:
 # --- replicas -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class FleetOf:
-    """As much of a Fleet as scaling rules read."""
-
-    wanted: int = 2
-    kv_used: int = 100
-    queue: int = 0
-    now: float = 0.0
-    jobs: tuple[Any, ...] = ()
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def ready(self) -> list[Any]:
-        limits = SimpleNamespace(kv_tokens=1000, max_num_seqs=16)
-        worker = SimpleNamespace(
-            kv_used=self.kv_used, queue=[0] * self.queue, limits=limits, decode_seconds=0.0, tokens=0.0
-        )
-        return [SimpleNamespace(worker=worker)] * self.wanted
-
-    @property
-    def staying(self) -> list[Any]:
-        return self.ready
-
-    @property
-    def workers(self) -> list[Any]:
-        return [pod.worker for pod in self.ready]
-
-    @property
-    def arrivals(self) -> int:
-        return len(self.jobs)
-
-    @property
-    def trace(self) -> Any:
-        limits = SimpleNamespace(max_num_seqs=16)
-        return SimpleNamespace(ttit_seconds=0.05, limits=limits)
+def fleet_of(wanted: int = 2, kv_used: int = 100, queue: int = 0) -> Any:
+    """Return as much of a Fleet as scaling rules read."""
+    limits = SimpleNamespace(kv_tokens=1000, max_num_seqs=16)
+    worker = SimpleNamespace(kv_used=kv_used, queue=[0] * queue, limits=limits, decode_seconds=0.0, tokens=0.0)
+    pods = [SimpleNamespace(worker=worker)] * wanted
+    trace = SimpleNamespace(ttit_seconds=0.05, limits=limits)
+    workers = [worker] * wanted
+    return SimpleNamespace(wanted=wanted, ready=pods, staying=pods, workers=workers, trace=trace, jobs=(), arrivals=0)
 
 
 @pytest.mark.parametrize(("metric", "wanted"), [(20.0, 2), (21.9, 2), (40.0, 4), (200.0, 6)])
 def test_hpa_scales_up_by_the_ratio_within_tolerance_and_speed(metric: float, wanted: int) -> None:
     """Up at most double or by four pods at a time."""
-    assert Hpa(lambda fleet: metric, target=10.0).wanted(FleetOf(), 0.0) == wanted  # type: ignore[arg-type]
+    assert Hpa(lambda fleet: metric, target=10.0).wanted(fleet_of(), 0.0) == wanted
 
 
 def test_hpa_goes_down_only_after_its_window() -> None:
     wishes = [40.0]
     rule = Hpa(lambda fleet: wishes[-1], target=10.0, down_seconds=60.0)
-    assert rule.wanted(FleetOf(wanted=2), 0.0) == 4  # type: ignore[arg-type]
+    assert rule.wanted(fleet_of(wanted=2), 0.0) == 4
     wishes.append(5.0)
-    found = [rule.wanted(FleetOf(wanted=4), 15.0 * look) for look in range(1, 7)]  # type: ignore[arg-type]
+    found = [rule.wanted(fleet_of(wanted=4), 15.0 * look) for look in range(1, 7)]
     assert found == [4, 4, 4, 4, 1, 1]
 
 
@@ -166,15 +138,16 @@ def test_hpa_goes_down_only_after_its_window() -> None:
     ("kv_used", "queue", "wanted"), [(100, 0, 1), (750, 0, 3), (100, 6, 3), (450, 0, 2), (900, 9, 3)]
 )
 def test_saturation_looks_at_what_is_spare(kv_used: int, queue: int, wanted: int) -> None:
-    assert Saturation().wanted(FleetOf(kv_used=kv_used, queue=queue), 60.0) == wanted  # type: ignore[arg-type]
+    assert Saturation().wanted(fleet_of(kv_used=kv_used, queue=queue), 60.0) == wanted
 
 
 def test_throughput_planning_follows_the_last_interval() -> None:
     rule = Throughput(table_of(0.0001), accepted=1.5, interval=60.0, correction=False)
-    fleet = FleetOf()
-    assert rule.wanted(fleet, 0.0) == 2  # type: ignore[arg-type]
-    fleet.jobs = (SimpleNamespace(prompt=100, output=500),) * 30
-    few = rule.wanted(fleet, 60.0)  # type: ignore[arg-type]
-    fleet.jobs += (SimpleNamespace(prompt=100, output=500),) * 600
-    many = rule.wanted(fleet, 120.0)  # type: ignore[arg-type]
+    fleet = fleet_of()
+    assert rule.wanted(fleet, 0.0) == 2
+    fleet.jobs = (SimpleNamespace(prompt=100, output=500),) * 630
+    fleet.arrivals = 30
+    few = rule.wanted(fleet, 60.0)
+    fleet.arrivals = 630
+    many = rule.wanted(fleet, 120.0)
     assert many >= 5 * few

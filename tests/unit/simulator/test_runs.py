@@ -55,18 +55,23 @@ def test_the_same_seed_is_the_same_run(policy: str, library: Library) -> None:
     assert one_run.figures != other.figures
 
 
+TIGHT = small(limits=Limits(max_num_seqs=16, kv_tokens=700), rate=flat(1.5))
+IMPATIENT = small(rate=flat(2.0), limits=Limits(max_num_seqs=4), patience_seconds=5.0)
+
+
 @pytest.mark.parametrize(
     "trace",
     [
         small(),
         small(rate=flat(3.0), limits=Limits(max_num_seqs=4)),
-        small(limits=Limits(max_num_seqs=16, kv_tokens=700), rate=flat(1.5)),
-        small(rate=flat(2.0), limits=Limits(max_num_seqs=4), patience_seconds=5.0),
+        TIGHT,
+        IMPATIENT,
         replace(named("burst", 0.15), patience_seconds=3.0),
     ],
     ids=["quiet", "flooded", "short of KV", "impatient", "scaled"],
 )
 def test_no_request_is_lost(trace: Trace, library: Library) -> None:
+    """What is short of KV is preempted, and patience runs out."""
     fleet = Fleet(trace, library, 0)
     fleet.run(controller("hpa-requests" if trace.is_scaled else "fixed-3", trace, library, 0, {}))
     finished = sum(job.done is not None for job in fleet.jobs[: fleet.arrivals])
@@ -75,18 +80,8 @@ def test_no_request_is_lost(trace: Trace, library: Library) -> None:
     assert fleet.arrivals == len(fleet.jobs)
     done = [job for job in fleet.jobs if job.done is not None]
     assert all(job.first is not None and job.arrived <= job.first <= job.done for job in done if job.done)
-
-
-def test_what_is_short_of_kv_is_preempted_and_patience_runs_out(library: Library) -> None:
-    tight = small(limits=Limits(max_num_seqs=16, kv_tokens=700), rate=flat(1.5))
-    fleet = Fleet(tight, library, 0)
-    fleet.run(InEngine(lambda table: Fixed(2)))
-    assert sum(worker.counters.preemptions for worker in fleet.workers) > 0
-    impatient = small(rate=flat(2.0), limits=Limits(max_num_seqs=4), patience_seconds=5.0)
-    fleet = Fleet(impatient, library, 0)
-    fleet.run(InEngine(lambda table: Fixed(2)))
-    assert fleet.retried > 0
-    assert fleet.given_up > 0
+    assert trace is not TIGHT or sum(worker.counters.preemptions for worker in fleet.workers) > 0
+    assert trace is not IMPATIENT or min(fleet.retried, fleet.given_up) > 0
 
 
 def test_counters_only_rise_and_hold_together(library: Library) -> None:
@@ -166,13 +161,11 @@ class InSegments:
 
 def in_segments_and_step_by_step(trace: Trace, library: Library) -> list[Fleet]:
     """Return two runs of the same requests."""
-    return [ended(trace, library, InSegments(3, most_steps)) for most_steps in (127, 1)]
-
-
-def ended(trace: Trace, library: Library, pilot: InSegments) -> Fleet:
-    fleet = Fleet(trace, library, 0)
-    fleet.run(InEngine(lambda table: pilot))
-    return fleet
+    fleets = [Fleet(trace, library, 0), Fleet(trace, library, 0)]
+    for fleet, most_steps in zip(fleets, (127, 1), strict=True):
+        pilot = InSegments(3, most_steps)
+        fleet.run(InEngine(lambda table, pilot=pilot: pilot))
+    return fleets
 
 
 @pytest.mark.parametrize("trace", [named("prompt-bound", 0.1), small(), small(rate=flat(1.2))], ids=lambda t: t.name)
