@@ -1,11 +1,14 @@
-"""Trees by survival, and the joint choice of all tasks' trees against trying every one of them."""
+"""Trees by survival, the joint choice of all tasks' trees against trying every one of them, and their batches."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations, product
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,8 +27,8 @@ from specdecode_operator.planning.acceptance import (
     task_acceptance,
     tasks_at,
 )
-from specdecode_operator.planning.estimates import Batch, Estimate, Load, StepTimeModel, features
-from specdecode_operator.planning.search import ShapeSearch
+from specdecode_operator.planning.estimates import TUNING, Batch, Estimate, Load, StepTimeModel, features
+from specdecode_operator.planning.search import ShapeSearch, batches
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_worker.contract import Plan, TreeShape
 from support.operators.estimates import FULL, chances, cost, moments, spec
@@ -114,8 +117,8 @@ def test_the_joint_choice_is_the_best_of_all(
     assert found == pytest.approx(best, rel=1e-9)
 
 
-def search_of(learned: LearnedState, kv_tokens: float | None = None) -> ShapeSearch:
-    model = AcceptanceModel(learned, spec(tree={"topK": 2, "maxNodes": 12}))
+def search_of(learned: LearnedState, kv_tokens: float | None = None, **bounds: Any) -> ShapeSearch:
+    model = AcceptanceModel(learned, spec(**{"tree": {"topK": 2, "maxNodes": 12}, **bounds}))
     rows, load = [RowState(concurrency=2, context=0, task="other", depth=3)], Load(4, 500)
     fitted = StepTimeModel.fit(learned.costs)
     return ShapeSearch(fitted, load, tasks_at(model, rows, load, kv_tokens), Objective())
@@ -149,10 +152,8 @@ def test_the_cache_bounds_the_nodes() -> None:
 def test_what_the_spec_asks_for_counts_against_the_nodes() -> None:
     """Siblings at the first depth are likelier than the deep nodes of the least chain."""
     seen = tuple(cell.model_copy(update={"ranks": (600.0,)}) for cell in chances(0.3))
-    speculation = spec(depth={"min": 3, "max": 5}, tree={"topK": 2, "maxNodes": 5})
-    model = AcceptanceModel(LearnedState(acceptance=seen, costs=FULL), speculation)
-    rows, load = [RowState(concurrency=2, context=0, task="other", depth=3)], Load(4, 500)
-    search = ShapeSearch(times, load, tasks_at(model, rows, load, None), Objective())
+    bounds: dict[str, Any] = {"depth": {"min": 3, "max": 5}, "tree": {"topK": 2, "maxNodes": 5}}
+    search = search_of(LearnedState(acceptance=seen, costs=FULL), **bounds)
     found = [step[1].path for step in search._by_survival(3)]
     assert len(found) == 2, found
     assert all(shapes[0][1].nodes <= 5 for shapes in search.best_by_depth())
@@ -220,3 +221,58 @@ def test_on_experts_a_short_chain_is_best_alone_and_a_wide_tree_in_a_large_batch
         search = ShapeSearch(fitted, Load(sequences, 20), tasks, Objective())
         shape = min(search.evaluate(search.best_by_depth()).values(), key=lambda choice: choice.rank).shapes[0][1]
         assert shape.nodes <= 3 if sequences == 1 else shape.nodes == 16, (sequences, shape)
+
+
+# --- batches that form when several tasks share a load ----------------------------------------------------------------
+
+DEEP_AND_PLAIN = (("code", TreeShape.chain(3)), ("prose", TreeShape.chain(0)))
+EVEN = {"code": 0.5, "prose": 0.5}
+EAGLE = Bounds(0, 7, 3, 16, 1)
+BOTH = {"code": EAGLE, "prose": EAGLE}
+
+
+def met(sequences: float) -> dict[tuple[str, int], float]:
+    return {(one.task, one.batch.passes): one.weight for one in batches(DEEP_AND_PLAIN, BOTH, EVEN, sequences)}
+
+
+def test_one_sequence_runs_its_own_shape() -> None:
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, BOTH, EVEN, 1)} == {Batch(3, 4.0), Batch(0, 1.0)}
+
+
+def test_a_second_sequence_is_of_the_other_task_half_of_the_time() -> None:
+    assert met(2) == pytest.approx({("code", 3): 1, ("prose", 3): 0.5, ("prose", 0): 0.5})
+
+
+def test_a_parallel_draft_makes_one_pass_and_verifies_all_of_its_nodes() -> None:
+    bounds = {"code": replace(EAGLE, methods=("peagle",)), "prose": EAGLE}
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, bounds, EVEN, 1)} == {Batch(1, 4.0), Batch(0, 1.0)}
+    deep = (("code", TreeShape.chain(5)), ("prose", TreeShape.chain(2)))
+    assert {(one.task, one.batch.passes) for one in batches(deep, bounds, EVEN, 1)} == {("code", 1), ("prose", 2)}
+
+
+def test_passes_of_merged_drafts_add_up() -> None:
+    bounds = {"code": replace(EAGLE, methods=("eagle3", "peagle")), "prose": EAGLE}
+    assert {one.batch for one in batches(DEEP_AND_PLAIN, bounds, EVEN, 1)} == {Batch(4, 4.0), Batch(0, 1.0)}
+
+
+def test_a_full_batch_holds_all_tasks() -> None:
+    assert met(16) == pytest.approx({("code", 3): 1, ("prose", 3): 1})
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.floats(0.01, 1)), min_size=1, max_size=4),
+    st.floats(1, 64),
+)
+def test_every_task_meets_something_and_nothing_shallower_than_itself(
+    tasks: list[tuple[int, float]], sequences: float
+) -> None:
+    total = sum(share for _, share in tasks)
+    shapes = tuple((str(index), TreeShape.chain(depth)) for index, (depth, _) in enumerate(tasks))
+    shares = {str(index): share / total for index, (_, share) in enumerate(tasks)}
+    weights: Counter[str] = Counter()
+    for one in batches(shapes, dict.fromkeys(shares, EAGLE), shares, sequences):
+        weights[one.task] += one.weight  # type: ignore[assignment]
+        assert one.batch.passes >= dict(shapes)[one.task].depth
+        assert TUNING.least_share <= one.weight <= 1 + 1e-9
+        assert 1 <= one.batch.verified <= 1.05 + max(shape.nodes for _, shape in shapes)
+    assert dict(weights) == pytest.approx(dict.fromkeys(shares, 1.0))

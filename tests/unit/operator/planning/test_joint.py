@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from specdecode_operator.state.learned import (
     LoadState,
     RequestCell,
     RowState,
+    StepTimeCell,
     TrafficCell,
 )
 from specdecode_worker.contract import TreeShape
@@ -34,6 +36,12 @@ def traffic(**output_tokens: float) -> tuple[TrafficCell, ...]:
     """Of so many requests that nobody doubts the mix: a token each."""
     counts = {task: 1000 * tokens for task, tokens in output_tokens.items()}
     return tuple(TrafficCell(task=task, sums=(n, n, n, 0, n)) for task, n in counts.items())
+
+
+def known(mix: Mapping[str, float], *, costs: tuple[StepTimeCell, ...] = VERIFYING, **rates: float) -> LearnedState:
+    """Return what was learnt of tasks with these acceptance rates, and with so many output tokens of each."""
+    acceptance = tuple(cell for task, rate in rates.items() for cell in chances(rate, task=task))
+    return LearnedState(acceptance=acceptance, costs=costs, wander=0.0, traffic=traffic(**mix))
 
 
 def shapes(found: Chosen, load: tuple[int, int] = (0, 0)) -> dict[str, TreeShape]:
@@ -58,16 +66,14 @@ def test_a_task_that_is_off_never_drafts_and_a_static_one_stays() -> None:
     speculation = spec(
         tasks=[{"name": "sql", "mode": "Off"}, {"name": "code", "mode": "Static", "depth": {"initial": 2}}]
     )
-    mix = traffic(other=900, sql=10, code=10)
-    found = settled(speculation, LearnedState(acceptance=chances(0.95), costs=VERIFYING, wander=0.0, traffic=mix))
+    found = settled(speculation, known({"other": 900, "sql": 10, "code": 10}, other=0.95))
     assert depths(found, BUSY) == {"other": 5, "sql": 0, "code": 2}
     assert {row.depth for row in found.rows if row.task == "sql"} == {0}, "at every load, seen or not"
 
 
 def test_a_task_has_bounds_of_its_own() -> None:
     speculation = spec(depth={"max": 3}, tasks=[{"name": "code", "depth": {"max": 5}}, {"name": "chat"}])
-    known = (*chances(0.95), *chances(0.95, task="code"), *chances(0.95, task="chat"))
-    learned = LearnedState(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=1, code=900, chat=1))
+    learned = known({"other": 1, "code": 900, "chat": 1}, other=0.95, code=0.95, chat=0.95)
     assert depths(settled(speculation, learned), BUSY) == {"other": 3, "code": 5, "chat": 3}
 
 
@@ -96,8 +102,7 @@ def test_rows_are_planned_where_any_mode_asks_for_them() -> None:
 
 def test_the_rest_is_static_where_one_task_is_auto() -> None:
     speculation = spec(mode="Static", tasks=[{"name": "code", "mode": "Auto"}])
-    learned = LearnedState(acceptance=(*chances(0.02), *chances(0.02, task="code")), costs=VERIFYING, wander=0.0)
-    assert depths(settled(speculation, learned), BUSY) == {"other": 3, "code": 0}
+    assert depths(settled(speculation, known({}, other=0.02, code=0.02)), BUSY) == {"other": 3, "code": 0}
 
 
 # --- the choice for all tasks at once -----------------------------------------------------------------------------
@@ -105,20 +110,11 @@ def test_the_rest_is_static_where_one_task_is_auto() -> None:
 
 def test_a_tasks_row_moves_and_leaves_the_others() -> None:
     speculation = spec(tasks=[CODE, {"name": "prose"}])
-    learned = LearnedState(
-        acceptance=(*chances(0.8), *chances(0.9, task="code"), *chances(0.8, task="prose")),
-        costs=VERIFYING,
-        wander=0.0,
-        traffic=traffic(other=1, code=300, prose=300),
-    )
-    before = settled(speculation, learned)
+    mix = {"other": 1, "code": 300, "prose": 300}
+    before = settled(speculation, known(mix, other=0.8, code=0.9, prose=0.8))
     assert depths(before, BUSY)["prose"] >= 3
-    after = settled(
-        speculation,
-        learned.model_copy(
-            update={"rows": before.rows, "acceptance": (*chances(0.9, task="code"), *chances(0.1, task="prose"))}
-        ),
-    )
+    hard = known(mix, code=0.9, prose=0.1)
+    after = settled(speculation, hard.model_copy(update={"rows": before.rows}))
     assert depths(after, BUSY)["code"] == depths(before, BUSY)["code"]
     assert depths(after, BUSY)["prose"] <= 1
 
@@ -126,8 +122,7 @@ def test_a_tasks_row_moves_and_leaves_the_others() -> None:
 @pytest.mark.parametrize(("code", "depth"), [(300, 3), (0, 0)])
 def test_a_row_that_is_chosen_to_stay_does_not_follow_the_one_that_moves(code: int, depth: int) -> None:
     """Code stands where it began, which is the deepest that it may; only without traffic nobody chose that for it."""
-    known = (*chances(0.02), *chances(0.95, task="code"))
-    learned = LearnedState(acceptance=known, costs=VERIFYING, wander=0.0, traffic=traffic(other=300, code=code))
+    learned = known({"other": 300, "code": code}, other=0.02, code=0.95)
     speculation = spec(depth={"max": 3}, tasks=[CODE])
     found = planned(speculation, learned)
     assert depths(found, BUSY) == {"other": 0, "code": depth}
@@ -160,14 +155,8 @@ def test_few_requests_take_nobody_deeper() -> None:
 def test_what_is_known_of_a_task_without_rows_here_is_nobodys() -> None:
     """``other`` fell silent: the rows of the rest are chosen without it, and what it once sent must not matter."""
     requests = tuple(RequestCell(task=task, sums=(10.0, 300.0, 400.0, 9e3, 1.2e4, 1.6e4)) for task in ("other", "code"))
-    known = LearnedState(
-        acceptance=(*chances(0.8), *chances(0.9, task="code")),
-        requests=requests,
-        costs=VERIFYING,
-        wander=0.0,
-        traffic=traffic(other=0.01, code=300),
-    )
-    assert depths(settled(spec(tasks=[CODE]), known), BUSY)["code"] >= 3
+    learned = known({"other": 0.01, "code": 300}, other=0.8, code=0.9).model_copy(update={"requests": requests})
+    assert depths(settled(spec(tasks=[CODE]), learned), BUSY)["code"] >= 3
 
 
 def test_a_rare_task_moves_for_its_own_gain() -> None:
@@ -176,13 +165,7 @@ def test_a_rare_task_moves_for_its_own_gain() -> None:
         RowState(concurrency=4, context=0, task=task, depth=depth, since=1)
         for task, depth in (("other", 3), ("code", 1))
     )
-    learned = LearnedState(
-        acceptance=(*chances(0.9), *chances(0.95, task="code")),
-        costs=VERIFYING,
-        traffic=traffic(other=900, code=20),
-        wander=0.0,
-        rows=stand,
-    )
+    learned = known({"other": 900, "code": 20}, other=0.9, code=0.95).model_copy(update={"rows": stand})
     found = planned(spec(tasks=[CODE], depth={"max": 3}), learned)
     assert depths(found, BUSY) == {"other": 3, "code": 3}
     assert 0 < next(change.gain or 0 for change in found.changes if change.row.concurrency == 4) < 0.03
@@ -208,12 +191,7 @@ def slow_verify(sequences: float, depth: int) -> float:
 def test_the_time_to_the_next_token_of_the_worst_task_is_a_bound() -> None:
     """Deep chains bring most tokens in all, but the task whose drafts fail pays for every pass."""
     costs = tuple(cost(16, d, slow_verify(16, d)) for d in range(6))
-    learned = LearnedState(
-        acceptance=(*chances(0.95), *chances(0.02, task="hard")),
-        costs=costs,
-        wander=0.0,
-        traffic=traffic(other=990, hard=10),
-    )
+    learned = known({"other": 990, "hard": 10}, costs=costs, other=0.95, hard=0.02)
     tasks = [{"name": "hard"}]
     assert depths(settled(spec(tasks=tasks), learned), BUSY)["other"] == 5
     found = settled(spec(tasks=tasks, objective={"itl": "40ms"}), learned)
@@ -222,12 +200,7 @@ def test_the_time_to_the_next_token_of_the_worst_task_is_a_bound() -> None:
 
 def test_who_runs_alone_does_not_pay_for_anothers_depth() -> None:
     costs = tuple(cost(1, d, slow_verify(1, d)) for d in range(6))
-    learned = LearnedState(
-        acceptance=(*chances(0.95), *chances(0.02, task="hard")),
-        costs=costs,
-        wander=0.0,
-        traffic=traffic(other=500, hard=500),
-    )
+    learned = known({"other": 500, "hard": 500}, costs=costs, other=0.95, hard=0.02)
     promised = spec(tasks=[{"name": "hard"}], objective={"itl": "40ms"})
     assert depths(settled(promised, learned)) == {"other": 5, "hard": 0}
 
@@ -239,7 +212,7 @@ def test_the_time_to_the_first_token_is_a_bound() -> None:
 
 
 def test_a_least_speedup_stops_what_gains_too_little() -> None:
-    learned = LearnedState(acceptance=chances(0.3), costs=FULL, wander=0.0)
+    learned = known({}, costs=FULL, other=0.3)
     assert depths(settled(spec(), learned))["other"] == 1
     assert depths(settled(spec(objective={"minGainPercent": 50}), learned))["other"] == 0
 

@@ -1,4 +1,4 @@
-"""Parts of the planner: estimates of acceptance, the step-time model, loads."""
+"""Parts of the planner: estimates of acceptance, the step-time model, loads, and changes told from chance."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from specdecode_operator.planning.estimates import (
     bucket_text,
     buckets_for,
     features,
+    rate_changed,
     time_changed,
 )
 from specdecode_operator.scaling import step_pace
 from specdecode_operator.state.learned import AcceptanceCell, LearnedState, RowState
-from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, K, Moments, RequestSums
+from specdecode_operator.telemetry.counters import PAIRS, CellKey, Delta, Hits, K, Moments, RequestSums
 from specdecode_worker.contract import FEATURES
 from support.operators.estimates import FULL, chances, cost, moments, spec, truth
 
@@ -58,8 +59,8 @@ def test_estimates_are_reliable_once_they_outweigh_their_priors(
     drafts: float, steps: float, made_up: float, lack: str | None
 ) -> None:
     """Before any request has finished, the tokens of one are taken to resemble each other: four count as one."""
-    timed = cost(1, 3, truth(1, 3), count=steps).model_copy(update={"made_up": made_up})
-    assert lacking(LearnedState(acceptance=chances(0.9, total=drafts), costs=(timed,))) == lack
+    known = cost(1, 3, truth(1, 3), count=steps).model_copy(update={"made_up": made_up})
+    assert lacking(LearnedState(acceptance=chances(0.9, total=drafts), costs=(known,))) == lack
 
 
 def test_a_task_leans_on_all_tasks_until_it_has_shown_itself() -> None:
@@ -137,15 +138,19 @@ def test_a_change_at_a_deep_depth_says_nothing_about_the_first() -> None:
 
 
 def test_a_cost_that_jumps_is_believed_at_once() -> None:
-    key = CellKey(4, 3, False, 0)
-    learned = LearnedState(costs=(cost(1, 3, 0.03, count=5000),))
-    after = learn_delta(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.1, 50)}), now=1005)
+    after = timed(LearnedState(costs=(cost(1, 3, 0.03, count=5000),)), 0.1, 50)
     assert Moments(after.costs[0].values).mean_seconds > 0.08
 
 
 def test_prefill_steps_teach_nothing_about_decoding() -> None:
     delta = Delta(steps={CellKey(64, 0, True, 0): moments((1, 1, 1, 100, 0, 63), 0.5)})
     assert learn_delta(LearnedState(), delta, now=0).costs == ()
+
+
+def timed(learned: LearnedState, seconds: float, count: float, now: float = 1005.0) -> LearnedState:
+    """Return what is known after a poll with so many steps of a chain of three at one sequence."""
+    steps = moments(features(Load(1, 500), 3), seconds, count)
+    return learn_delta(learned, Delta(steps={CellKey(4, 3, False, 0): steps}), now=now)
 
 
 def step(passes: int, load: Load, times: StepTimeModel) -> Estimate:
@@ -161,14 +166,6 @@ def rising(found: list[Estimate], lines: list[float] | None = None) -> list[Esti
 
 
 # --- step time ----------------------------------------------------------------------------------------------------
-
-
-def test_the_model_finds_what_it_was_not_shown() -> None:
-    shown = [(1, 0), (1, 1), (1, 3), (1, 5), (4, 0), (4, 3), (8, 1)]
-    times = StepTimeModel.fit(tuple(cost(n, d, truth(n, d)) for n, d in shown))
-    found = step(5, Load(4, 500), times)
-    assert found.weight == 0
-    assert found.mean == pytest.approx(truth(4, 5), rel=0.1)
 
 
 def test_one_depth_alone_says_little_about_others() -> None:
@@ -193,12 +190,12 @@ def test_steps_with_a_shadow_are_not_mistaken_for_deeper_chains() -> None:
 
 
 def test_deeper_never_costs_less_and_the_later_reading_is_right() -> None:
-    def timed(mean: float, at: float) -> Estimate:
+    def read(mean: float, at: float) -> Estimate:
         return Estimate(mean, 1e-6, 10, at)
 
-    risen = rising([timed(0.02, 1), timed(0.03, 1), timed(0.1, 9), timed(0.04, 1)])
+    risen = rising([read(0.02, 1), read(0.03, 1), read(0.1, 9), read(0.04, 1)])
     assert [found.mean for found in risen] == [0.02, 0.03, 0.1, 0.1]
-    falling = rising([timed(0.02, 1), timed(0.1, 1), timed(0.1, 1), timed(0.03, 9)])
+    falling = rising([read(0.02, 1), read(0.1, 1), read(0.1, 1), read(0.03, 9)])
     assert [found.mean for found in falling] == [0.02, 0.03, 0.03, 0.03]
 
 
@@ -219,10 +216,9 @@ def test_a_time_carried_over_keeps_the_slope_and_admits_doubt() -> None:
 
 def test_wander_is_learnt_from_means_that_move_beyond_noise() -> None:
     def after(factors: list[float]) -> float:
-        key, learned = CellKey(4, 3, False, 0), LearnedState(wander=0)
+        learned = LearnedState(wander=0)
         for index, factor in enumerate(factors):
-            fresh = moments(features(Load(1, 500), 3), 0.03 * factor, 200)
-            learned = learn_delta(learned, Delta(steps={key: fresh}), now=5.0 * index)
+            learned = timed(learned, 0.03 * factor, 200, now=5.0 * index)
         return learned.wander
 
     assert after([1.0] * 30) < 1e-6
@@ -232,19 +228,16 @@ def test_wander_is_learnt_from_means_that_move_beyond_noise() -> None:
 
 def test_steps_without_a_time_are_no_wandering() -> None:
     learned = LearnedState(costs=(cost(1, 3, 0.03),), wander=0.01)
-    key = CellKey.of(learned.costs[0])
-    after = learn_delta(learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.0, 50)}), now=1005)
+    after = timed(learned, 0.0, 50)
     assert (after.wander, after.costs) == (0.01, learned.costs)
 
 
 def test_a_neighbour_that_comes_again_is_no_change_of_cost() -> None:
     """Spells as long as a poll or two, twice as slow: the estimate stays between, whatever came last."""
-    key, learned = CellKey(4, 3, False, 0), LearnedState()
+    learned = LearnedState()
     for poll in range(60):
         factor = 2.2 if poll % 6 >= 4 else 1.0
-        learned = learn_delta(
-            learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03 * factor, 100)}), now=5.0 * poll
-        )
+        learned = timed(learned, 0.03 * factor, 100, now=5.0 * poll)
         found = Moments(learned.costs[0].values).mean_seconds / 0.03
         assert poll < 20 or 1.1 < found < 1.8, f"poll {poll}: {found:.2f}"
     assert learned.costs[0].polls > 15, "a mean over half a minute would be that of the last spell"
@@ -317,8 +310,8 @@ def test_the_first_pass_may_cost_what_further_ones_do_not() -> None:
     def seconds(sequences: float, depth: int) -> float:
         return 0.01 + (0.006 + 0.001 * depth if depth else 0) + 0.0002 * sequences * (depth + 1)
 
-    timed = [cost(n, depth, seconds(n, depth), count=400) for n in (1, 4, 16) for depth in (0, 3, 5)]
-    times = StepTimeModel.fit(tuple(timed))
+    shown = [cost(n, depth, seconds(n, depth), count=400) for n in (1, 4, 16) for depth in (0, 3, 5)]
+    times = StepTimeModel.fit(tuple(shown))
     for sequences in (1, 4, 16):
         assert step(1, Load(sequences, 500), times).mean == pytest.approx(seconds(sequences, 1), rel=0.06)
 
@@ -332,11 +325,9 @@ def test_many_polls_say_more_than_one() -> None:
 
 
 def test_polls_are_counted_and_forgotten_with_their_steps() -> None:
-    key, learned = CellKey(4, 3, False, 0), LearnedState()
+    learned = LearnedState()
     for poll in range(400):
-        learned = learn_delta(
-            learned, Delta(steps={key: moments(features(Load(1, 500), 3), 0.03, 20)}), now=1000 + 5 * poll
-        )
+        learned = timed(learned, 0.03, 20, now=1000.0 + 5 * poll)
     (cell,) = learned.costs
     assert cell.polls == pytest.approx(cell.values[0] / 20, rel=0.05)
 
@@ -359,3 +350,64 @@ def test_where_neighbours_come_and_go_a_slow_poll_is_no_change() -> None:
     before, slow = moments(x, 0.03, 100), moments(x, 0.045, 40)
     assert time_changed(before, slow)
     assert not time_changed(before, slow, wander=0.04)
+
+
+# --- changes are told from chance: rarely where there is none, surely where there is one ------------------------------
+
+
+def drafts(rng: Random, chance: float, count: int) -> Hits:
+    return Hits(sum(rng.random() < chance for _ in range(count)), count)
+
+
+def steps_of(*seconds: float) -> Moments:
+    square = sum(value**2 for value in seconds)
+    return Moments((len(seconds), sum(seconds), square, *(0.0,) * (1 + 2 * K + len(PAIRS))))
+
+
+@pytest.mark.parametrize("chance", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("count", [12, 40, 300])
+def test_one_rate_hardly_ever_looks_like_two(chance: float, count: int) -> None:
+    rng = Random(count)
+    alarms = sum(rate_changed(drafts(rng, chance, 300), drafts(rng, chance, count)) for _ in range(2000))
+    assert alarms <= 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.5, 0.01), (0.02, 0.6)])
+def test_twenty_drafts_show_a_fall_and_a_rise(before: float, after: float) -> None:
+    rng = Random(1)
+    seen = sum(rate_changed(drafts(rng, before, 300), drafts(rng, after, 20)) for _ in range(100))
+    assert seen >= 75
+
+
+def test_an_easy_answer_is_no_change_where_answers_differ() -> None:
+    """Sixty drafts of one answer say as much as fifteen."""
+    usual, easy = Hits(225, 300), Hits(59, 60)
+    assert rate_changed(usual, easy, 1)
+    assert not rate_changed(usual, easy, 4)
+    assert rate_changed(usual, Hits(60, 120), 2)
+    assert rate_changed(usual, Hits(5, 40), 4)
+
+
+def test_too_few_drafts_show_nothing() -> None:
+    assert not rate_changed(Hits(300, 300), Hits(0, 7))
+
+
+def test_a_cost_changes_by_more_than_noise_and_more_than_a_little() -> None:
+    known = steps_of(*[0.1, 0.11, 0.09] * 8)
+    assert time_changed(known, steps_of(*[0.2, 0.21] * 4))
+    assert not time_changed(known, steps_of(*[0.2, 0.21] * 3)), "too few"
+    assert not time_changed(known, steps_of(*[0.11] * 40)), "within a sixth it counts as noise"
+    assert not time_changed(known, steps_of(*[0.02, 0.4] * 4)), "they do not agree with each other"
+
+
+def test_steps_of_two_costs_give_way_to_steps_of_one() -> None:
+    assert time_changed(steps_of(*[0.3] * 4, *[0.6] * 12), steps_of(*[0.301, 0.302] * 8))
+
+
+def test_the_misses_of_new_drafts_keep_their_ranks() -> None:
+    """All counts are made up with rank 1 for six of ten misses, so the estimate after the change has that share too."""
+    cell = AcceptanceCell(task="other", depth=1, hits=900, total=1000, new_hits=20, new_total=60, ranks=(60,), at=995)
+    fresh = Delta(seconds=5, draft="d", acceptance={("other", 1): Hits(7, 20, (8,))})
+    (after,) = learn_delta(LearnedState(draft="d", acceptance=(cell,)), fresh, now=1000.0).acceptance
+    assert after.changed_at == 1000
+    assert after.ranks[0] / (after.total - after.hits) == pytest.approx(0.6, abs=0.05)
