@@ -1,16 +1,21 @@
-"""Speed-up over all decoding steps, by task, and the device time that it saves."""
+"""Speed-up over all decoding steps, by task, the device time that it saves, and when figures are published."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from specdecode_operator.api.v1alpha1 import Status
+from specdecode_operator.controller.status import traffic_section
+from specdecode_operator.decision.decide import PUBLISH_SECONDS
 from specdecode_operator.decision.plan import figures_of, saved_seconds, speedup
 from specdecode_operator.state.learned import StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Delta, Moments, RequestSums, TaskSums, difference
 from specdecode_operator.types import TaskFigures
 from specdecode_worker.contract import FEATURES, Buckets, HistogramCounts, Report, TaskCell
 from support.operators.estimates import moments
-from support.operators.fleet import loop_over
+from support.operators.fleet import Loop, loop_over
 
 SEQUENCES = 4.0
 PLAIN_SECONDS = 0.01
@@ -159,3 +164,39 @@ def test_steps_that_claim_tokens_of_no_sequence_are_left_out() -> None:
 def _remembered() -> tuple[StepTimeCell, ...]:
     key, sums = PLAIN
     return (StepTimeCell(**key._asdict(), values=sums.values, at=0),)
+
+
+# Publication to status: seldom under traffic, and at once when traffic has ended
+
+
+def poll(loop: Loop, seconds: float, *, works: bool) -> bool:
+    """Poll, and write the figures to the status as the reconciler does. Return whether there were any."""
+    if works:
+        decision = loop.poll(seconds)
+    else:
+        loop.worker.clock += seconds
+        loop.now += seconds
+        decision = loop.poll(0.0)
+    before = loop.deployment.status.traffic
+    status = Status(traffic=traffic_section(before, decision.shown.figures))
+    loop.deployment = replace(loop.deployment, status=status)
+    return decision.shown.figures is not None
+
+
+def test_figures_are_published_every_half_minute_under_traffic() -> None:
+    loop = loop_over()
+    published = [poll(loop, 10.0, works=True) for _ in range(13)]
+    assert published[1:] == [True, False, False] * 4
+
+
+def test_the_end_of_traffic_is_published_once_by_a_late_tick() -> None:
+    """A planner that lags decides soon after the decision before, and the next poll is a minute away."""
+    loop = loop_over()
+    for _ in range(3):
+        poll(loop, 60.0, works=True)
+    assert poll(loop, 59.0, works=False), "the window has the last traffic"
+    assert loop.deployment.status.traffic.running
+    assert poll(loop, PUBLISH_SECONDS - 10, works=False)
+    assert loop.deployment.status.traffic.running == 0
+    assert loop.deployment.status.traffic.tokens_per_second == 0
+    assert not poll(loop, PUBLISH_SECONDS - 10, works=False), "the figures of a deployment at rest are known"

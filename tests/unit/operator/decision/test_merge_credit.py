@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,13 +109,9 @@ def test_credit_and_choices_survive_a_restart_of_the_operator() -> None:
 
 
 def test_credit_survives_a_swap_of_the_own_draft_under_its_hash() -> None:
-    swapped = learnt(polled(head=20), Delta(**{**_fields(polled()), "credit": {(TASK, "d2", 1, "main"): Hits(9, 10)}}))
+    swapped = learnt(polled(head=20), replace(polled(), credit={(TASK, "d2", 1, "main"): Hits(9, 10)}))
     assert counts_of(swapped, TASK, OWN)[1, "main"].total == 100
     assert counts_of(swapped, TASK, "d2")[1, "main"] == Hits(9, 10)
-
-
-def _fields(delta: Delta) -> dict[str, Any]:
-    return {name: getattr(delta, name) for name in ("draft", "seconds", "acceptance")}
 
 
 def test_drift_is_measured_by_the_draft_on_its_own() -> None:

@@ -47,13 +47,6 @@ def test_a_draft_that_never_hits_is_dropped_and_taken_back_when_the_traffic_turn
     assert worker_of(loop).running == ["head"]
 
 
-def test_drafts_that_help_stay() -> None:
-    merged = {"lookup": MergedTruth(rescue=0.3, method="ngram"), "head": MergedTruth(rescue=0.8)}
-    loop = merging_loop(merged)
-    assert changes(loop, 20) == []
-    assert worker_of(loop).running == ["lookup", "head"]
-
-
 def test_of_two_drafts_the_one_without_credit_leaves() -> None:
     merged = {"lookup": MergedTruth(rescue=0.4, method="ngram"), "head": MergedTruth(rescue=0.0, agreement=0.2)}
     loop = merging_loop(merged)

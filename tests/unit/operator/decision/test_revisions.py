@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide, settle_revisions
 from specdecode_operator.manifests import pod_template
 from specdecode_operator.state.learned import Session, parse_state, render_state
-from specdecode_operator.types import Decision, Deployment, Observation, Outcome, Worker
+from specdecode_operator.types import Decision, Deployment, Outcome, Worker
 from specdecode_worker.contract import Env, Revisions
-from support.operators.fleet import DEFAULTS, deployment_with, workload_with
+from support.operators.fleet import DEFAULTS, deployment_with, observation_with
 
 URI, DRAFT = "hf://org/model", "hf://org/draft"
 FIRST, SECOND = "a" * 40, "b" * 40
@@ -60,25 +59,6 @@ def test_a_lost_state_takes_the_commit_of_the_status(
     assert settle_revisions(deployment(status=status), {}, ()) == expected
 
 
-class Ticks:
-    """Decisions one after the other, each with the state of the one before."""
-
-    def __init__(self) -> None:
-        self.session = Session()
-        self.status = Status()
-
-    def tick(self, deployment: Deployment, *workers: Worker) -> Decision:
-        deployment = replace(deployment, status=self.status)
-        observed = Observation(workload=workload_with(), workers=workers, session=self.session)
-        decision, self.session = decide(deployment, observed, DEFAULTS, now=1000)
-        self.status = status_of(deployment, observed, decision, Outcome(), now=1000)
-        return decision
-
-    @property
-    def revision(self) -> str | None:
-        return self.status.model.revision if self.status.model else None
-
-
 def mounted(decision: Decision) -> Mapping[str, str]:
     """Return the commits that a new pod finds."""
     text = decision.children[0]["data"].get("revisions.json", "{}")
@@ -90,27 +70,27 @@ def template(decision: Decision) -> Any:
 
 
 def test_a_resolved_commit_is_shown_persisted_and_mounted_without_a_rollout() -> None:
-    ticks = Ticks()
-    first = ticks.tick(deployment())
-    assert (ticks.revision, mounted(first)) == (None, {})
-    second = ticks.tick(deployment(), pod("a", model=FIRST))
-    assert (ticks.revision, mounted(second)) == (FIRST, {URI: FIRST})
+    session, status = Session(), Status()
+
+    def tick(*workers: Worker) -> tuple[Decision, str | None]:
+        """Decide with the state of the decision before. Return the decision and the revision in the status."""
+        nonlocal session, status
+        before, observed = deployment(status=status), observation_with(session, workers=workers)
+        decision, session = decide(before, observed, DEFAULTS, now=1000)
+        status = status_of(before, observed, decision, Outcome(), now=1000)
+        return decision, status.model.revision
+
+    first, revision = tick()
+    assert (revision, mounted(first)) == (None, {})
+    second, revision = tick(pod("a", model=FIRST))
+    assert (revision, mounted(second)) == (FIRST, {URI: FIRST})
     assert template(second) == template(first), "running pods stay"
     assert second.urgent, "a restart of the operator must not lose it"
-    assert not ticks.tick(deployment(), pod("a", model=FIRST)).urgent
-    stored = parse_state(render_state(ticks.session.learned), "u1", ticks.session.learned.plan)
+    assert not tick(pod("a", model=FIRST))[0].urgent
+    stored = parse_state(render_state(session.learned), "u1", session.learned.plan)
     assert stored.revisions == {URI: FIRST}
-    later = ticks.tick(deployment(), pod("late", model=SECOND))
-    assert (ticks.revision, mounted(later)) == (FIRST, {URI: FIRST})
-
-
-def test_another_model_resets_the_revision() -> None:
-    ticks = Ticks()
-    ticks.tick(deployment(), pod("a", model=FIRST))
-    changed = ticks.tick(deployment("hf://org/other"), pod("a", model=FIRST))
-    assert (ticks.revision, mounted(changed)) == (None, {})
-    ticks.tick(deployment("hf://org/other"), pod("b", **{"hf://org/other": SECOND}))
-    assert ticks.revision == SECOND
+    later, revision = tick(pod("late", model=SECOND))
+    assert (revision, mounted(later)) == (FIRST, {URI: FIRST})
 
 
 def container(spec: Mapping[str, Any], group: str) -> tuple[dict[str, str], set[str]]:
