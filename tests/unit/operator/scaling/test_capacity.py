@@ -142,12 +142,6 @@ def test_shapes_grow_shallower_with_the_load() -> None:
     assert result[0] > result[-1]
 
 
-def test_a_worker_that_adapts_carries_more_than_one_of_fixed_depth() -> None:
-    adapts = capacity(MIX, planned(), Limits(max_sequences=64))
-    deep = capacity(MIX, planned(depth={"min": 5, "initial": 5}), Limits(max_sequences=64))
-    assert adapts.rate > 1.05 * deep.rate
-
-
 @pytest.mark.parametrize("fields", [{"mode": "Static"}, {"mode": "Advisory"}, {"depth": {"min": 5}}], ids=str)
 def test_a_least_gain_that_no_allowed_shape_has_leaves_a_capacity(fields: dict[str, Any]) -> None:
     """Rows that are not planned keep their shape, and a least depth allows no plain decoding."""

@@ -57,12 +57,6 @@ def test_no_worker_runs_after_the_idle_time() -> None:
     assert (state.replicas, state.idle_since) == (0, None)
 
 
-def test_several_idle_workers_rest_together() -> None:
-    _, state = sized(0, worker("p"), worker("q"), replicas=2)
-    decision, _ = sized(100, worker("p"), worker("q"), state=state)
-    assert decision.replicas == 0
-
-
 @pytest.mark.parametrize(
     ("counts", "delta", "held"),
     [

@@ -84,14 +84,6 @@ def test_a_number_that_is_written_with_the_hand_over_is_followed() -> None:
     assert set(running.replicas(3)) == {2}
 
 
-def test_other_changes_of_the_spec_are_no_scaling() -> None:
-    running = scaled_to_four()
-    running.edit(replicas=1, scaling=EXTERNAL)
-    running.replicas(2)
-    running.edit(replicas=1, scaling=EXTERNAL, speculation={"mode": "Static"})
-    assert set(running.replicas(3)) == {4}
-
-
 @pytest.mark.parametrize("scaling", [EXTERNAL, None])
 def test_lost_state_keeps_the_running_number_of_an_unchanged_spec(scaling: dict[str, Any] | None) -> None:
     running = scaled_to_four()
@@ -120,13 +112,6 @@ def test_external_to_operator_starts_from_the_running_number(scaling: dict[str, 
     after = running.replicas(4)
     assert after[0] == number
     assert (after[-1] > 1) if number == 1 else (set(after) == {4})
-
-
-def test_adding_scaling_stays_within_its_bounds() -> None:
-    running = Running(deployment_with(replicas=4))
-    running.replicas(3)
-    running.edit(replicas=4, scaling={**OPERATOR, "maxReplicas": 3})
-    assert running.replicas(1) == [3]
 
 
 def test_back_and_forth_changes_nothing() -> None:

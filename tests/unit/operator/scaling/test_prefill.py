@@ -13,7 +13,7 @@ from specdecode_operator.api.v1alpha1 import PrefillSpec
 from specdecode_operator.controller.status import prefill_section
 from specdecode_operator.scaling import prefill_replicas
 from specdecode_operator.state.learned import LearnedState, Session
-from specdecode_operator.telemetry.counters import Delta
+from specdecode_operator.telemetry.counters import NO_TRAFFIC, Delta
 from specdecode_operator.types import Decision, Observation, Worker
 from specdecode_worker.contract import Env, PlanState, Port, Report, WorkerConfig
 from support.operators.fleet import decided, deployment_with, with_spec, workload_with
@@ -109,14 +109,7 @@ def wanted_by(
     rate: float, running: int, spec: PrefillSpec, *, is_known: bool = True, away: int = 0, **fields: Any
 ) -> int:
     """Return how many prefill workers are wanted for two workers, of which ``away`` are not available."""
-
-    class Traffic:
-        arrivals = rate * 60
-
-    delta = Delta.__new__(Delta)
-    object.__setattr__(delta, "seconds", 60.0)
-    object.__setattr__(delta, "at", 1000.0)
-    object.__setattr__(delta, "traffic", {"other": Traffic()})
+    delta = Delta(seconds=60.0, at=1000.0, traffic={"other": NO_TRAFFIC._replace(arrivals=rate * 60)})
     mix = scaling.Mix(prompt_tokens=0, output_tokens=10, context_tokens=10, prompt_busy_seconds=0.5)
     worker = scaling.WorkerModel(mix=mix, step_model=None, limits=None)  # type: ignore[arg-type]
     workload, prefill = workload_with(2, available=2 - away), workload_with(running)

@@ -70,10 +70,6 @@ def test_the_remembered_needs_are_few() -> None:
         assert list(state.low_needs) == sorted(state.low_needs, key=lambda need: -need[1])
 
 
-def test_never_falls_on_incomplete_readings() -> None:
-    assert polls([0.0] * 30, ScalingState(replicas=3), trusted=False)[-1] == 3
-
-
 def test_the_window_starts_when_all_workers_serve() -> None:
     """Otherwise a worker that took as long as the window to start would be removed as soon as it is ready."""
     replicas = polls([0.0] * 39, ScalingState(replicas=3), away=range(4, 30))
