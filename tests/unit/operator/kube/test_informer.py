@@ -82,9 +82,11 @@ def informer_of(
     return Informer(client, PODS, namespaces, labels="", project=project, metadata_only=True, on_change=changes.append)
 
 
-async def play(lists: list[list[Any]], watches: list[list[Any]]) -> tuple[Informer[str], list[Key], ScriptedClient]:
+async def play(
+    lists: list[list[Any]], watches: list[list[Any]], project: Callable[[Any], str] = version_of
+) -> tuple[Informer[str], list[Key], ScriptedClient]:
     client, changes = ScriptedClient(lists, watches), list[Key]()
-    informer = informer_of(client, changes)
+    informer = informer_of(client, changes, project=project)
     with pytest.RaisesGroup(EndOfScriptError):
         await informer.run()
     return informer, changes, client
@@ -181,13 +183,8 @@ async def test_an_object_that_cannot_be_read_harms_no_other(pauses: list[float])
             raise KeyError("spec")
         return "fine"
 
-    client, changes = (
-        ScriptedClient([[page(1, item("p", 1), item("q", 2))]], [[("MODIFIED", item("p", 3))]]),
-        list[Key](),
-    )
-    informer = informer_of(client, changes, project=project)
-    with pytest.RaisesGroup(EndOfScriptError):
-        await informer.run()
+    lists, watches = [[page(1, item("p", 1), item("q", 2))]], [[("MODIFIED", item("p", 3))]]
+    informer, changes, _ = await play(lists, watches, project)
     assert (informer.get("ns", "p"), informer.get("ns", "q")) == (None, "fine")
     assert changes == [A, A, A]
 

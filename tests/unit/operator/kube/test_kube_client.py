@@ -1,4 +1,4 @@
-"""Client of the API server: errors, deadlines, the guard before writes, evictions."""
+"""Client of the API server: errors, deadlines, the guard before writes, evictions, and an older CRD."""
 
 from __future__ import annotations
 
@@ -21,8 +21,17 @@ from specdecode_operator.errors import (
     Refused,
     Unavailable,
 )
-from specdecode_operator.kube.client import KubeClient, environment_proxy, keepalive_socket, translate, watch_error
+from specdecode_operator.kube.client import (
+    REMEMBER_SECONDS,
+    DeclaredFields,
+    KubeClient,
+    environment_proxy,
+    keepalive_socket,
+    translate,
+    watch_error,
+)
 from specdecode_operator.kube.kinds import CONFIG_MAPS, LEASES
+from support.clock import Clock
 from support.operators.kube_objects import config_map
 from support.tiers import skip_reason
 
@@ -100,8 +109,6 @@ async def recorded() -> tuple[KubeClient, Recorder]:
 
 
 MANIFEST = config_map("ns", "a")
-
-
 WRITES: list[Callable[[KubeClient], Any]] = [
     lambda client: client.create(CONFIG_MAPS, MANIFEST),
     lambda client: client.update(CONFIG_MAPS, MANIFEST),
@@ -179,3 +186,74 @@ def test_sockets_notice_a_dead_peer_within_twenty_seconds() -> None:
         assert made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert idle + interval * probes <= 20
         assert made.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000
+
+
+# --- status of a CRD that is older than the operator ------------------------------------------------------------------
+
+STATUS = {
+    "replicas": 1,
+    "later": 2,
+    "model": {"uri": "x", "newer": 1},
+    "tasks": [{"name": "a", "odd": 1}, {"name": "b", "odd": 2}],
+    "conditions": [{"type": "Ready", "odd": 1}],
+}
+FIRST = """failed to create typed patch object (ns/a; specdecode.io/v1alpha1, Kind=SpecDecodeDeployment): errors:
+  .status.tasks[0].odd: field not declared in schema
+  .status.conditions[type="Ready"].odd: field not declared in schema"""
+SECOND = """failed to create typed patch object (ns/a; specdecode.io/v1alpha1, Kind=SpecDecodeDeployment): errors:
+  .status.model.newer: field not declared in schema
+  .status.later: field not declared in schema"""
+ONE = "failed to create typed patch object (ns/a; x/v1, Kind=S): .status.later: field not declared in schema"
+DECLARED = {
+    "replicas": 1,
+    "model": {"uri": "x"},
+    "tasks": [{"name": "a"}, {"name": "b"}],
+    "conditions": [{"type": "Ready"}],
+}
+
+
+def test_fields_that_the_api_server_names_are_left_out_for_a_while() -> None:
+    clock = Clock()
+    fields = DeclaredFields(clock)
+    assert fields.declared(STATUS) == STATUS
+    assert fields.note_refusal(FIRST)
+    assert fields.note_refusal(SECOND)
+    assert fields.declared(STATUS) == DECLARED
+    assert not fields.note_refusal(FIRST), "the same refusal again is not repaired"
+    clock.now = REMEMBER_SECONDS
+    assert fields.declared(STATUS) == STATUS, "the CRD may have been upgraded"
+
+
+def test_a_single_field_is_named_in_the_same_line() -> None:
+    fields = DeclaredFields()
+    assert fields.note_refusal(ONE)
+    assert fields.declared({"later": 1, "replicas": 1}) == {"replicas": 1}
+
+
+class OldServer(KubeClient):
+    """API server whose CRD lacks fields."""
+
+    def __init__(self, *refusals: str) -> None:
+        self.status_fields = DeclaredFields()
+        self.refusals = list(refusals)
+        self.written: list[Any] = []
+
+    async def _apply(self, path: str, body: Any, *, force: bool) -> dict[str, Any]:
+        self.written.append(body["status"])
+        if self.refusals:
+            raise Unavailable(f"patch {path}", self.refusals.pop(0))
+        return dict(body)
+
+
+async def test_a_status_is_written_without_the_fields_that_an_older_crd_lacks() -> None:
+    server = OldServer(FIRST, SECOND)
+    assert (await server.apply_status("ns", "a", STATUS))["status"] == DECLARED
+    assert len(server.written) == 3
+    await server.apply_status("ns", "a", STATUS)
+    assert server.written[3:] == [DECLARED], "later writes do not try the fields again"
+
+
+@pytest.mark.parametrize("refusals", [("etcd is down",), (ONE, ONE)])
+async def test_other_refusals_are_raised(refusals: tuple[str, ...]) -> None:
+    with pytest.raises(Unavailable):
+        await OldServer(*refusals).apply_status("ns", "a", STATUS)

@@ -1,4 +1,4 @@
-"""The Jobs of a distillation and of the deletion of its run: pods, labels, queue and retries."""
+"""The Jobs of a distillation and of the deletion of its run: pods, labels, queue, retries, and drafts in a bucket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.errors import SpecError
-from specdecode_operator.manifests import objects
+from specdecode_operator.manifests import objects, rolling_hash
 from specdecode_operator.manifests.jobs import (
     DEADLINE_MARGIN_SECONDS,
     GRACE_SECONDS,
@@ -19,6 +19,7 @@ from specdecode_operator.manifests.jobs import (
     distillation_job,
     job_name,
 )
+from specdecode_operator.manifests.pods import bucket_environment, pod_template
 from specdecode_operator.rollout.runs import POD_END_SECONDS
 from specdecode_operator.types import Deployment, Manifest
 from specdecode_worker.__main__ import main
@@ -70,13 +71,10 @@ def test_no_service_selects_the_pods_and_the_deployment_owns_the_job() -> None:
             assert not selected.items() <= labels.items()
 
 
-def test_drafts_are_trained_for_the_target_with_its_adapter() -> None:
+def test_drafts_are_trained_for_the_target_as_it_is_served() -> None:
     model = {"uri": "hf://org/target", "adapter": "hf://org/adapter"}
     (pull,) = pod(model=model)["initContainers"]
     assert flags(model=model)["model"] == pull["command"][-2] == "hf://org/target+hf://org/adapter"
-
-
-def test_drafts_are_trained_for_the_target_as_it_is_served() -> None:
     assert flags(engine={"quantization": "fp8"})["quantization"] == "fp8"
     assert "quantization" not in flags()
 
@@ -281,3 +279,59 @@ def test_the_name_of_the_deletion_is_a_label_and_it_waits_for_the_end_of_the_pod
     assert deletion_job_name("demo", "6740f2a1") == "demo-delete-6740f2a1"
     assert len(deletion_job_name("a" * 60, "6740f2a1")) <= 63
     assert POD_END_SECONDS >= GRACE_SECONDS + 60
+
+
+# --- drafts in a bucket: all pods get the key, and a run writes to a folder of its pod -------------------------------
+
+S3 = {"uri": "s3://models/team", "endpoint": "https://s3.example.com", "secretRef": {"name": "key"}}
+
+
+def pods_with_bucket() -> dict[str, dict[str, Any]]:
+    """Return the pods of the Job and of a worker."""
+    with_bucket = deployment_with(distillation={"storage": S3})
+    run = RUN.model_copy(update={"bucket": S3["uri"], "claim": ""})
+    made = distillation_job(with_bucket, run, DEFAULTS)
+    return {"job": made["spec"]["template"]["spec"], "worker": pod_template(with_bucket, DEFAULTS)["spec"]}
+
+
+@pytest.mark.parametrize("name", ["job", "worker"])
+def test_all_containers_that_read_or_write_drafts_have_the_key(name: str) -> None:
+    made = pods_with_bucket()[name]
+    for container in (*made["initContainers"], *made["containers"]):
+        env = {one["name"]: one for one in container["env"]}
+        assert (env["AWS_ENDPOINT_URL_S3"]["value"], env["AWS_REGION"]["value"]) == (S3["endpoint"], "us-east-1")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            assert env[name]["valueFrom"] == {"secretKeyRef": {"name": "key", "key": name}}
+        assert env["AWS_SESSION_TOKEN"]["valueFrom"]["secretKeyRef"]["optional"] is True
+        assert len(env) == len(container["env"]), "no name stands twice"
+    assert "AWS_" not in str([pod(), pod_template(deployment(), DEFAULTS)])
+
+
+def test_a_run_writes_to_a_bounded_folder_and_publishes_to_the_bucket() -> None:
+    made = pods_with_bucket()["job"]
+    (container,) = made["containers"]
+    (scratch,) = (one for one in made["volumes"] if one["name"] == "scratch")
+    assert scratch["emptyDir"] == {"sizeLimit": "64Gi"}
+    (mount,) = (one for one in container["volumeMounts"] if one["name"] == "scratch")
+    (out,) = (word for word in container["command"] if word.startswith("--out="))
+    assert out == f"--out={mount['mountPath']}/distillation/demo/6740f2a1"
+    assert "--publish=s3://models/team/drafts/demo" in container["command"]
+    assert not any("persistentVolumeClaim" in one for one in made["volumes"])
+
+
+def test_aws_needs_no_endpoint_and_users_variables_win_in_the_worker() -> None:
+    s3 = {"uri": "s3://models", "secretRef": {"name": "key"}, "region": "eu-west-1"}
+    mine = {"name": "worker", "env": [{"name": "AWS_REGION", "value": "mine"}]}
+    template = {"spec": {"containers": [mine]}}
+    of_aws = deployment_with(distillation={"storage": s3}, workers={"template": template})
+    assert "AWS_ENDPOINT_URL_S3" not in str(bucket_environment(of_aws.spec))
+    (worker,) = pod_template(of_aws, DEFAULTS)["spec"]["containers"]
+    assert [one["value"] for one in worker["env"] if one["name"] == "AWS_REGION"] == ["mine"]
+
+
+def test_another_path_in_the_store_replaces_no_worker() -> None:
+    first, path, key = (
+        rolling_hash(deployment_with(distillation={"storage": {**S3, **change}}).spec)
+        for change in ({}, {"uri": "s3://b12/other"}, {"secretRef": {"name": "other"}})
+    )
+    assert first == path != key

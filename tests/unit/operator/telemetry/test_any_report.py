@@ -95,8 +95,6 @@ SPEC: dict[str, Any] = {
     "scaling": {"owner": "Operator", "maxReplicas": 5},
     "workers": {"recycle": "OnCollapse"},
 }
-
-
 RISING = ("drafts", "draft_tokens", "accepted_tokens", "plain_steps", "running_request_seconds", "clock_seconds")
 
 
