@@ -14,8 +14,6 @@ from support.operators.crd_fields import SCHEMA, Schema, fields
 ROOT = Path(__file__).parents[4]
 
 SPEC_FIELDS = list(fields("spec", SCHEMA["properties"]["spec"]))
-
-
 STATUS_FIELDS = list(fields("status", SCHEMA["properties"]["status"]))
 
 
@@ -109,8 +107,6 @@ PAGES = [
     for pattern in ("README.md", "docs/**/*.md", "helm/specdecode/files/*", "examples/**/*.yaml")
     for path in ROOT.glob(pattern)
 ]
-
-
 KNOWN = {path.removeprefix("spec."): field for path, field, _ in SPEC_FIELDS}
 FREE = tuple(
     f"{path}."  # a pod template, or a map

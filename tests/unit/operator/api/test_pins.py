@@ -20,10 +20,7 @@ from support.operators.fleet import Loop, Truth, deployment_with, loop_over, obs
 
 TASKS = [{"name": "code"}, {"name": "chat"}]
 SPEC = spec(tasks=TASKS)
-
-
-def chain(depth: int) -> TreeShape:
-    return TreeShape.chain(depth)
+chain = TreeShape.chain
 
 
 def pinned(loop: Loop, text: str) -> None:
@@ -177,16 +174,6 @@ def test_an_invalid_first_pin_leaves_the_mode_in_force() -> None:
     assert loop.depths[-1] == 0, "Auto goes on"
 
 
-def test_the_mode_is_in_force_again_after_the_pin_is_removed() -> None:
-    loop = loop_over(Truth(chances=[0.02] * 5))
-    pinned(loop, "chain:4")
-    loop.polls(3)
-    pinned(loop, "")
-    decision = loop.polls(12)
-    assert loop.depths[-1] == 0
-    assert not decision.shown.pinned
-
-
 def test_pinning_and_unpinning_are_recorded_in_the_history() -> None:
     loop = loop_over(speculation={"mode": "Static"})
     loop.polls(2)
@@ -194,6 +181,7 @@ def test_pinning_and_unpinning_are_recorded_in_the_history() -> None:
     loop.polls(2)
     pinned(loop, "")
     decision = loop.polls(2)
+    assert (loop.depths[-2:], decision.shown.pinned) == ([3, 3], ""), "the mode is in force again"
     changes = [(record.before, record.after, record.reason) for record in decision.shown.history]
     assert changes == [
         ("pin chain:4", "mode Static", "spec.speculation.pin"),

@@ -219,40 +219,40 @@ async def test_a_round_of_reports_wakes_the_loop() -> None:
     assert bench.loop._session.baselines.keys() == {"p"}
 
 
+def counted_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list to which each step from now on adds its time, instead of deciding."""
+    steps: list[float] = []
+
+    async def step() -> float:
+        steps.append(time.monotonic())
+        return 100.0
+
+    monkeypatch.setattr(bench.loop, "_step", step)
+    return steps
+
+
 @pytest.mark.parametrize(("tag", "share"), [("same", 1 / module.REST_ROUNDS), ("", 1)], ids=["at rest", "news"])
 async def test_a_deployment_at_rest_is_looked_at_seldom(
     tag: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, steps = Bench(period=0.01, pods=(POD,)), 0
+    bench = Bench(period=0.01, pods=(POD,))
     bench.calls.report, bench.calls.tag = SimulatedWorker(Truth()).report(), tag
-
-    async def count() -> float:
-        nonlocal steps
-        steps += 1
-        return 100.0
-
+    steps = counted_steps(bench, monkeypatch)
     monkeypatch.setattr(module, "GAP_SECONDS", 0.0)
-    monkeypatch.setattr(bench.loop, "_step", count)
     async with background(bench.loop.run()):
         await eventually(lambda: bench.loop._poller.round >= 60)
-    assert abs(steps - share * bench.loop._poller.round) <= 0.2 * bench.loop._poller.round
+    assert abs(len(steps) - share * bench.loop._poller.round) <= 0.2 * bench.loop._poller.round
 
 
 async def test_events_without_end_leave_a_gap_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench, steps = Bench(), 0
-
-    async def count() -> float:
-        nonlocal steps
-        steps += 1
-        return 100.0
-
-    monkeypatch.setattr(bench.loop, "_step", count)
+    bench = Bench()
+    steps = counted_steps(bench, monkeypatch)
     async with background(bench.loop.run()):
         ends = time.monotonic() + 1
         while time.monotonic() < ends:
             bench.loop.wake()
             await asyncio.sleep(0.01)
-    assert 2 <= steps <= 6
+    assert 2 <= len(steps) <= 6
 
 
 async def test_a_step_that_fails_is_repeated_with_pauses(

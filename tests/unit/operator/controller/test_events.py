@@ -12,8 +12,8 @@ from specdecode_operator.controller.deployment_loop import event_notices
 from specdecode_operator.controller.status import status_of
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.state.learned import Session
-from specdecode_operator.types import Observation, Outcome, UnhealthyWorker
-from support.operators.fleet import DEFAULTS, deployment_with, with_pin, workload_with
+from specdecode_operator.types import Outcome, UnhealthyWorker
+from support.operators.fleet import DEFAULTS, deployment_with, observation_with, with_pin, workload_with
 from support.operators.statuses import conditions, next_status, pod, states
 
 
@@ -95,7 +95,7 @@ def test_stale_reports_are_named_each_with_its_reason_and_do_not_touch_ready() -
     memory, deployment = Session(), deployment_with(replicas=6)
     pods = tuple(pod(f"p{n}", ready=True, report_problem=f"problem {n}") for n in range(6))
     for look in range(4):
-        observed = Observation(workload=workload_with(6), workers=pods, session=memory)
+        observed = observation_with(memory, workload=workload_with(6), workers=pods)
         decision, memory = decide(deployment, observed, DEFAULTS, now=1000 + 20 * look)
         status = status_of(deployment, observed, decision, Outcome(), now=1000 + 20 * look)
     message = conditions(status)["ReportsFresh"].message
@@ -123,8 +123,7 @@ def test_status_shows_pin_and_modes_of_tasks() -> None:
 
 
 def suspected(*pods: str, acceptance: str = "0.31") -> Status:
-    deployment = deployment_with()
-    observed = Observation(workload=workload_with(), workers=(), session=Session())
+    deployment, observed = deployment_with(), observation_with()
     decision, _ = decide(deployment, observed, DEFAULTS, now=1)
     message = f"first token accepted {acceptance}, usually 0.72; its peers are well"
     suspects = tuple(UnhealthyWorker(pod, "AcceptanceCollapsed", message) for pod in pods)

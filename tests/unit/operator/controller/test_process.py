@@ -1,4 +1,4 @@
-"""Watch events of our kind: which of them change the state table, and which start a decision; and a start in vain."""
+"""Watch events of our kind: which change the state table, and which start a decision; a start in vain, and settings."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import pytest
 
+from specdecode_operator.__main__ import main
 from specdecode_operator.controller.process import Fleet, Process
-from specdecode_operator.errors import NotFound
+from specdecode_operator.errors import NotFound, SettingsError
 from specdecode_operator.kube.client import KubeClient
-from specdecode_operator.settings import Settings
+from specdecode_operator.settings import Settings, read_settings
 from support.operators.listing_api import ListingApi
 
 KEY = ("ns", "a")
@@ -129,3 +130,25 @@ async def test_a_stop_before_the_crd_is_there_ends_all_that_was_started(monkeypa
     await asyncio.gather(starting, return_exceptions=True)
     assert starting.cancelled(), "it waits for the CRD"
     assert api.is_closed
+
+
+def test_settings_have_defaults() -> None:
+    assert read_settings({"PATH": "/bin", "SPECDECODE_OPERATOR_LOG_LEVEL": ""}).poll_seconds == 5
+    assert read_settings({"SPECDECODE_OPERATOR_WATCH_NAMESPACES": "a, b,"}).watch_namespaces == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("POLL_SECONDS", "often"), ("PORT_HEALTH", "0"), ("LOG_LEVEL", "loud"), ("WORKER_IMAGE_PULL_POLICY", "Maybe")],
+)
+def test_an_invalid_setting_names_the_variable(name: str, value: str) -> None:
+    with pytest.raises(SettingsError, match=f"SPECDECODE_OPERATOR_{name}='{value}'"):
+        read_settings({f"SPECDECODE_OPERATOR_{name}": value})
+
+
+def test_the_process_exits_with_2_on_an_invalid_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SPECDECODE_OPERATOR_POLL_SECONDS", "-1")
+    assert main(["run"]) == 2
+    assert "SPECDECODE_OPERATOR_POLL_SECONDS" in capsys.readouterr().err
