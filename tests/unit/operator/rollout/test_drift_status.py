@@ -204,6 +204,9 @@ def test_a_drift_that_is_worth_it_requests_one_run_with_the_sum(stale: Drifting)
     assert "task other lost 2" in run.reason
     assert "more than twice the last run's device time" in run.reason
     assert parse_training(render_training(record)) == record.model_copy(update={"uris": {}})
+    (task,) = stale.session.learned.drift.stale
+    assert record.captures_deleted_before == task.since, "it learns from requests since the alarm"
+    assert 0 < task.since < stale.now
     stale.wait(60)
     assert runs(stale) == ["drift"]
 
@@ -225,29 +228,17 @@ def test_no_run_is_requested(stale: Drifting, spec: dict[str, Any]) -> None:
     assert stale.session.drafts == UNUSED
 
 
-def test_no_run_is_requested_in_another_phase(stale: Drifting) -> None:
-    stale.change(distillation=distillation())
+def test_no_run_is_requested_in_another_phase_or_within_the_cooldown(stale: Drifting) -> None:
+    stale.change(distillation=distillation(cooldown="24h"))
     with_record(stale, phase=Phase.PROMOTING, since=stale.now)
     stale.wait(60)
     assert "drift" not in runs(stale)
-
-
-def test_no_run_is_requested_within_the_cooldown(stale: Drifting) -> None:
-    stale.change(distillation=distillation(cooldown="24h"))
     with_record(stale, phase=Phase.COOLDOWN, since=stale.now)
     stale.wait(86_000)
     assert "drift" not in runs(stale)
     stale.wait(600)
     stale.wait(60)
     assert runs(stale)[-1] == "drift"
-
-
-def test_a_run_for_drift_learns_from_requests_since_the_alarm(stale: Drifting) -> None:
-    stale.change(distillation=distillation())
-    stale.wait(60)
-    (task,) = stale.session.learned.drift.stale
-    assert 0 < task.since < stale.now
-    assert stale.session.drafts.captures_deleted_before == task.since
 
 
 def test_the_worth_is_the_sum_of_share_loss_recovery_and_decode_time(stale: Drifting) -> None:

@@ -58,8 +58,6 @@ RUN_STEPS = st.lists(
     ),
     max_size=25,
 )
-
-
 LIMITS = {"before": 0, "one": 1, "two": 2}
 """Requests about drafts after which the operator is killed."""
 

@@ -31,15 +31,6 @@ def full() -> Canary:
     return canary
 
 
-def test_a_rollout_is_read_as_it_was_written() -> None:
-    canary = full()
-    before = canary.record
-    assert before.trial is not None
-    assert before.lineage
-    canary.restart_operator()
-    assert canary.record == before
-
-
 def test_nothing_is_written_of_drafts_at_rest() -> None:
     canary = full()
     assert draft_writes(canary.deployment, canary.record, canary.observed().drafts, now=canary.now + 99) == []

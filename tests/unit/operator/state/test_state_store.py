@@ -110,16 +110,6 @@ async def test_drafts_are_written_as_they_differ_and_what_the_server_returns_is_
     assert await store.save_drafts(canary.deployment, [changed], ()) is None, "a deletion that the watch shows later"
 
 
-async def test_nothing_is_written_of_drafts_without_a_candidate() -> None:
-    cluster, deployment = Cluster(), deployment_with()
-    store = store_of(cluster)
-    await store.save(deployment, session_with(), urgent=False, learnt=False, now=0)
-    assert cluster.writes == []
-    await store.save(deployment, session_with(), urgent=True, now=0)
-    assert cluster.stored[STATE]["data"].keys() == {STATE_KEY}
-    assert (await store.load(deployment.key, deployment.uid)).drafts == UNUSED
-
-
 async def test_a_failed_write_is_due_again() -> None:
     cluster, deployment = Cluster(), deployment_with()
     store = store_of(cluster)
@@ -163,11 +153,6 @@ async def test_a_state_of_another_deployment_is_not_taken() -> None:
     store = await written(cluster, foreign.deployment, foreign.session)
     session = await store.load(foreign.deployment.key, "another uid")
     assert (session.stored, session.drafts) == (False, UNUSED)
-
-
-async def test_a_deployment_without_state_is_new() -> None:
-    session = await StateStore(Cluster(), Cluster(), print).load(("ns", "n"), "u1")
-    assert not session.stored
 
 
 def packed(document: Any) -> str:
