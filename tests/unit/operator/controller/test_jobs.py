@@ -19,6 +19,7 @@ from specdecode_operator.kube.kinds import JOBS, PODS, Kind
 from specdecode_operator.state.learned import RunRecord, Session
 from specdecode_operator.types import Decision, Observation, Outcome, TrainingJob
 from support.background import background
+from support.clock import Clock
 from support.operators.canary import DISTILLATION, Canary, capturing, collecting, distilling
 from support.operators.fleet import DEFAULTS, decided, deployment_with, observation_with, workload_with
 from support.operators.listing_api import ListingApi, synced_caches
@@ -53,6 +54,9 @@ async def test_the_state_of_a_job_comes_from_its_own_pods() -> None:
         assert (only.name, only.run, only.owner_uid) == ("demo-distill-g3", "g3", "u1")
         assert only.status.state == JobState.RUNNING
         assert caches.jobs(("ns", "other")) == ()
+        assert caches.workers(KEY) == (), "pods of Jobs are no workers"
+        assert caches.workload(KEY) is None
+        assert caches.workload(KEY, manifests.Role.router) is None
 
 
 async def test_a_pod_whose_volume_does_not_mount_is_explained_by_its_events() -> None:
@@ -74,13 +78,6 @@ async def test_a_pod_whose_volume_does_not_mount_is_explained_by_its_events() ->
         (after,) = (await add_mount_problems(cast(KubeClient, Events()), "ns", observed, now)).jobs
         assert (after.status.state, after.status.reason) == (JobState.PENDING, reason)
     assert asked == ["involvedObject.uid=p-j1,type=Warning"]
-
-
-async def test_pods_of_jobs_are_no_workers() -> None:
-    async with synced_caches(ListingApi((JOBS, job()), (PODS, pod()))) as caches:
-        assert caches.workers(KEY) == ()
-        assert caches.workload(KEY) is None
-        assert caches.workload(KEY, manifests.Role.router) is None
 
 
 # A refusal is reported and retried.
@@ -123,9 +120,8 @@ class Api:
         self.deleted.append((name, uid))
 
 
-def writer(api: Api, clock: list[float] | None = None) -> JobWriter:
-    times = clock or [0.0]
-    return JobWriter(cast(KubeClient, api), lambda: times[0])
+def writer(api: Api, clock: Clock | None = None) -> JobWriter:
+    return JobWriter(cast(KubeClient, api), clock or Clock())
 
 
 async def test_a_job_that_exists_is_the_wanted_one_if_the_deployment_owns_it() -> None:
@@ -138,14 +134,14 @@ async def test_a_job_that_exists_is_the_wanted_one_if_the_deployment_owns_it() -
 
 
 async def test_a_refusal_is_repeated_without_a_request_until_its_pause_is_over() -> None:
-    api, clock = Api(), [0.0]
+    api, clock = Api(), Clock()
     api.error = Refused("post: exceeded quota", "exceeded quota")
     jobs = writer(api, clock)
     assert await jobs.carry_out(KEY, manifest(), ()) == "exceeded quota"
-    clock[0] = 1.0
+    clock.now = 1.0
     assert await jobs.carry_out(KEY, manifest(), ()) == "exceeded quota"
     assert api.creations == 1
-    clock[0], api.error = 2.0, None
+    clock.now, api.error = 2.0, None
     assert await jobs.carry_out(KEY, manifest(), ()) == ""
     assert api.creations == 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -90,11 +90,16 @@ def test_the_series_of_an_absent_condition_is_removed() -> None:
     assert value("specdecode_condition", condition="Pinned") is None
 
 
-def test_a_deleted_deployment_leaves_no_series() -> None:
+@pytest.mark.parametrize(
+    "forget", [lambda: metrics.forget(*KEY), metrics.forget_all], ids=["deleted", "not the leader"]
+)
+def test_without_a_deployment_or_leadership_there_are_no_series(forget: Callable[[], None]) -> None:
     recorded(loop_over(Truth(chances=[0.02] * 5)), 12)
-    metrics.forget(*KEY)
+    metrics.REPORTS_FAILED.labels("timeout").inc()
+    forget()
     left = [s for family in REGISTRY.collect() for s in family.samples if s.labels.get("name") == "demo"]
     assert not left
+    assert REGISTRY.get_sample_value("specdecode_operator_reports_failed_total", {"reason": "timeout"})
 
 
 def record_figures(loop: Loop, **figures: Any) -> None:
@@ -171,15 +176,6 @@ def test_reasons_of_failed_reports_exist_from_the_start() -> None:
     for reason in get_args(metrics.CallFailure):
         assert REGISTRY.get_sample_value("specdecode_operator_reports_failed_total", {"reason": reason}) is not None
         assert REGISTRY.get_sample_value("specdecode_operator_push_failed_total", {"reason": reason}) is not None
-
-
-def test_a_replica_that_is_not_the_leader_has_no_series_of_deployments() -> None:
-    recorded(loop_over(Truth(chances=[0.02] * 5)), 12)
-    metrics.REPORTS_FAILED.labels("timeout").inc()
-    metrics.forget_all()
-    left = [s for family in REGISTRY.collect() for s in family.samples if s.labels.get("name") == "demo"]
-    assert not left
-    assert REGISTRY.get_sample_value("specdecode_operator_reports_failed_total", {"reason": "timeout"})
 
 
 def test_a_scrape_of_one_name_returns_its_series_alone() -> None:

@@ -23,10 +23,6 @@ def deepened() -> Loop:
     return loop
 
 
-def columns(line: str) -> list[str]:
-    return re.split(r" {3,}", line.rstrip())
-
-
 @pytest.mark.parametrize(
     ("spec", "mode"),
     [
@@ -44,7 +40,7 @@ def test_what_decides(spec: dict[str, Any], mode: str) -> None:
 
 def test_history_shows_what_was_promised_and_what_came_true(deepened: Loop) -> None:
     lines = past(resource_of(deepened.deployment), deepened.now)
-    rows = [columns(line) for line in lines if not line.startswith("      ")]
+    rows = [re.split(r" {3,}", line.rstrip()) for line in lines if not line.startswith("      ")]
     measured = [row for row in rows[1:] if row[5] != "-"]
     assert measured, lines
     assert measured[0][1:4] == ["Plan", "chain:3", "chain:5"]

@@ -20,6 +20,7 @@ from support.operators.statuses import polled, resource_of
 
 ROOT = "/apis/specdecode.io/v1alpha1"
 STATE = "/api/v1/namespaces/ns/configmaps/demo-state"
+DRAFTS = f"{ROOT}/namespaces/ns/specdecodedrafts"
 
 
 class Server:
@@ -120,6 +121,7 @@ def demo(server: Server) -> str:
         200,
         {"data": {"plan.json": loop.memory.learned.plan.model_dump_json()}},
     )
+    server.answers[DRAFTS] = 200, {"items": []}
     return path
 
 
@@ -194,21 +196,17 @@ def test_pin_of_a_paused_deployment_says_that_it_waits(server: Server, demo: str
 # --- errors -------------------------------------------------------------------------------------------------------
 
 
-def test_no_such_object(server: Server) -> None:
-    path = f"{ROOT}/namespaces/ns/specdecodedeployments/absent"
-    server.answers[path] = refusal(404, 'specdecodedeployments.specdecode.io "absent" not found')
-    assert '"absent" not found' in server.refuses("explain", "absent")
-
-
 def test_no_crd(server: Server) -> None:
     assert "does not know specdecodedeployments.specdecode.io: install the chart" in server.refuses("history", "demo")
 
 
 @pytest.mark.parametrize(
-    ("code", "words"), [(403, "you do not have the rights"), (401, "the credentials are not valid")]
+    ("code", "words"),
+    [(403, "you do not have the rights"), (401, "the credentials are not valid"), (404, '"demo" not found')],
 )
-def test_not_allowed(server: Server, code: int, words: str) -> None:
-    server.answers[f"{ROOT}/namespaces/ns/specdecodedeployments/demo"] = refusal(code, "cannot get")
+def test_a_refusal_is_told_in_words(server: Server, code: int, words: str) -> None:
+    message = 'specdecodedeployments.specdecode.io "demo" not found'
+    server.answers[f"{ROOT}/namespaces/ns/specdecodedeployments/demo"] = refusal(code, message)
     assert words in server.refuses("history", "demo")
 
 
@@ -233,16 +231,12 @@ def test_a_resource_of_another_version(server: Server, demo: str) -> None:
     assert "another API version than this plugin: model.uri" in server.refuses("explain", "demo")
 
 
-DRAFTS = f"{ROOT}/namespaces/ns/specdecodedrafts"
-
-
 def draft_resource(name: str = "demo-4f1c9a7be2d0", role: str = "Candidate", **status: object) -> dict[str, Any]:
     spec = {"deploymentRef": {"name": "demo"}, "uri": "pvc://drafts/new", "hash": "4f1c9a7be2d05c6e", "role": role}
     return {"metadata": {"name": name, "namespace": "ns", "uid": name}, "spec": spec, "status": status}
 
 
 def test_try_offers_a_candidate(server: Server, demo: str) -> None:
-    server.answers[DRAFTS] = (200, {"items": []})
     assert "kubectl specdecode drafts demo" in server.says("try", "demo", "pvc://drafts/new", "4f1c9a7be2d05c6e")
     ((path, _, body),) = server.written
     assert (path, body["kind"]) == (DRAFTS, "SpecDecodeDraft")
@@ -258,7 +252,6 @@ def test_try_offers_a_candidate(server: Server, demo: str) -> None:
 def test_a_slip_in_an_offer_is_named_and_not_written(
     server: Server, demo: str, words: tuple[str, ...], sentence: str
 ) -> None:
-    server.answers[DRAFTS] = (200, {"items": []})
     assert sentence in server.refuses("try", "demo", *words)
     assert server.written == []
 
@@ -289,13 +282,11 @@ def test_a_command_about_drafts_changes_the_role(server: Server, demo: str) -> N
 
 @pytest.mark.parametrize("command", ["promote", "reject", "rollback"])
 def test_a_command_that_would_change_nothing_is_not_written(server: Server, demo: str, command: str) -> None:
-    server.answers[DRAFTS] = (200, {"items": []})
     assert "phase Serving" in server.refuses(command, "demo")
     assert server.written == []
 
 
 def test_a_command_to_train_is_written_if_a_run_can_begin(server: Server, demo: str) -> None:
-    server.answers[DRAFTS] = (200, {"items": []})
     assert "distillation.capture is absent" in server.refuses("distill", "demo")
     status, resource = server.answers[demo]
     distillation = {"capture": {}, "storage": {"uri": "pvc://drafts"}}
