@@ -1,4 +1,4 @@
-"""Training runs: what begins, feeds and ends one, how many Jobs it makes, and the deletion of its folder."""
+"""Training runs: what is captured for one, what begins and ends it, its Jobs, and the deletion of its folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 
 from specdecode_operator.api.draft import SpecDecodeDraft
 from specdecode_operator.api.v1alpha1 import DraftLineageStatus
+from specdecode_operator.decision.plan import capture_rules
 from specdecode_operator.drafts.job_status import JobState, JobStatus
+from specdecode_operator.errors import SpecError
 from specdecode_operator.rollout.phases import step_rollout
 from specdecode_operator.rollout.runs import (
     FIRST_DELETION_RETRY_SECONDS,
@@ -18,7 +20,7 @@ from specdecode_operator.rollout.runs import (
     needed_drafts,
     recovery_of,
 )
-from specdecode_operator.state.learned import DraftRecord
+from specdecode_operator.state.learned import UNUSED, DraftRecord
 from specdecode_operator.state.store import draft_writes, with_writes
 from specdecode_worker.contract import Artifact, CaptureRules
 from support.operators.canary import (
@@ -120,27 +122,24 @@ def test_a_run_that_cannot_succeed_is_refused_with_the_reason() -> None:
     assert (canary.phase, canary.record.run_refusal) == ("Collecting", "")
 
 
-def test_a_run_begins_in_phase_serving_only() -> None:
-    canary = training()
-    before = canary.record.run
-    canary.command("distill")
-    canary.tick()
-    assert "the phase is Distilling" in canary.record.run_refusal
-    assert canary.record.run == before
-
-
 def test_a_missing_report_refuses_a_run() -> None:
     early = Canary(capturing().deployment, pods=[])
     early.carry_out("distill")
     assert "no worker has reported" in early.record.run_refusal
 
 
-def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
-    canary = training()
-    decision = canary.end_job(verdict(gain=0.2))
+@pytest.mark.parametrize("storage", [CLAIM, S3], ids=["claim", "bucket"])
+def test_a_better_draft_is_tried_and_captures_are_deleted(storage: dict[str, Any]) -> None:
+    canary = training(distillation={"storage": storage})
+    run = canary.record.run
+    assert run.place == storage["uri"]
+    canary.restart_operator()
+    canary.tick()
+    assert canary.record.run == run, "another operator goes on with it"
+    draft = Artifact(uri=f"{run.place}/drafts/demo/{TRAINED}", hash=TRAINED)
+    decision = canary.end_job(verdict(gain=0.2, draft=draft))
     record = canary.record
-    assert (canary.phase, record.candidate) == ("Canary", TRAINED)
-    assert record.uris[TRAINED] == f"pvc://drafts/drafts/demo/{TRAINED}"
+    assert (canary.phase, record.candidate, record.uris[TRAINED]) == ("Canary", TRAINED, draft.uri)
     assert rules(canary).delete_before == canary.now
     assert [pod.captured for pod in canary.pods] == [0, 0]
     assert record.run is None
@@ -154,6 +153,7 @@ def test_a_better_draft_is_tried_and_captures_are_deleted() -> None:
     canary.finish_pairs(40, 0.3)
     canary.until("Cooldown")
     assert [pod.draft for pod in canary.pods] == [TRAINED, TRAINED]
+    assert canary.decision.plan.assignment.stable == draft
 
 
 def test_mode_direct_promotes_at_once_and_the_lineage_has_it() -> None:
@@ -399,18 +399,6 @@ def test_a_trained_draft_that_could_not_be_created_yet_was_not_deleted() -> None
 # --- drafts in a bucket ---------------------------------------------------------------------------------------------
 
 
-def test_a_better_draft_in_the_bucket_is_tried_and_assigned_by_its_place() -> None:
-    place = f"s3://models/team/drafts/demo/{TRAINED}"
-    canary = training(distillation={"storage": S3})
-    canary.end_job(verdict(draft=Artifact(uri=place, hash=TRAINED)))
-    assert (canary.phase, canary.record.uris[TRAINED]) == ("Canary", place)
-    canary.tick()
-    canary.finish_pairs(40, 0.3)
-    canary.until("Cooldown")
-    assignment = canary.decision.plan.assignment
-    assert assignment.stable == Artifact(uri=place, hash=TRAINED)
-
-
 def test_a_failed_run_leaves_nothing_to_delete_in_a_bucket_and_no_draft_is_deleted() -> None:
     canary = distilling(distillation={"storage": S3})
     command = canary.decision.job["spec"]["template"]["spec"]["containers"][0]["command"]
@@ -420,15 +408,6 @@ def test_a_failed_run_leaves_nothing_to_delete_in_a_bucket_and_no_draft_is_delet
     canary.restart_operator()
     assert canary.record.last_run is not None
     assert canary.record.undeleted_run is None
-
-
-def test_another_operator_goes_on_with_a_run_into_a_bucket() -> None:
-    canary = training(distillation={"storage": S3})
-    before = canary.record.run
-    canary.restart_operator()
-    canary.tick()
-    assert canary.record.run == before
-    assert before.place == "s3://models/team"
 
 
 # --- deletion of the folder of a run without a verdict, and the drafts that a Job keeps -------------------------------
@@ -578,3 +557,56 @@ def test_the_job_of_a_run_keeps_the_draft_in_use() -> None:
     canary = distilling()
     job = canary.decision.job
     assert f"--keep-drafts={OLD}" in job["spec"]["template"]["spec"]["containers"][0]["command"]
+
+
+# --- capture in the plan: what the spec says, which values are refused, and what a change of it does ------------------
+
+
+def capture(**fields: Any) -> dict[str, Any]:
+    return {"distillation": {"capture": fields}}
+
+
+def test_rules_are_those_of_the_spec_and_delete_what_the_record_says() -> None:
+    fields = {"percent": 20, "percentByTask": {"code": 50}, "maxAge": "48h", "consent": "OptIn"}
+    record = UNUSED.model_copy(update={"captures_deleted_before": 99.0})
+    assert capture_rules(deployment_with(**capture(**fields, redact="mine:names")), record) == CaptureRules(
+        share=0.2,
+        task_shares={"code": 0.5},
+        max_age_seconds=48 * 3600,
+        redact="mine:names",
+        consent="OptIn",
+        delete_before=99.0,
+    )
+    assert capture_rules(deployment_with(), record) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"percentByTask": {"no task": 50}}, "capture.percentByTask: "),
+        ({"maxAge": "0s"}, "capture.maxAge: "),
+    ],
+    ids=str,
+)
+def test_a_value_out_of_range_is_refused_by_its_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(SpecError, match=f"distillation.{field}"):
+        capture_rules(deployment_with(**capture(**fields)), UNUSED)
+
+
+@pytest.mark.parametrize("fields", [{"percent": 0}, {"percent": 1}, {"percent": 100}], ids=str)
+def test_limits_themselves_are_allowed(fields: dict[str, Any]) -> None:
+    assert capture_rules(deployment_with(**capture(**fields)), UNUSED) is not None
+
+
+def test_a_change_raises_the_version_and_is_pushed_without_rolling_pods() -> None:
+    canary = Canary(deployment_with(replicas=2))
+    before = canary.tick()
+    canary.change(**capture())
+    after = canary.tick(push=False)
+    assert after.plan.capture == CaptureRules()
+    assert after.plan.version == before.plan.version + 1
+    assert set(after.pushes) == {"10.0.0.1", "10.0.0.2"}
+    assert after.children[-1] == before.children[-1], "the workload is the same"
+    assert canary.tick(push=False).plan == after.plan
+    canary.change(distillation={})
+    assert canary.tick().plan.capture is None
