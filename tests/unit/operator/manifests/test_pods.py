@@ -21,6 +21,8 @@ from support.operators.fleet import DEFAULTS, RUN, deployment_with, loop_over, w
 Json = dict[str, Any]
 UPGRADED = Defaults(worker_image="localhost/worker:2", worker_image_pull_policy="Always")
 CLAIM = {"persistentVolumeClaim": {"claimName": "shared"}}
+PREFETCH: Json = {"modelCache": {"hostPath": {"path": "/models"}}, "prefetchNodeSelector": {"models": "llama"}}
+"""Fields of a deployment that fills the model caches of nodes."""
 
 
 def template(**spec: Any) -> dict[str, Any]:
@@ -229,11 +231,7 @@ def test_every_child_is_owned_and_blocks_nothing() -> None:
 def test_prefetch_pulls_on_labelled_nodes_as_workers_do() -> None:
     """Its pods reserve no worker's resources, and have the volumes of `pull` alone."""
     tolerations = [{"key": "nvidia.com/gpu", "operator": "Exists"}]
-    spec = {
-        "modelCache": {"hostPath": {"path": "/models"}},
-        "prefetchNodeSelector": {"models": "llama"},
-        "workers": {"template": {"spec": {"tolerations": tolerations}}},
-    }
+    spec = {**PREFETCH, "workers": {"template": {"spec": {"tolerations": tolerations}}}}
     rendered = template(**spec)
     made = manifests.prefetch_daemon_set(deployment_with(**spec), rendered)
     pod = made["spec"]["template"]["spec"]
@@ -439,9 +437,7 @@ def mount_of(pod: Json, folder: str) -> tuple[Json, Json]:
 
 @pytest.mark.parametrize("name", ["worker", "router", "prefetch", "training", "deletion"])
 def test_every_pod_meets_the_restricted_security_profile(name: str) -> None:
-    deployment = deployment_with(
-        modelCache={"hostPath": {"path": "/models"}}, prefetchNodeSelector={"models": "llama"}, router={"replicas": 2}
-    )
+    deployment = deployment_with(**PREFETCH, router={"replicas": 2})
     template = manifests.pod_template(deployment, DEFAULTS)
     pod = {
         "worker": lambda: template,
@@ -601,18 +597,13 @@ PROXY: Json = {
 }
 
 
-def pods_that_download() -> dict[str, Json]:
-    """Return the pod of a worker and that of a training Job."""
-    storage = {"distillation": {"storage": {"uri": "pvc://drafts"}}}
-    job = manifests.distillation_job(deployment_with(**storage, **PROXY), RUN, DEFAULTS)
-    return {"worker": pod_of(**storage, **PROXY), "job": job["spec"]["template"]["spec"]}
-
-
 @pytest.mark.parametrize(
     ("pod", "name"), [("worker", "worker"), ("worker", "pull"), ("job", "pull"), ("job", JOB_CONTAINER)]
 )
 def test_proxies_authorities_and_mirrors_reach_every_container_that_downloads(pod: str, name: str) -> None:
-    made = pods_that_download()[pod]
+    spec = {"distillation": {"storage": {"uri": "pvc://drafts"}}, **PROXY}
+    job = manifests.distillation_job(deployment_with(**spec), RUN, DEFAULTS)
+    made = {"worker": pod_of(**spec), "job": job["spec"]["template"]["spec"]}[pod]
     container = next(one for one in (*made["initContainers"], *made["containers"]) if one["name"] == name)
     variables = {one["name"]: one.get("value") for one in container["env"]}
     assert len(variables) == len(container["env"])
@@ -735,8 +726,7 @@ def test_headless_service_has_both_ports_of_the_workers() -> None:
 
 
 def test_child_names_are_those_of_all_children() -> None:
-    cache = {"hostPath": {"path": "/models"}}
-    deployment = deployment_with(modelCache=cache, prefetchNodeSelector={"models": "llama"})
+    deployment = deployment_with(**PREFETCH)
     children = [
         manifests.prefetch_daemon_set(deployment, manifests.pod_template(deployment, DEFAULTS)),
         manifests.service(deployment),
@@ -811,8 +801,7 @@ def test_a_pull_without_a_security_context_leaves_prefetching_without_one() -> N
 
 def prefetching(template: Json) -> tuple[Deployment, Json]:
     """Return a deployment with this template that fills the model caches of nodes, and the template of its pods."""
-    fields = {"modelCache": {"hostPath": {"path": "/models"}}, "prefetchNodeSelector": {"models": "llama"}}
-    deployment = deployment_with(**fields, workers={"template": template})
+    deployment = deployment_with(**PREFETCH, workers={"template": template})
     return deployment, manifests.pod_template(deployment, DEFAULTS)
 
 

@@ -37,15 +37,6 @@ def flags(**spec: Any) -> dict[str, str]:
     return dict(word.removeprefix("--").split("=", 1) for word in command[2:])
 
 
-def selected_role(routers: Workload | None, **spec: Any) -> str:
-    return str(children(routers, **spec)["Service", "demo"]["spec"]["selector"]["specdecode.io/role"])
-
-
-def test_without_routers_the_children_are_those_of_direct_access() -> None:
-    assert [kind for kind, _ in children()] == ["ConfigMap", "Service", "Service", "PodDisruptionBudget", "Deployment"]
-    assert selected_role(None) == "worker"
-
-
 def test_routers_have_an_account_with_rights_on_endpoints_and_their_own_config_map_alone() -> None:
     made = children(**TWO)
     assert made["RoleBinding", "demo-router"]["subjects"][0]["name"] == "demo-router"
@@ -55,10 +46,7 @@ def test_routers_have_an_account_with_rights_on_endpoints_and_their_own_config_m
         {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
         {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": ["demo-demand"], "verbs": ["get", "patch"]},
     ]
-
-
-def test_the_data_of_the_demand_are_left_to_the_routers() -> None:
-    assert "data" not in children(**TWO)["ConfigMap", "demo-demand"]
+    assert "data" not in made["ConfigMap", "demo-demand"], "they are left to the routers"
 
 
 def test_children_of_routers_are_owned_and_have_the_role_of_routers() -> None:
@@ -96,7 +84,7 @@ def test_workers_and_routers_are_selected_apart() -> None:
     ids=["none yet", "starting", "one ready", "all ready"],
 )
 def test_the_service_selects_routers_once_one_is_ready(routers: Workload | None, role: str) -> None:
-    assert selected_role(routers, **TWO) == role
+    assert children(routers, **TWO)["Service", "demo"]["spec"]["selector"]["specdecode.io/role"] == role
 
 
 @pytest.mark.parametrize(("keys", "role"), [(("k", "k"), "router"), (("k", ""), "worker"), ((), "router")])
@@ -189,7 +177,8 @@ def test_the_template_is_merged_and_the_labels_stay() -> None:
 
 
 def test_shares_of_other_deployments_become_flags_and_mounted_tokens() -> None:
-    split = [{"deployment": "next", "percent": 10}, {"deployment": "small", "percent": 0}]
+    """A share for the deployment itself is left out."""
+    split = [{"deployment": name, "percent": percent} for name, percent in (("next", 10), ("small", 0), ("demo", 5))]
     made = pod(router={"replicas": 2, "trafficSplit": split})
     command = made["containers"][0]["command"]
     folder = "/etc/specdecode/other-tokens"
@@ -236,9 +225,3 @@ def test_split_and_hold_change_without_a_rollout() -> None:
     assert before["ConfigMap", "demo-router"]["data"] != after["ConfigMap", "demo-router"]["data"]
     order = list(after)
     assert order.index(("ConfigMap", "demo-router")) < order.index(("Deployment", "demo-router")), "pods mount it"
-
-
-def test_a_share_for_the_deployment_itself_is_left_out() -> None:
-    itself = [{"deployment": "demo", "percent": 5}]
-    command = pod(router={"replicas": 2, "trafficSplit": itself})["containers"][0]["command"]
-    assert not [word for word in command if "--backend" in word]

@@ -7,7 +7,7 @@ import pytest
 from specdecode_operator.decision.learn import learn_delta, learn_parked
 from specdecode_operator.state.learned import MAX_PARKED_DRAFTS, AcceptanceCell, LearnedState, RowState, StepTimeCell
 from specdecode_operator.telemetry.counters import CellKey, Delta, Hits, Moments, RequestSums
-from support.operators.fleet import Loop, Truth, loop_over
+from support.operators.fleet import Truth, loop_over
 
 NOW = 1e6
 
@@ -112,15 +112,10 @@ def test_rows_from_before_the_first_draft_are_not_parked() -> None:
     assert learn_delta(measured(""), Delta(draft="d1"), now=NOW).parked == ()
 
 
-def converged() -> Loop:
-    loop = loop_over(Truth(chances=[0.98] * 5, sequences=3), explore=0.1)
-    loop.polls(40)
-    return loop
-
-
 def test_a_rollback_in_the_loop_runs_the_old_depth_at_once() -> None:
     """Workers change their draft and back: the plan for the old draft is published with the first report."""
-    loop = converged()
+    loop = loop_over(Truth(chances=[0.98] * 5, sequences=3), explore=0.1)
+    loop.polls(40)
     depth = loop.worker.depth
     assert depth == 5
     loop.worker.truth.draft = "d2"
