@@ -488,12 +488,15 @@ class Graph:
     """Decode step and its captured form.
 
     The time of the step was measured on padding rows alone. It is still a fair estimate, because padding rows also
-    read all weights.
+    read all weights. ``needed`` is the number of steps since the last plan that needed this graph, replayed or not, and
+    ``draft_seconds`` the estimated time of its draft passes.
     """
 
     step: CapturedStep
     captured: Captured
+    needed: int = 0
     replays: int = 0
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -551,7 +554,7 @@ class StepGraphs:
         self._drafters: dict[str, CapturedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
-        """Number of steps since the last plan that needed each key, captured or not."""
+        """Number of steps since the last plan that needed each key without a graph."""
         self._failed = False
         """True after a rank could not capture a step. Then none is captured again."""
         self._refused: set[GraphKey] = set()
@@ -613,6 +616,8 @@ class StepGraphs:
     def count_anew(self) -> None:
         """Count from now on how often each key is needed: with another plan, others may be."""
         self._key_counts.clear()
+        for graph in self._graphs.values():
+            graph.needed = 0
 
     def prepare(self, wanted: Iterable[TreeShape]) -> None:
         """Capture the graphs of the tree shapes ``wanted`` and of plain steps, the largest first.
@@ -717,7 +722,7 @@ class StepGraphs:
             host_copy=host_copy,
             output_logprobs=output_logprobs,
             own_ranks=own_ranks,
-            draft_seconds=proposals.seconds or self._draft_seconds(ready.graph),
+            draft_seconds=proposals.seconds or ready.graph.draft_seconds,
         )
 
     def replay_drafts(self, ready: ReadyStep, rows: tuple[Row, ...], masks: HostMasks) -> Proposals:
@@ -791,7 +796,7 @@ class StepGraphs:
         """Return whether a graph and a pass of the prompt chunks take less time than one eager pass of all rows."""
         key, seconds, layers = graph.step.key, graph.captured.seconds, self._target.layers
         passes = len(key.drafts) * (1 if key.catch_up_per_row or key.block else key.passes)
-        verify_seconds = seconds - self._draft_seconds(graph)
+        verify_seconds = seconds - graph.draft_seconds
         return is_replay_faster(seconds, verify_seconds, chunk_tokens, layers=layers, passes=passes)
 
     def _graph(self, key: GraphKey, beside: GraphKey | None = None) -> Graph | EagerReason:
@@ -800,10 +805,11 @@ class StepGraphs:
         Beyond MOST_GRAPHS, the one that the fewest steps needed gives way to one that over twice as many needed. It is
         neither the one of ``beside``, which runs in the same step, nor one of plain steps, whose times are needed.
         """
-        self._key_counts[key] += 1
         graph = self._graphs.get(key)
         if graph is not None:
+            graph.needed += 1
             return graph
+        self._key_counts[key] += 1
         if self._failed or key in self._refused:
             return EagerReason.FAILED
         if self._key_counts[key] < self._capture_after_steps:
@@ -811,13 +817,15 @@ class StepGraphs:
         rarest = None
         if len(self._graphs) >= MOST_GRAPHS:
             others = (one for one in self._graphs if one != beside and not one.is_plain)
-            rarest = min(others, key=lambda one: (self._key_counts[one], self._graphs[one].replays), default=None)
-            if rarest is None or 2 * self._key_counts[rarest] >= self._key_counts[key]:
+            use = {one: (self._graphs[one].needed, self._graphs[one].replays) for one in others}
+            rarest = min(use, key=use.__getitem__, default=None)
+            if rarest is None or 2 * use[rarest][0] >= self._key_counts[key]:
                 return EagerReason.LIMIT
         graph = self._capture(key)
         if graph is None:
             return EagerReason.FAILED
         if rarest is not None:
+            self._key_counts[rarest] = use[rarest][0]
             self._graphs.pop(rarest).captured.release()
         log.info("captured a graph that was asked for: %s", key)
         return graph
@@ -836,7 +844,7 @@ class StepGraphs:
         step = CapturedStep(key, parts)
         step.inputs.write((), [], NO_DRAFTS, None)
         try:
-            graph = self._graphs[key] = Graph(step, self._backend.capture(step.run))
+            captured = self._backend.capture(step.run)
         except RankCaptureFailed as error:
             log.warning("steps run without graphs from now on, as %s cannot be captured: %s", key, error)
             self._failed = True
@@ -846,6 +854,9 @@ class StepGraphs:
             log.warning("steps like %s run without a graph, as it cannot be captured: %s", key, error)
             self._refused.add(key)
             return None
+        graph = self._graphs[key] = Graph(step, captured, needed=self._key_counts.pop(key, 0))
+        for one in self._graphs.values():
+            one.draft_seconds = self._draft_seconds(one)
         return graph
 
     def _masks(self) -> MaskTable:
