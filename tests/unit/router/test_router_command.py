@@ -1,13 +1,10 @@
-"""Command line of the router: flags, refusals, and a clean end."""
+"""Command line of the router: flags, refusals, and settings that are read again."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,20 +34,6 @@ def test_a_token_is_needed(
         more = ["--admin-token-file", str(tmp_path / "token")]
     assert main(["serve", "--port", "0", *more]) == 1
     assert "token" in capsys.readouterr().err
-
-
-def test_serves_and_ends_with_code_0_after_sigterm(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "specdecode_router", "serve", "--port", "0", "--endpoint-delay-seconds", "0"]
-    environment = {**os.environ, Env.admin_token: "t", "PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(words, stderr=subprocess.PIPE, env=environment, text=True) as process:
-        try:
-            for line in process.stderr:
-                if "router port: http://127.0.0.1:" in line:
-                    break
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 0
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize(

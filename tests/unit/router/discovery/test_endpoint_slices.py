@@ -16,8 +16,6 @@ from specdecode_router.discovery.joined import JoinedDiscovery
 from specdecode_router.workers.worker import Endpoint
 from support.background import background
 
-Answer = Callable[[], Any]
-
 
 def slice_of(*workers: str, name: str = "s", version: str = "1") -> dict[str, Any]:
     endpoints = [{"addresses": ["10.0.0.1"], "targetRef": {"name": worker}} for worker in workers]

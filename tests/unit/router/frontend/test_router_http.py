@@ -16,6 +16,7 @@ from aiohttp import web
 from specdecode_router.frontend.connection_sweeper import ConnectionSweeper
 from specdecode_router.frontend.lifecycle import Lifecycle, State
 from support.certificates import self_signed
+from support.faults.raw_clients import connect, post_of
 from support.router_harness import RouterUnderTest, router_over
 from support.stand_in_worker import Script, StandInWorker, error_frame, text_of
 from support.virtual_loop import run_virtual
@@ -126,13 +127,6 @@ async def test_limits_of_bodies() -> None:
         writer.close()
 
 
-async def test_bodies_of_all_clients_are_bounded() -> None:
-    async with router_over(Script(), max_unfinished_body_bytes=1000) as router:
-        status, headers, content = await router.post(CHAT, data=b"x" * 1001)
-        assert (status, headers["Retry-After"]) == (503, "1")
-        assert json.loads(content)["error"]["code"] == "too_many_bodies"
-
-
 async def test_other_public_routes_are_forwarded() -> None:
     async with router_over(Script()) as router:
         for path in ("/v1/models", "/v1/models/org%2Fname?x=1", "/version", "/openapi.json"):
@@ -178,39 +172,26 @@ async def test_unknown_paths_and_methods() -> None:
         assert status == 404
 
 
-async def test_client_that_goes_is_cancelled_at_the_worker() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_client_that_goes_is_cancelled_at_the_worker(stream: bool) -> None:
     async with router_over(Script(tokens=100_000)) as router:
-        async with router.client.post(CHAT, data=body(stream=True)) as response:
-            await response.content.readline()
-        await eventually(lambda: router.workers[0].cancelled)
-        await eventually(lambda: not router.state.lifecycle.running)
-
-
-async def test_client_that_goes_while_the_body_is_made() -> None:
-    async with router_over(Script(tokens=100_000)) as router:
-        task = asyncio.create_task(router.post(CHAT, data=body()))
-        await eventually(lambda: router.workers[0].running)
+        task = asyncio.create_task(router.post(CHAT, data=body(stream=stream)))
+        await eventually(lambda: router.workers[0].sent_bytes > 2000)
         task.cancel()
         await eventually(lambda: router.workers[0].cancelled)
-
-
-def post(path: str, content: bytes) -> bytes:
-    """Return a request as it goes over a socket."""
-    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(content)) + content
+        await eventually(lambda: not router.state.lifecycle.running)
 
 
 async def slow_client(router: RouterUnderTest) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a stream and read nothing of it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port, limit=1024)
-    writer.write(post(CHAT, body(stream=True)))
+    writer.write(post_of(CHAT, body(stream=True)))
     return reader, writer
 
 
 async def small_connection(router: RouterUnderTest) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect with the smallest buffers, so that an answer that is not read soon fills them."""
-    small = socket.socket()
-    small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    small.connect(("127.0.0.1", router.port))
+    small = connect(f"http://127.0.0.1:{router.port}", receive_buffer_bytes=4096)
     return await asyncio.open_connection(sock=small, limit=1024)
 
 
@@ -262,7 +243,7 @@ async def test_client_that_does_not_read_a_large_answer_is_dropped(forwarded: bo
         reader, writer = await small_connection(router)
         content = b"x" * 4_000_000 if forwarded else body(stream=False)
         answer = len(content) if forwarded else len(text_of(content, 200_000))
-        writer.write(post("/tokenize" if forwarded else "/v1/completions", content))
+        writer.write(post_of("/tokenize" if forwarded else "/v1/completions", content))
         worker = router.workers[0]
         await eventually(lambda: worker.forwarded if forwarded else worker.ended, 20)
         await eventually(lambda: not router.state.lifecycle.running)
@@ -377,17 +358,6 @@ async def test_probes_and_shutdown() -> None:
         assert await leaving == 0
 
 
-async def test_requests_are_held_until_a_worker_comes() -> None:
-    async with router_over(Script()) as router:
-        workers = router.state.relay.workers
-        endpoints = workers.endpoints
-        workers.update([])
-        held = asyncio.create_task(router.post(CHAT, data=body(stream=True)))
-        await eventually(lambda: router.state.admission.held == 1)
-        workers.update(endpoints)
-        assert (await held)[2].endswith(b"[DONE]\n\n")
-
-
 async def raw(router: RouterUnderTest, request: bytes) -> bytes:
     """Send bytes as they are, and return the answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
@@ -400,9 +370,7 @@ async def raw(router: RouterUnderTest, request: bytes) -> bytes:
 async def test_a_stream_on_which_the_router_fails_has_no_second_head(monkeypatch: pytest.MonkeyPatch) -> None:
     async with router_over(Script()) as router:
         monkeypatch.setattr("specdecode_router.relay.worker_choice.WorkerChoice.record_end", None)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-        content = body(stream=True)
-        answer = await raw(router, head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+        answer = await raw(router, post_of(CHAT, body(stream=True), headers="Connection: close\r\n"))
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
         assert (answer.count(b"HTTP/1.1"), answer.count(b"internal_error")) == (1, 0)
 

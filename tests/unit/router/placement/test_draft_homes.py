@@ -39,15 +39,11 @@ def test_a_worker_without_the_draft_is_no_home() -> None:
 
 
 def test_a_home_has_the_tasks_of_its_draft_alone() -> None:
-    (home,) = [view for view in workers_with_homes() if view.tasks]
-    assert home.tasks == {"code"}
-
-
-def workers_with_homes() -> Sequence[WorkerView]:
     homes = DraftHomes()
     for number in range(100):
         homes.record("coder" if number % 4 == 0 else "")
-    return homes.assign(workers(4))
+    (home,) = [view for view in homes.assign(workers(4)) if view.tasks]
+    assert home.tasks == {"code"}
 
 
 def test_few_requests_give_no_homes() -> None:

@@ -290,7 +290,7 @@ class Driver:
         match event:
             case "arrive":
                 tenant = TENANTS[number]
-                self.tasks.append((tenant, asyncio.ensure_future(self.queue.acquire(tenant, deadline))))
+                self.tasks.append((tenant, start(self.queue, tenant, deadline)))
             case "capacity":
                 self.capacity = number
                 self.queue.set_capacity(number)
@@ -304,8 +304,7 @@ class Driver:
 
     async def rest(self, seconds: float = 0) -> None:
         await asyncio.sleep(seconds)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await settle()
         self.check()
 
     def has_place(self, task: asyncio.Task[Place]) -> bool:

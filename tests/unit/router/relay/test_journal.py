@@ -11,14 +11,7 @@ import pytest
 from specdecode_router.errors import WorkerFailed
 from specdecode_router.relay import journal as module
 from specdecode_router.relay.journal import Journal
-from specdecode_worker.contract.internal_stream import (
-    ChoiceCounters,
-    ChoiceProgress,
-    ChoiceStart,
-    Open,
-    OpenStream,
-    Step,
-)
+from specdecode_worker.contract.internal_stream import ChoiceCounters, ChoiceProgress, ChoiceStart, Open, Step
 
 OPEN = Open(
     compatibility_key="k",
@@ -71,13 +64,6 @@ def test_progress_has_log_probabilities_and_the_last_counters() -> None:
         ids=(3, 4), logprobs=(one, two), prompt_logprobs=(two,), counters=ChoiceCounters(8, 4, (1, 0, 0, 1))
     )
     assert journal.resume().open == OPEN
-
-
-def test_resume_survives_the_wire() -> None:
-    journal = Journal(OPEN)
-    journal.add(step(0, 3))
-    request = OpenStream(route="/r", body=b"", request_id="i", resume=journal.resume())
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=OpenStream) == request
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

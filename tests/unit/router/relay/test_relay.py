@@ -71,7 +71,10 @@ async def test_worker_that_refuses_connections() -> None:
 async def test_crash_after_open_continues_from_the_journal(at: int) -> None:
     async with harness(Script(close_at=at), Script()) as over:
         await check_text(over, [1, 1])
-        resume = over.workers[1].requests[0].resume
+        first, second = (worker.requests[0] for worker in over.workers)
+        assert (first.request_id, first.body) == (second.request_id, second.body) == ("r1", BODY)
+        assert [worker.traceparents for worker in over.workers] == [["t"], ["t"]]
+        resume = second.resume
         assert len(resume.choices[0].ids) == at
         assert resume.choices[0].counters.cached_tokens == max(at - 1, 0)
         assert over.metric("resumes_total", reason="connection", outcome="resumed") == 1
@@ -218,13 +221,6 @@ async def test_client_that_is_gone_at_a_write_cancels_at_the_worker(monkeypatch:
         await eventually(lambda: over.workers[0].cancelled == 1)
 
 
-async def test_trace_headers_and_identity_reach_every_attempt() -> None:
-    async with harness(Script(close_at=5), Script()) as over:
-        await over.run(BODY)
-        first, second = (worker.requests[0] for worker in over.workers)
-        assert (first.request_id, first.body) == (second.request_id, second.body) == ("r1", BODY)
-
-
 # --- a silent worker gets a second attempt next to it; whichever delivers first wins ----------------------------------
 
 
@@ -238,9 +234,7 @@ async def test_silent_worker_loses() -> None:
         assert over.metric("hedges_total", outcome="won") == 1
         assert over.metric("resumes_total", reason="silence", outcome="resumed") == 1
         assert over.metric("resume_gap_seconds_count") == 1
-        over.workers[0].voice.set()
-        await eventually(lambda: not over.workers[0].running)
-        assert (over.workers[0].cancelled, over.workers[0].ended) == (1, 0), "the loser is cancelled"
+        assert 0.3 < over.metric("resume_gap_seconds_sum") < 2
 
 
 async def test_loser_is_cancelled_while_the_winner_runs() -> None:
@@ -356,10 +350,9 @@ async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("write_seconds", [0.8])
-async def test_slow_client_is_no_silent_worker(write_seconds: float) -> None:
+async def test_slow_client_is_no_silent_worker() -> None:
     async with harness(Script(tokens=3), Script()) as over:
-        over.client.write_seconds = write_seconds
+        over.client.write_seconds = 0.8
         assert (await over.run(BODY)).text() == text_of(BODY, 3)
         assert not over.workers[1].requests
 

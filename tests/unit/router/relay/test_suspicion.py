@@ -12,14 +12,11 @@ LIMITS = RouterSettings(min_silence_seconds=1, max_silence_seconds=10)
 
 
 @pytest.mark.parametrize(
-    ("longest", "factor", "bound"), [(0.01, 1, 1.01), (0.0, 1, 1.0), (3.0, 1, 4.0), (60.0, 1, 10.0), (60.0, 4, 40.0)]
+    ("alive", "longest", "factor", "bound"),
+    [(0.25, 0.01, 1, 1.01), (0.01, 0.0, 1, 1), (0.25, 3.0, 1, 4), (0.25, 60.0, 1, 10), (0.25, 60.0, 4, 40)],
 )
-def test_bound(longest: float, factor: float, bound: float) -> None:
-    assert silence_bound(0.25, longest, LIMITS, factor) == pytest.approx(bound)
-
-
-def test_least_bound() -> None:
-    assert silence_bound(0.01, 0.0, LIMITS) == 1.0
+def test_bound(alive: float, longest: float, factor: float, bound: float) -> None:
+    assert silence_bound(alive, longest, LIMITS, factor) == pytest.approx(bound)
 
 
 def test_frames_that_stop() -> None:
