@@ -37,9 +37,7 @@ def test_alerts_pass_their_unit_tests(promtool: Promtool) -> None:
     assert done.returncode == 0, done.stderr + done.stdout
 
 
-def test_every_alert_has_a_firing_and_a_quiet_unit_test(
-    alerts: list[dict[str, Any]],
-) -> None:
+def test_every_alert_has_a_firing_and_a_quiet_unit_test(alerts: list[dict[str, Any]]) -> None:
     fires: dict[str, set[bool]] = {}
     for test in yaml.safe_load(TESTS.read_text())["tests"]:
         for check in test.get("promql_expr_test", []):

@@ -9,7 +9,7 @@ import pytest
 
 from specdecode_operator.decision.decide import decide
 from specdecode_operator.manifests import network_policy, pod_template, rolling_hash, router_workload, workload
-from specdecode_operator.manifests.objects import NAME_LABEL, ROLE_LABEL, Role, router_labels, selector
+from specdecode_operator.manifests.objects import NAME_LABEL, ROLE_LABEL, Role, selector
 from specdecode_operator.settings import read_settings
 from specdecode_operator.state.learned import LearnedState, Session
 from specdecode_operator.types import Observation, PolicyPeers
@@ -21,7 +21,8 @@ OPERATOR = ("sys", {"app.kubernetes.io/name": "specdecode-operator", "app.kubern
 STRANGER = ("team-a", {"app": "shell"})
 PROMETHEUS = ("monitoring", {"app": "prometheus"})
 WORKER = selector("llama")
-ROUTER = router_labels("llama")
+ROUTER = router_workload(DEPLOYMENT, DEFAULTS)["spec"]["template"]["metadata"]["labels"]
+"""Labels of the pods themselves, so that a change of the operator's labels is seen here."""
 JOB = {NAME_LABEL: "llama", ROLE_LABEL: Role.job.value}
 FROM_MONITORING = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
 
@@ -156,15 +157,6 @@ def test_policies_open_the_ports_of_the_operators_pods_and_no_others(chart: Any,
     assert all(allows(policy, ("team-a", labels), Port.blocks) for labels in (WORKER, prefill))
     assert selects(policy, {"metadata": {"labels": prefill}})
     assert ports <= {*opened, Port.blocks}
-
-
-def test_routers_reach_the_ports_that_discovery_gives_them(chart: Any) -> None:
-    """The labels are those of the pods themselves, so that a change of the operator's labels is seen here."""
-    pods = pods_of_the_operator()
-    policy = deployment_policy(chart.template())
-    assert selects(policy, pods["worker"])
-    router = ("team-a", pods["router"]["metadata"]["labels"])
-    assert all(allows(policy, router, port) for port in (Port.http, Port.admin))
 
 
 def test_the_operator_makes_a_policy_only_with_peers() -> None:

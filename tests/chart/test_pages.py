@@ -161,32 +161,30 @@ INTEGRATION_PAGE_FOREIGN = {
 """Kinds of the page that are not ours. Their fields are compared with the projects' CRDs by hand."""
 
 
-@pytest.fixture(scope="module")
-def page(root: Any) -> str:
-    return (root / "docs" / "how-to" / "integrate.md").read_text()  # type: ignore[no-any-return]
+INTEGRATION = list(documents((ROOT / "docs/how-to/integrate.md").read_text()))
 
 
-def of_kind(page: str, kind: str) -> list[dict[str, Any]]:
-    return [document for document in documents(page) if document.get("kind") == kind]
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [document for document in INTEGRATION if document.get("kind") == kind]
 
 
-def test_every_document_is_of_a_known_kind(page: str) -> None:
+def test_every_document_is_of_a_known_kind() -> None:
     known = INTEGRATION_PAGE_FOREIGN | {(f"{GROUP}/{VERSION}", KIND)}
-    manifests = [document for document in documents(page) if "kind" in document]
+    manifests = [document for document in INTEGRATION if "kind" in document]
     assert {(manifest["apiVersion"], manifest["kind"]) for manifest in manifests} == known
     assert all(manifest["metadata"]["name"] for manifest in manifests)
 
 
-def test_values_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> None:
-    (policies,) = [one for one in documents((root / "docs/how-to/secure.md").read_text()) if "kind" not in one]
+def test_values_of_the_pages_are_accepted_by_the_chart(chart: Any) -> None:
+    (policies,) = [one for one in documents((ROOT / "docs/how-to/secure.md").read_text()) if "kind" not in one]
     (policy,) = chart.template(policies).of("NetworkPolicy")
     assert policy["spec"]["ingress"][1]["from"] == policies["networkPolicy"]["metricsFrom"]
-    (fleet,) = [one for one in documents((root / "docs/how-to/install-upgrade.md").read_text()) if "worker" in one]
+    (fleet,) = [one for one in documents((ROOT / "docs/how-to/install-upgrade.md").read_text()) if "worker" in one]
     assert chart.template(fleet).of("Deployment")
 
 
-def test_flags_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> None:
-    texts = [path.read_text() for path in (root / "README.md", *(root / "docs").rglob("*.md"))]
+def test_flags_of_the_pages_are_accepted_by_the_chart(chart: Any) -> None:
+    texts = [path.read_text() for path in PAGES]
     flags = {flag.strip("'") for text in texts for flag in re.findall(r"--set ('[^']+'|[^'\s`)]+)", text)}
     assert len(flags) >= 9
     for flag in sorted(flags):
@@ -194,23 +192,23 @@ def test_flags_of_the_pages_are_accepted_by_the_chart(chart: Any, root: Any) -> 
         assert done.returncode == 0, f"{flag}: {done.stderr}"
 
 
-def test_keda_scales_our_kind_and_queries_a_series_that_exists(page: str, root: Any) -> None:
-    (scaled,) = of_kind(page, "ScaledObject")
+def test_keda_scales_our_kind_and_queries_a_series_that_exists() -> None:
+    (scaled,) = of_kind("ScaledObject")
     target = scaled["spec"]["scaleTargetRef"]
-    (resource,) = [one for one in of_kind(page, KIND) if "scaling" in one["spec"]]
+    (resource,) = [one for one in of_kind(KIND) if "scaling" in one["spec"]]
     assert resource["spec"]["scaling"]["owner"] == "External"
     assert target == {"apiVersion": f"{GROUP}/{VERSION}", "kind": KIND, "name": resource["metadata"]["name"]}
-    (crd,) = (yaml.safe_load(path.read_text()) for path in (root / "crds").glob(f"{PLURAL}.*"))
+    (crd,) = (yaml.safe_load(path.read_text()) for path in (ROOT / "crds").glob(f"{PLURAL}.*"))
     assert crd["spec"]["versions"][0]["subresources"]["scale"]["labelSelectorPath"]
     (trigger,) = scaled["spec"]["triggers"]
     (series,) = re.findall(r"specdecode_\w+", trigger["metadata"]["query"])
-    assert f"`{series}`" in (root / "docs" / "reference" / "metrics.md").read_text()
+    assert f"`{series}`" in (ROOT / "docs" / "reference" / "metrics.md").read_text()
 
 
-def test_the_certificate_is_the_one_that_workers_serve(page: str) -> None:
-    issuers = {issuer["metadata"]["name"]: issuer for issuer in of_kind(page, "ClusterIssuer")}
-    authority, leaf = of_kind(page, "Certificate")
-    (resource,) = [one for one in of_kind(page, KIND) if "tlsSecretRef" in one["spec"]]
+def test_the_certificate_is_the_one_that_workers_serve() -> None:
+    issuers = {issuer["metadata"]["name"]: issuer for issuer in of_kind("ClusterIssuer")}
+    authority, leaf = of_kind("Certificate")
+    (resource,) = [one for one in of_kind(KIND) if "tlsSecretRef" in one["spec"]]
     assert resource["spec"]["tlsSecretRef"]["name"] == leaf["spec"]["secretName"]
     assert f"{resource['metadata']['name']}.{resource['metadata']['namespace']}.svc" in leaf["spec"]["dnsNames"]
     assert issuers[leaf["spec"]["issuerRef"]["name"]]["spec"]["ca"]["secretName"] == authority["spec"]["secretName"]
@@ -243,10 +241,10 @@ CASES: dict[str, tuple[dict[str, Any] | None, str]] = {
 
 
 @pytest.mark.parametrize(("shown", "health"), CASES.values(), ids=CASES)
-def test_argo_cd_health(page: str, shown: dict[str, Any] | None, health: str) -> None:
+def test_argo_cd_health(shown: dict[str, Any] | None, health: str) -> None:
     """Argo CD runs Lua 5.1, with the resource in `obj`."""
     runtime = lua51.LuaRuntime()
-    (config,) = of_kind(page, "ConfigMap")
+    (config,) = of_kind("ConfigMap")
     resource = {"metadata": {"generation": 2}, **({"status": shown} if shown else {})}
     runtime.globals().obj = runtime.table_from(resource, recursive=True)
     answer = runtime.execute(config["data"][HEALTH_KEY])
@@ -259,15 +257,9 @@ def test_argo_cd_health(page: str, shown: dict[str, Any] | None, health: str) ->
 # Check the manifests in route-traffic.md and scale.md: they are valid and name what operator and routers make.
 
 
-@pytest.fixture
-def blocks(root: Path) -> list[dict[str, Any]]:
-    """Return the YAML documents of both pages."""
-    text = "".join((root / "docs" / "how-to" / name).read_text() for name in ("route-traffic.md", "scale.md"))
-    return list(documents(text))
-
-
-def test_the_autoscaler_of_the_page_follows_an_exported_gauge(blocks: list[dict[str, Any]]) -> None:
-    (scaler,) = [block for block in blocks if block.get("kind") == "HorizontalPodAutoscaler"]
+def test_the_autoscaler_of_the_page_follows_an_exported_gauge() -> None:
+    text = "".join((ROOT / "docs" / "how-to" / name).read_text() for name in ("route-traffic.md", "scale.md"))
+    (scaler,) = [block for block in documents(text) if block.get("kind") == "HorizontalPodAutoscaler"]
     assert scaler["apiVersion"] == "autoscaling/v2"
     target = scaler["spec"]["scaleTargetRef"]
     assert (target["apiVersion"], target["kind"], target["name"]) == ("apps/v1", "Deployment", router_name("llama"))
@@ -278,9 +270,9 @@ def test_the_autoscaler_of_the_page_follows_an_exported_gauge(blocks: list[dict[
     assert metric["pods"]["target"]["type"] == "AverageValue"
 
 
-def test_patches_of_the_page_are_valid(root: Path) -> None:
-    example = yaml.safe_load((root / "examples" / "router.yaml").read_text())["spec"]
-    text = (root / "docs" / "how-to" / "route-traffic.md").read_text()
+def test_patches_of_the_page_are_valid() -> None:
+    example = yaml.safe_load((ROOT / "examples" / "router.yaml").read_text())["spec"]
+    text = (ROOT / "docs" / "how-to" / "route-traffic.md").read_text()
     patches = [yaml.safe_load(patch) for patch in re.findall(r"-p (?:\\\n\s*)?'(\{.*?\})'", text)]
     assert len(patches) >= 2
     for patch in patches:

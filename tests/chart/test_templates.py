@@ -228,12 +228,6 @@ def test_the_metrics_service_selects_the_operator_and_nothing_else(chart: Any) -
     selector = rendered.one("Service")["spec"]["selector"].items()
     assert selector <= rendered.pod["metadata"]["labels"].items()
     assert not any(selector <= pod["metadata"]["labels"].items() for pod in rendered.of("Pod"))
-
-
-def test_service_monitor_is_off_by_default(chart: Any) -> None:
-    assert not chart.template().of("ServiceMonitor")
-    asked = {"metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "p"}}}}
-    assert chart.template(asked).one("ServiceMonitor")["metadata"]["labels"]["release"] == "p"
     assert not chart.template({"metrics": {"enabled": False}}).of("Service")
 
 
@@ -255,10 +249,7 @@ def test_two_releases_share_no_cluster_scoped_name(chart: Any) -> None:
 
 @pytest.mark.parametrize("watched", [[], ["team-a", "team-b"]], ids=["all namespaces", "two namespaces"])
 def test_notes_name_the_namespaces_and_next_steps(chart: Any, tmp_path: Any, watched: list[str]) -> None:
-    """The notes name the endpoint and the next steps.
-
-    helm prints NOTES only on installation, so the test renders them as the text of a manifest.
-    """
+    """Helm prints NOTES only on installation, so the test renders them as the text of a manifest."""
     shutil.copytree(chart.folder, tmp_path / "chart")
     templates = tmp_path / "chart" / "templates"
     notes = (templates / "NOTES.txt").read_text()
