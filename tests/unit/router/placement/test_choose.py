@@ -74,21 +74,15 @@ def test_no_worker_gets_more_than_its_bound(loads: list[int], speeds: list[float
     assert load_of(chosen) + 1 <= math.ceil(LOAD_FACTOR * (sum(loads) + 1) * share + 1e-9)
 
 
-def test_the_next_worker_of_the_rank_takes_over_from_a_loaded_one() -> None:
+@pytest.mark.parametrize("load", ["in_flight", "requests"], ids=["own requests", "reported"])
+def test_the_next_worker_of_the_rank_takes_over_from_a_loaded_one(load: str) -> None:
     idle = [worker(name) for name in "abcd"]
     first = name_of(idle, affinity(7))
     second = name_of(idle, affinity(7), exclude=frozenset({first}))
-    loaded = [worker(name, 9 if name == first else 2) for name in "abcd"]
+    loaded = [worker(name, **{load: 9 if name == first else 2}) for name in "abcd"]
     placement = place(loaded, affinity(7))
     assert (placement.worker.endpoint.name, placement.outcome) == (second, PlacementOutcome.spill)
     assert place(idle, affinity(7)).outcome is PlacementOutcome.affinity  # type: ignore[union-attr]
-
-
-def test_the_load_that_a_worker_reported_counts() -> None:
-    idle = [worker(name) for name in "abcd"]
-    first = name_of(idle, affinity(7))
-    loaded = [worker(name, requests=9 if name == first else 2) for name in "abcd"]
-    assert name_of(loaded, affinity(7)) != first
 
 
 def test_a_full_batch_is_avoided_while_another_worker_has_a_free_row() -> None:

@@ -44,10 +44,6 @@ def filled(lines: dict[str, tuple[float, int]]) -> FairQueue[str]:
     return queue
 
 
-def test_tenants_take_turns_however_many_requests_they_have() -> None:
-    assert serve(filled({"a": (1, 4), "b": (1, 2)}), EQUAL) == ["a0", "b0", "a1", "b1", "a2", "a3"]
-
-
 @given(weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0, 5.0]), min_size=2, max_size=5))
 def test_turns_are_proportional_to_weights(weights: list[float]) -> None:
     names = [chr(ord("a") + index) for index in range(len(weights))]
