@@ -80,10 +80,7 @@ def test_accept_equals_the_workers_own_counters(measured: tuple[float, dict[str,
 def test_speedup_is_what_bench_measures_in_the_pod(
     endpoint: Endpoint, measured: tuple[float, dict[str, float]]
 ) -> None:
-    """SPEEDUP equals the ratio that bench measures in the pod.
-
-    There is no traffic meanwhile, because bench runs its own engine under the pod's CPU limit.
-    """
+    """There is no traffic meanwhile, because bench runs its own engine under the pod's CPU limit."""
     pod = endpoint.one_pod()
     lines = "".join(json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in QUESTIONS)
     endpoint.namespace.exec(pod, "sh", "-c", "cat > /tmp/prompts.jsonl", stdin=lines)

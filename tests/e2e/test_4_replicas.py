@@ -64,10 +64,7 @@ def test_scale_is_readable_without_optional_spec_fields(watched: Namespace, endp
 
 @pytest.mark.timeout(300)
 def test_a_killed_worker_is_replaced_and_starts_with_the_present_plan(endpoint: Endpoint, release: Release) -> None:
-    """A replacement pod starts with the present plan.
-
-    No operator is running to push the plan and no traffic arrives, so the pod must already have it when it starts.
-    """
+    """No operator runs to push the plan and no traffic arrives, so the pod must already have it when it starts."""
     (old,) = endpoint.ready_pods()
     version = endpoint.plan().version
     assert version > 0

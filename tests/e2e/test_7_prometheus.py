@@ -134,10 +134,7 @@ def test_every_alert_is_evaluated_without_an_error(prometheus: Prometheus) -> No
 
 
 def test_pin_that_cannot_run_raises_an_alert(prometheus: Prometheus, scraped: Endpoint) -> None:
-    """A pin that is too deep makes the alert pending, and a corrected pin takes effect.
-
-    The test does not wait for the alert to fire, which takes another five minutes.
-    """
+    """The alert is pending at once; it fires five minutes later. Then a corrected pin takes effect."""
     scraped.patch({"speculation": {"pin": "chain:17"}})
     pending = 'ALERTS{alertname="SpecdecodeBadPin",alertstate="pending"}'
     wait_for("the alert is pending", lambda: prometheus.query(pending), timeout_s=30)

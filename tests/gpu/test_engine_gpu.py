@@ -114,11 +114,7 @@ def test_fp32_text_equals_plain_decoding(shape: str, sampled: bool) -> None:
 
 @SAMPLED
 def test_bf16_plain_text_equals_the_engine_without_graphs(sampled: bool) -> None:
-    """Text is equal bit for bit if the batch always has as many rows as the graph.
-
-    Matrices of the same sizes are then multiplied. With other sizes, sums are rounded in another order and tokens may
-    differ.
-    """
+    """Batch and graph have equally many rows: with matrices of other sizes, sums are rounded in another order."""
     asked = requests(4, sampled=sampled, tokens=40)
     replayed = engine(torch.bfloat16, "none", graphs=True, rows=(4,))
     assert texts(replayed, asked) == texts(engine(torch.bfloat16, "none", graphs=False), asked)

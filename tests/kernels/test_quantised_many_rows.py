@@ -215,30 +215,9 @@ def test_choice_follows_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose("fp8", 48, 64, 200, torch.float32, fp8=True) == "tile"
 
 
-WAYS = [
-    ("fp8", FEW_ROWS, torch.bfloat16, "tile"),
-    ("fp8", FEW_ROWS + 1, torch.bfloat16, "scaled"),
-    ("int8", FEW_ROWS + 1, torch.float32, "tile"),
-    ("int8", MOST_TILE_ROWS + 1, torch.float32, "dequantised"),
-    ("int8", FEW_ROWS + 1, torch.float64, "reference"),
-]
-
-
 @pytest.mark.usefixtures("on_kernels")
-@pytest.mark.parametrize(("kind", "rows", "dtype", "way"), WAYS)
-def test_operation_takes_the_way(
-    kind: Kind, rows: int, dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[str] = []
-    for module, name, name_of_way in (
-        (kernel, "linear", "tile"),
-        (scaled_kernel, "linear", "scaled"),
-        (dequantise_kernel, "dequantise", "dequantised"),
-        (reference, "linear", "reference"),
-    ):
-        answer = torch.zeros(16, 32) if name_of_way == "dequantised" else torch.zeros(rows, 16)
-        monkeypatch.setattr(
-            module, name, lambda *_, name_of_way=name_of_way, answer=answer: taken.append(name_of_way) or answer
-        )
-    op.linear(random(rows, 32, dtype=dtype), quantise(random(16, 32), kind))
-    assert taken == [way]
+@pytest.mark.parametrize("rows", [FEW_ROWS, MOST_TILE_ROWS + 1])
+def test_double_precision_takes_the_reference(rows: int) -> None:
+    """The kernels would round; triton/test_launches.py has the ways of the other types."""
+    x, weight = random(rows, 32, dtype=torch.float64), quantise(random(16, 32), "int8")
+    assert torch.equal(op.linear(x, weight), reference.linear(x, weight))

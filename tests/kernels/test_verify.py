@@ -175,11 +175,7 @@ def test_drawn_and_deterministic_children_mix_by_node(case: Trees, data: st.Data
 
 @pytest.mark.parametrize("known", [1, 2])
 def test_siblings_outside_q_count_as_deterministic(known: int) -> None:
-    """Siblings that q cannot produce count as deterministic.
-
-    If q is truncated to fewer tokens than there are siblings, the remaining siblings were not drawn, and p/q would
-    always accept them.
-    """
+    """If q is cut to fewer tokens than there are siblings, the others were not drawn, and p/q would always accept."""
     case = make(((-1, 0, 0, 0),) * 80, 3)
     best = case.logq_BNV[:, 0].topk(3, dim=-1)
     case.tokens_BN[:, 1:] = best.indices
@@ -229,12 +225,6 @@ def by_definition(before: Tensor, sources: list[int], targets: list[int]) -> Ten
     return after
 
 
-def cache_after(before: Tensor, sources: list[int], targets: list[int]) -> Tensor:
-    after = before.clone()
-    kv_keep(after, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
-    return after
-
-
 @st.composite
 def moves(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
     """Draw (blocks, sources, targets) of a move.
@@ -259,4 +249,6 @@ def test_targets_receive_the_source_rows(
 ) -> None:
     blocks, sources, targets = move
     before = cache(layers, blocks, heads, dtype)
-    assert torch.equal(cache_after(before, sources, targets), by_definition(before, sources, targets))
+    after = before.clone()
+    kv_keep(after, torch.tensor(sources, dtype=torch.int64), torch.tensor(targets, dtype=torch.int64))
+    assert torch.equal(after, by_definition(before, sources, targets))

@@ -46,7 +46,7 @@ from specdecode_worker.models.medusa import MedusaHeads
 from specdecode_worker.sampling.params import Sampling
 from support.lossless.own_drafts import OwnDrafts
 from support.lossless.plain_decoding import PlainDecoding
-from support.small_llama import VOCABULARY, NoisedCopy, assembled, texts
+from support.small_llama import SHAPE, NoisedCopy, assembled, texts
 
 CPU = torch.device("cpu")
 
@@ -73,29 +73,17 @@ class Pair:
 def pair() -> Iterator[Pair]:
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-    }
+    shape = SHAPE | {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = causal_lm_config(dict(shape, num_hidden_layers=3))
-    target = CausalLM(config).double()
-    for parameter in target.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.35)
-    target.requires_grad_(False)
+    target = CausalLM(config).double().requires_grad_(False)
+    spread(target)
     head_shape = dict(shape, num_hidden_layers=1, draft_vocab_size=40, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     head_config = eagle3_config(head_shape, config)
     # A first layer id of 0 selects the inputs of the layers, so the inputs of all three layers are read.
     eagle = Eagle3Head(head_config, target.model.embed_tokens).double().requires_grad_(False)
     eagle.d2t += torch.arange(40) // 2  # maps to target ids 0, 1, 3, 4, 6, ...
     steep = copy.deepcopy(eagle)
-    for parameter in steep.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.35, generator=torch.Generator().manual_seed(13))
+    spread(steep, seed=13)
     parallel_shape = peagle_config(dict(head_shape, num_hidden_layers=2, mask_token_id=60), config)
     peagle = PEagleHead(parallel_shape, target.model.embed_tokens).double().requires_grad_(False)
     peagle.d2t += torch.arange(40) // 2
@@ -103,9 +91,7 @@ def pair() -> Iterator[Pair]:
     block_shape = dict(shape, num_hidden_layers=2, block_size=6, num_target_layers=3)
     block_shape["dflash_config"] = {"mask_token_id": 59, "target_layer_ids": [0, 1]}
     dflash = DFlashHead(dflash_config(block_shape, config), target).double().requires_grad_(False)
-    for parameter in dflash.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.35)
+    spread(dflash)
     eagle1 = EagleHead(eagle_config(dict(shape, num_hidden_layers=1), config), target).double().requires_grad_(False)
     heads = medusa_config({"medusa_num_heads": 4, "medusa_num_layers": 1}, config)
     medusa = MedusaHeads(heads).double().requires_grad_(False)
@@ -113,6 +99,14 @@ def pair() -> Iterator[Pair]:
     own = OwnDrafts()
     yield Pair(config, target, noised, eagle, steep, peagle, dflash, eagle1, medusa, own)
     own.close()
+
+
+def spread(network: nn.Module, seed: int | None = None) -> None:
+    """Draw the matrices of a network with large weights; with a seed, equal ones for equal sizes."""
+    for parameter in network.parameters():
+        if parameter.dim() > 1:
+            generator = None if seed is None else torch.Generator().manual_seed(seed)
+            nn.init.normal_(parameter, std=0.35, generator=generator)
 
 
 def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:

@@ -89,11 +89,7 @@ def _steps(shape: TreeShape, ranks: list[int], tokens: int) -> tuple[int, int]:
 def test_drafts_match_one_dense_pass(
     make_engine: Any, pair: Any, reference: PlainDecoding, shape: TreeShape, sampled: bool
 ) -> None:
-    """Accepted tokens match, to the token, the ranks that the draft gives in one dense pass.
-
-    A draft that runs at a wrong position or over wrong keys does not change the text; it only lowers the acceptance
-    rate.
-    """
+    """A draft that runs at a wrong position or over wrong keys changes no text: it only lowers the acceptance rate."""
     # Top-p and top-k leave draft and target with tokens of probability zero, in arbitrary order.
     requests = [submit(i, sampled=sampled, tokens=TOKENS) for i in range(1, 17) if i % 4 == 0 or not sampled]
     engine = make_engine("copy", plan=plan_of([shape]))
@@ -119,10 +115,7 @@ def test_knobs_guard_and_exploration_do_not_change_the_text(
 
 
 def test_plan_switched_midway(make_engine: Any, reference: PlainDecoding) -> None:
-    """The text is the same when speculation is switched off and on again.
-
-    It stays off long enough for the ring of hidden states to be overwritten.
-    """
+    """Speculation stays off long enough for the ring of hidden states to be overwritten."""
     engine = make_engine("copy")
     requests = [submit(i, sampled=i % 2 == 0, tokens=200) for i in range(3)]
 

@@ -85,11 +85,7 @@ def test_several_loaded_drafts_keep_graphs(
 @pytest.mark.core
 @pytest.mark.parametrize("draft", ["copy", "eagle3", "draft-model", "medusa", "peagle", "dflash"])
 def test_all_features_together(make_engine: Any, plain: Any, draft: str) -> None:
-    """The text is the same with all features combined.
-
-    Chains, trees and plain rows in one batch, greedy and seeded, pipelined steps, prompt chunks, preemptions and prefix
-    cache hits.
-    """
+    """Chains, trees and plain rows, greedy and seeded, pipelined steps, prompt chunks, preemptions and cache hits."""
     shapes = [CHAIN, TREE, NONE, TreeShape.chain(1)]
     requests = [submit(i, sampled=i % 2 == 0, tokens=20, shapes=4) for i in range(6)]
     wanted = plain(requests)

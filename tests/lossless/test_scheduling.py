@@ -96,10 +96,7 @@ def preempt_running(engine: Engine) -> None:
 @SAMPLED
 @BATCH
 def test_preemptions(make_engine: Any, plain: Any, batch: int, sampled: bool) -> None:
-    """The text is the same under preemption.
-
-    In one case all computed blocks are lost; in the other the requests find some of them in the prefix cache.
-    """
+    """In one case all computed blocks are lost; in the other the requests find some of them in the prefix cache."""
     requests = [make_request(i, sampled=sampled, prompt=46, new=12, shapes=2) for i in range(20)]
     preemptions = 0
     for caching in (False, True):
@@ -112,11 +109,7 @@ def test_preemptions(make_engine: Any, plain: Any, batch: int, sampled: bool) ->
 
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
 def test_all_features_together_when_blocks_run_out(make_engine: Any, plain: Any, pipelined: bool) -> None:
-    """The text is the same with cache hits, chunks and preemptions in one run.
-
-    Sixteen blocks serve eight requests that need three or four each, with chains, trees and plain steps, greedy and
-    seeded.
-    """
+    """Sixteen blocks serve eight requests that need three or four each: chains, trees and plain, greedy and seeded."""
     engine = make_engine(
         "copy", max_num_seqs=8, blocks=1 + 16, budget=24, pipelined=pipelined, plan=plan_of([CHAIN, TREE, NONE])
     )
@@ -142,10 +135,7 @@ def ranks(report: Report) -> Counter[Any]:
     ids=str,
 )
 def test_prefix_hit_does_not_change_draft_ranks(make_engine: Any, draft: str, shape: Any, sampled: bool) -> None:
-    """The draft ranks tokens the same after a prefix hit as without one.
-
-    Its first slot reads the stored state of the preceding block; all other slots are in the blocks that were found.
-    """
+    """Its first slot reads the stored state of the preceding block; all others are in the blocks that were found."""
     rank_counts = []
     for caching in (False, True):
         engine = make_engine(draft, prefix_caching=caching, plan=plan_of([shape]))

@@ -45,13 +45,9 @@ def published(module: str, digest: str, path: str) -> Manifest:
     return definition
 
 
-def documents() -> list[Manifest]:
-    files = sorted((ROOT / "examples" / "gateway").glob("*.yaml"))
-    return [document for file in files for document in yaml.safe_load_all(file.read_text())]
-
-
 def test_published_kinds_accept_the_gateway_examples(cluster: Cluster) -> None:
-    definitions, found = [published(*crd) for crd in CRDS], documents()
+    definitions, files = [published(*crd) for crd in CRDS], sorted((ROOT / "examples" / "gateway").glob("*.yaml"))
+    found = [document for file in files for document in yaml.safe_load_all(file.read_text())]
     assert [document["kind"] for document in found] == ["HTTPRoute", "InferencePool", "HTTPRoute"]
     with ExitStack() as stack:
         copies = [stack.enter_context(served_copy(cluster, definition)) for definition in definitions]

@@ -74,28 +74,20 @@ def endpoint(served: Endpoint, claim: Path) -> Iterator[Endpoint]:
             "distillation": {"trigger": {"cooldown": "1s"}},
         }
     )
-    first = model_hash(resolve(TARGET_URI)), noised
+    first = {"target": model_hash(resolve(TARGET_URI)), "draft": noised}
     wait_for("one worker of the beginning", lambda: models_of(served) == [first], timeout_s=180, every_s=1)
     wait_for("the others are gone", lambda: len(served.all_pods()) == 1, timeout_s=60)
 
 
 @PHASES
-def test_draft_of_the_user_serves(endpoint: Endpoint, claim: Path, phase: str) -> None:
+@pytest.mark.parametrize("kind", ["draft", "target"])
+def test_model_of_the_user_serves(endpoint: Endpoint, claim: Path, kind: str, phase: str) -> None:
+    folder = OWN if kind == "draft" else TARGET
+    uri = {"uri": f"pvc://{CLAIM}/{folder}"}
+    changed = {"speculation": {"draft": uri}} if kind == "draft" else {"model": uri}
     with served_meanwhile(endpoint, clients=CLIENTS, replaced=True):
-        run = enter(endpoint, phase)
-        changed = {"speculation": {"draft": {"uri": f"pvc://{CLAIM}/{OWN}"}}}
-        drafts = {model_hash(claim / OWN)}
-        change(endpoint, changed, phase, lambda: {draft for _, draft in models_of(endpoint)} == drafts)
-        wait_for_superseded(endpoint, phase, run)
-
-
-@PHASES
-def test_target_of_the_user_serves(endpoint: Endpoint, claim: Path, phase: str) -> None:
-    with served_meanwhile(endpoint, clients=CLIENTS, replaced=True):
-        run = enter(endpoint, phase)
-        changed = {"model": {"uri": f"pvc://{CLAIM}/{TARGET}"}}
-        targets = {model_hash(claim / TARGET)}
-        change(endpoint, changed, phase, lambda: {target for target, _ in models_of(endpoint)} == targets)
+        run, wanted = enter(endpoint, phase), {model_hash(claim / folder)}
+        change(endpoint, changed, phase, lambda: {models[kind] for models in models_of(endpoint)} == wanted)
         wait_for_superseded(endpoint, phase, run)
 
 
@@ -164,10 +156,10 @@ def wait_for_phase(endpoint: Endpoint, phase: str, timeout_s: float) -> None:
     wait_for(f"phase {phase}", lambda: endpoint.draft_status().get("phase") == phase, timeout_s=timeout_s, every_s=0.1)
 
 
-def models_of(endpoint: Endpoint) -> list[tuple[str, str]]:
+def models_of(endpoint: Endpoint) -> list[dict[str, str]]:
     """Return the hashes of target and draft of every ready worker."""
     reports = [endpoint.report(pod) for pod in endpoint.ready_pods()]
-    return [(report.target, report.draft.hash) for report in reports]
+    return [{"target": report.target, "draft": report.draft.hash} for report in reports]
 
 
 def wait_for_superseded(endpoint: Endpoint, phase: str, run: str | None) -> None:

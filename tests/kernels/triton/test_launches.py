@@ -86,30 +86,21 @@ for fp8 in (True, False):
             found[str((*case, fp8))] = launches(*case)
 print(json.dumps(found))
 """
-CASES = [(65, 4096, 14336, False), (100, 28672, 4096, True), (4096, 28672, 4096, False), (65, 4100, 4096, False)]
-"""(rows, outputs, inputs, with a bias)"""
-SCALED = {"split": 1, "_scaled_mm": 1, "merge": 1}
-DEQUANTISED = {"dequantise": 1, "mm": 1}
+SCALED, TILES, DEQUANTISED = {"split": 1, "_scaled_mm": 1, "merge": 1}, {"rows": 1}, {"dequantise": 1, "mm": 1}
+PRODUCTS = {
+    (64, 4096, 14336, False): (TILES, TILES),
+    (65, 4096, 14336, False): (SCALED, TILES),
+    (100, 28672, 4096, True): (SCALED, TILES),
+    (4096, 28672, 4096, False): (dict.fromkeys(SCALED, 4), DEQUANTISED),
+    (65, 4100, 4096, False): (TILES, TILES),
+}
+"""Launches with fp8 products and without, by (rows, outputs, inputs, with a bias).
+
+4,096 rows of 28,672 outputs would need 940 MB for sums; they are multiplied in four calls.
+"""
 
 
-@pytest.fixture(scope="module")
-def traced_products() -> dict[str, Any]:
-    code = TRACE.replace("CASES", repr(CASES))
-    launches: dict[str, Any] = json.loads(run_compiling("-c", code, paths=(str(BENCHMARKS),)))
-    return launches
-
-
-@pytest.mark.parametrize("case", CASES[:2])
-def test_many_rows_are_three_launches(case: tuple[int, int, int, bool], traced_products: dict[str, Any]) -> None:
-    assert traced_products[str((*case, True))] == SCALED
-
-
-def test_sums_of_very_many_rows_are_bounded(traced_products: dict[str, Any]) -> None:
-    """4,096 rows of 28,672 outputs would need 940 MB for sums; they are multiplied in four calls."""
-    assert traced_products[str((*CASES[2], True))] == {name: 4 * count for name, count in SCALED.items()}
-
-
-def test_without_fp8_or_with_other_sizes_the_tiles_are_used(traced_products: dict[str, Any]) -> None:
-    assert traced_products[str((*CASES[3], True))] == {"rows": 1}
-    assert [traced_products[str((*case, False))] for case in CASES[:2]] == [{"rows": 1}] * 2
-    assert traced_products[str((*CASES[2], False))] == DEQUANTISED
+def test_products_of_many_rows_with_fp8_weights() -> None:
+    code = TRACE.replace("CASES", repr([*PRODUCTS]))
+    wanted = {str((*case, fp8)): found[not fp8] for case, found in PRODUCTS.items() for fp8 in (True, False)}
+    assert json.loads(run_compiling("-c", code, paths=(str(BENCHMARKS),))) == wanted
