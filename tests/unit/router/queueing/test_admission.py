@@ -175,18 +175,6 @@ async def test_a_deadline_ends_the_wait_with_504() -> None:
 
 
 @virtual
-async def test_a_deadline_does_not_end_a_request_that_has_its_place() -> None:
-    queue = admission(1)
-    place = await queue.acquire(A, None)
-    task = start(queue, deadline=3.0)
-    await settle()
-    place.release()
-    await asyncio.sleep(10)
-    assert task.result().waited_seconds < 1
-    assert queue.running == 1
-
-
-@virtual
 async def test_requests_are_held_without_a_worker_and_run_in_order_when_one_comes() -> None:
     queue = admission(0)
     changes: list[int] = []

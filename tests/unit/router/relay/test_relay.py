@@ -12,7 +12,7 @@ import pytest
 from specdecode_router.errors import ApiError
 from specdecode_router.relay import attempt_history
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
-from support.relay_harness import LIMITS, Harness, chat, harness
+from support.relay_harness import LIMITS, Harness, RecordingClient, chat, harness
 from support.router_harness import router_over
 from support.stand_in_worker import Script, error_frame, text_of
 from support.waiting import eventually
@@ -224,6 +224,15 @@ async def test_client_that_is_gone_at_a_write_cancels_at_the_worker(monkeypatch:
 # --- a silent worker gets a second attempt next to it; whichever delivers first wins ----------------------------------
 
 
+async def run_with_two_attempts(over: Harness, seconds: float = 0) -> RecordingClient:
+    """Run a request whose silent worker goes on some time after a second one got the request too."""
+    task = asyncio.create_task(over.run(BODY))
+    await eventually(lambda: over.workers[1].requests)
+    await asyncio.sleep(seconds)
+    over.workers[0].voice.set()
+    return await task
+
+
 async def test_silent_worker_loses() -> None:
     async with harness(Script(silent_at=5), Script()) as over:
         began = time.monotonic()
@@ -251,10 +260,7 @@ async def test_loser_is_cancelled_while_the_winner_runs() -> None:
 
 async def test_false_suspicion_changes_nothing() -> None:
     async with harness(Script(silent_at=5), Script(resumed_delay_seconds=30)) as over:
-        task = asyncio.create_task(over.run(BODY))
-        await eventually(lambda: over.workers[1].requests)
-        over.workers[0].voice.set()
-        client = await task
+        client = await run_with_two_attempts(over)
         assert client.text() == TEXT
         assert len(client.events) == 20
         await over.settled()
@@ -278,11 +284,7 @@ async def test_a_suspicion_ends_when_the_frames_go_on_without_a_token() -> None:
 
 async def test_both_deliver_at_the_same_time() -> None:
     async with harness(Script(silent_at=5), Script(resumed_delay_seconds=0.05)) as over:
-        task = asyncio.create_task(over.run(BODY))
-        await eventually(lambda: over.workers[1].requests)
-        await asyncio.sleep(0.05)
-        over.workers[0].voice.set()
-        client = await task
+        client = await run_with_two_attempts(over, 0.05)
         assert client.text() == TEXT
         assert len(client.events) == 20
 
@@ -342,10 +344,7 @@ async def test_two_silent_workers_make_room_for_a_third_one() -> None:
 
 async def test_crash_of_the_suspect_leaves_the_second_attempt_running() -> None:
     async with harness(Script(silent_at=5, close_at=5), Script(resumed_delay_seconds=0.3)) as over:
-        task = asyncio.create_task(over.run(BODY))
-        await eventually(lambda: over.workers[1].requests)
-        over.workers[0].voice.set()
-        assert (await task).text() == TEXT
+        assert (await run_with_two_attempts(over)).text() == TEXT
         assert len(over.workers[1].requests) == 1
 
 
@@ -362,12 +361,7 @@ async def test_refusal_of_the_second_attempt_leaves_the_first_one_running(before
     """The first worker was only silent, so the request is not to end by what the second one answers."""
     first = Script(open_delay_seconds=0.9) if before_open else Script(silent_at=5)
     async with harness(first, Script(refuse=error_frame(500, "engine_error", retryable=False))) as over:
-        task = asyncio.create_task(over.run(BODY))
-        await eventually(lambda: over.workers[1].requests)
-        await asyncio.sleep(0.1)
-        over.workers[0].voice.set()
-        client = await task
-        assert client.text() == TEXT
+        assert (await run_with_two_attempts(over, 0.1)).text() == TEXT
         assert over.metric("hedges_total", outcome="failed") >= 1
 
 
