@@ -61,21 +61,22 @@ def sampled_answers(make_engine: Any, *, draft: str = "copy", cuts: bool = False
     return run(engine, [submit(i, **sampling) for i in range(REQUESTS)])
 
 
+PENALTIES = {"presence_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
+
+
 @pytest.mark.parametrize(
-    ("draft", "cuts"),
-    [pytest.param("copy", False, marks=pytest.mark.core), ("copy", True), ("peagle", False)],
-    ids=["whole", "cut-short", "parallel"],
+    ("draft", "cuts", "fields"),
+    [
+        pytest.param("copy", False, {}, id="whole", marks=pytest.mark.core),
+        pytest.param("copy", True, {}, id="cut-short"),
+        pytest.param("peagle", False, {}, id="parallel"),
+        pytest.param("copy", False, PENALTIES, id="penalised"),
+    ],
 )
 def test_sampled_text_follows_the_target_distribution(
-    make_engine: Any, reference: PlainDecoding, draft: str, cuts: bool
+    make_engine: Any, reference: PlainDecoding, draft: str, cuts: bool, fields: dict[str, Any]
 ) -> None:
-    answers = sampled_answers(make_engine, draft=draft, cuts=cuts)
-    assert p_value(reference, answers, submit(0)) > 1e-3
-
-
-def test_penalised_text_follows_the_target_distribution(make_engine: Any, reference: PlainDecoding) -> None:
-    fields: dict[str, Any] = {"presence_penalty": 1.0, "repetition_penalty": 1.3, "logit_bias": ((5, 1.0),)}
-    answers = sampled_answers(make_engine, **fields)
+    answers = sampled_answers(make_engine, draft=draft, cuts=cuts, **fields)
     assert p_value(reference, answers, submit(0, **fields)) > 1e-3
 
 
