@@ -34,8 +34,9 @@ def unmountable() -> Manifest:
     return template
 
 
-def quota(name: str, **hard: str) -> tuple[str, Manifest]:
-    return "quota", {"metadata": {"name": name}, "spec": {"hard": {key.replace("__", "/"): hard[key] for key in hard}}}
+def quota(name: str, resource: str) -> tuple[str, Manifest]:
+    """Return a quota that allows none of a resource."""
+    return "quota", {"metadata": {"name": name}, "spec": {"hard": {resource: "0"}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,11 @@ STRANGER = {
 }
 
 REFUSALS = {
-    "quota of pods": Refusal(("exceeded quota", "no-pods"), quota("no-pods", pods="0")),
-    "quota of Secrets": Refusal(("Secret", "exceeded quota"), quota("no-secrets", count__secrets="0")),
+    "quota of pods": Refusal(("exceeded quota", "no-pods"), quota("no-pods", "pods")),
+    "quota of Secrets": Refusal(("Secret", "exceeded quota"), quota("no-secrets", "count/secrets")),
     "quota of budgets": Refusal(
         ("PodDisruptionBudget", f"{NAME}-worker", "exceeded quota"),
-        ("quota", {"metadata": {"name": "no-pdb"}, "spec": {"hard": {"count/poddisruptionbudgets.policy": "0"}}}),
+        quota("no-pdb", "count/poddisruptionbudgets.policy"),
         refused=frozenset({"pdb"}),
     ),
     "Pod Security": Refusal(
