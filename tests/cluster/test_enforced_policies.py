@@ -17,11 +17,7 @@ from specdecode_operator.settings import read_settings
 from specdecode_operator.types import Deployment
 from support.kube import CHART, HELM, ROOT, Cluster, Manifest, wait_for
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(600),
-    pytest.mark.proof("network-policies"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600), pytest.mark.proof("network-policies")]
 COMMAND = ROOT / "hack" / "cluster" / "network-policies"
 OPERATOR_LABELS = {"app.kubernetes.io/name": "specdecode-operator", "app.kubernetes.io/instance": "sd"}
 PORTS = {8000: "http", 8001: "admin", 8002: "blocks", 8080: "health", 9090: "metrics", 9999: "other"}

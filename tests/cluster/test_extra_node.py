@@ -13,11 +13,7 @@ from localcluster.settings import ExtraNode, Layout
 from support.cluster_faults.extra_node import TAINT, TOLERATIONS, bring_back, extra_node, node_command
 from support.kube import Cluster, KubectlError, Manifest, wait_for
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.timeout(400),
-    pytest.mark.proof("extra-node"),
-]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400), pytest.mark.proof("extra-node")]
 
 PAGE = "import urllib.request; print(urllib.request.urlopen('http://{host}:8080/', timeout=3).status)"
 

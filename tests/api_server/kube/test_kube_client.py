@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 
 from specdecode_operator.api.v1alpha1 import GROUP
-from specdecode_operator.errors import (
-    Conflict,
-    EvictionBlocked,
-    NotLeader,
-    Refused,
-    Unavailable,
-)
+from specdecode_operator.errors import Conflict, EvictionBlocked, NotLeader, Refused, Unavailable
 from specdecode_operator.kube.client import KubeClient
 from specdecode_operator.kube.kinds import CONFIG_MAPS, PODS
 from specdecode_operator.kube.leader_election import LeaderElector

@@ -28,10 +28,7 @@ NOISED_URI = f"pvc://{CLAIM}/{NOISED}"
 CLIENTS, SECONDS, VERDICT_SECONDS = 3, 60, 600
 RUNS = ("Collecting", "Distilling")
 PHASES = pytest.mark.parametrize("phase", ["Serving", *RUNS, "Canary", "Promoting", "RollingBack", "Cooldown"])
-pytestmark = [
-    pytest.mark.timeout(1200),
-    pytest.mark.proof("drafts"),
-]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.proof("drafts")]
 
 
 @pytest.fixture(scope="module")

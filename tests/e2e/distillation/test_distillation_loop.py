@@ -42,10 +42,7 @@ CLIENTS, ASKERS = 2, 5
 UNSEEN = {"train": 20, "validation": 2, "test": 10}
 BASELINE_SECONDS, DRIFT_SECONDS = 1500, 1200
 COLLECT_SECONDS, JOB_SECONDS, CANARY_SECONDS = 900, 1500, 900
-pytestmark = [
-    pytest.mark.timeout(4800),
-    pytest.mark.proof("drafts"),
-]
+pytestmark = [pytest.mark.timeout(4800), pytest.mark.proof("drafts")]
 
 
 @pytest.fixture

@@ -42,10 +42,7 @@ NAME, CLAIM, SMALL_CLAIM = "faulty", "training", "small-training"
 CLAIM_BYTES = 20_000_000
 """Less than the weights of one draft."""
 NODE_LABEL = "accelerator"
-pytestmark = [
-    pytest.mark.timeout(1800),
-    pytest.mark.proof("drafts"),
-]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.proof("drafts")]
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,7 @@ from support.e2e.routed import Routed, routed_deployment
 from support.e2e.streams import StreamTraffic, failures
 from support.kube import wait_for
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.proof("outages"),
-]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.proof("outages")]
 SECRET, ENTRY = "rotated-keys", "team-a"
 OLD, NEW = "first-key-of-team-a", "second-key-of-team-a"
 MOUNT_SECONDS = 180

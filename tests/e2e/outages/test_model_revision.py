@@ -16,10 +16,7 @@ from support.e2e.loop import HALF_A_CORE, deployed
 from support.kube import wait_for
 from support.published.hub import COMMIT, NEWER_COMMIT
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.proof("outages"),
-]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.proof("outages")]
 HUB, URI = "model-hub", "hf://RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8"
 
 

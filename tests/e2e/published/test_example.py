@@ -20,10 +20,7 @@ from support.e2e.hubs import PORT, hub_in_pod
 from support.e2e.kube import Namespace
 from support.kube import ROOT, Cluster, Manifest, wait_for
 
-pytestmark = [
-    pytest.mark.timeout(900),
-    pytest.mark.proof("examples"),
-]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.proof("examples")]
 EXAMPLE = ROOT / "examples" / "llama-3.1-8b.yaml"
 NAME, MODEL, HUB = "llama-3-1-8b", "meta-llama/Llama-3.1-8B-Instruct", "published-hub"
 TOKEN = "hf_of-an-account-that-accepted"

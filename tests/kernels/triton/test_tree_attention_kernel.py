@@ -21,18 +21,7 @@ from specdecode_kernels import dispatch
 from specdecode_kernels.rope_cache.reference import Scales
 from specdecode_kernels.tree_attention import kernel, plan
 from specdecode_worker.engine import memory
-from support.kernels.attention_cases import (
-    BLOCK,
-    UGLY,
-    Case,
-    Sequence,
-    by_definition,
-    chain,
-    chunk,
-    close,
-    make,
-    tree,
-)
+from support.kernels.attention_cases import BLOCK, UGLY, Case, Sequence, by_definition, chain, chunk, close, make, tree
 from support.kernels.interpreted import Plant
 
 pytestmark = pytest.mark.usefixtures("poisoned", "small_blocks")

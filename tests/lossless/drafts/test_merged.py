@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from specdecode_worker.contract import (
-    DraftState,
-    MergedDraft,
-    TaskMatch,
-    TreeShape,
-)
+from specdecode_worker.contract import DraftState, MergedDraft, TaskMatch, TreeShape
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.engine import scheduler as prompt_shares
 from specdecode_worker.engine.cuda_graphs import OutsideReason
