@@ -40,7 +40,6 @@ class Rendered(list[Manifest]):
 
     @property
     def container(self) -> Manifest:
-        """Container of the operator."""
         (only,) = self.pod["spec"]["containers"]
         return only  # type: ignore[no-any-return]
 

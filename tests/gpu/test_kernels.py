@@ -236,7 +236,6 @@ def test_small_kernels() -> None:
 
 
 def test_captured_graph_serves_other_lengths() -> None:
-    """A captured graph gives correct results for other lengths than those at its capture."""
     from specdecode_kernels.tree_attention import kernel
     from specdecode_kernels.tree_attention.plan import plan
 

@@ -99,7 +99,6 @@ def _use_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _count(module: str, calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count the calls of a kernel."""
     from importlib import import_module
 
     kernel = import_module(f"specdecode_kernels.{module}.kernel")

@@ -31,7 +31,6 @@ from support.kernels.attention_cases import (
 
 
 def by_op(case: Case, *, dense: bool = False) -> Tensor:
-    """Run the op, sequence by sequence."""
     return attend(case.q_THD, case.cache_2NPKD, prepare(case, dense=dense))
 
 

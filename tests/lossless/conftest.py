@@ -110,7 +110,6 @@ def spread(network: nn.Module, seed: int | None = None) -> None:
 
 
 def drafter_of(pair: Pair, name: str, state: DeviceState, blocks: int) -> Drafter:
-    """Return a drafter of the method with this name."""
     vocabulary, layers = pair.config.vocab_size, pair.config.num_hidden_layers
 
     def cache(depth: int) -> PagedCache:

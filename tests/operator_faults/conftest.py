@@ -25,14 +25,12 @@ HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the markers of this folder."""
     config.addinivalue_line("markers", "own_operator: needs no operator, or brings one of its own")
     config.addinivalue_line("markers", "disruptive: takes the API server of the whole cluster away")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder."""
     for item in items:
         if HERE not in item.path.parents:
             continue
@@ -83,7 +81,6 @@ def other_tenant(tenants: tuple[Tenant, Tenant]) -> Tenant:
 
 @pytest.fixture(scope="session")
 def installation(cluster: Cluster, tenants: tuple[Tenant, Tenant]) -> Iterator[Release]:
-    """Yield the operator, installed by helm."""
     with installed(cluster, "faults-operator", [tenant.namespace for tenant in tenants], NO_CLUSTER_ROLES) as release:
         yield release
 

@@ -34,7 +34,6 @@ CRDS = (
 
 
 def published(module: str, digest: str, path: str) -> Manifest:
-    """Return a CRD of a Go module."""
     if shutil.which("go") is None:
         pytest.skip(skip_reason("go", "the CRDs come from Go modules"))
     done = subprocess.run(["go", "mod", "download", "-json", module], capture_output=True, text=True, cwd="/")

@@ -13,7 +13,6 @@ from support.kube import Cluster
 
 @pytest.fixture
 async def api(cluster: Cluster) -> AsyncIterator[KubeClient]:
-    """Yield a client of the API server."""
     client = await KubeClient.connect(cluster.kubeconfig)
     yield client
     await client.close()
@@ -21,7 +20,6 @@ async def api(cluster: Cluster) -> AsyncIterator[KubeClient]:
 
 @pytest.fixture
 async def proxied(proxied_kubeconfig: Path) -> AsyncIterator[KubeClient]:
-    """Yield a client that is connected through the proxy."""
     client = await KubeClient.connect(str(proxied_kubeconfig))
     yield client
     await client.close()

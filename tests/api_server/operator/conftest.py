@@ -12,7 +12,6 @@ from support.operators.operator_process import OperatorProcess, install_crd
 
 @pytest.fixture(scope="module")
 def crd(cluster: Cluster) -> None:
-    """Install the resource's kind."""
     install_crd(cluster)
 
 

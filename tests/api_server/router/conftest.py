@@ -14,7 +14,6 @@ from specdecode_router.discovery.api_server import ApiServer
 
 @pytest.fixture
 async def direct(kubeconfig: dict[str, Any], tmp_path: Path) -> AsyncIterator[ApiServer]:
-    """Yield a client of the API server."""
     path = tmp_path / "direct"
     path.write_text(yaml.safe_dump(kubeconfig))
     api = await ApiServer.connect(str(path))
@@ -24,7 +23,6 @@ async def direct(kubeconfig: dict[str, Any], tmp_path: Path) -> AsyncIterator[Ap
 
 @pytest.fixture
 async def proxied(proxied_kubeconfig: Path) -> AsyncIterator[ApiServer]:
-    """Yield a client that is connected through the proxy."""
     api = await ApiServer.connect(str(proxied_kubeconfig))
     yield api
     await api.close()

@@ -173,7 +173,6 @@ def placed_on(node: str) -> Manifest:
 
 
 def place(endpoint: Endpoint, template: Manifest) -> None:
-    """Replace the template of the Job."""
     operations = [{"op": "replace", "path": "/spec/distillation/jobTemplate", "value": template}]
     endpoint.namespace.kubectl("patch", "sdd", endpoint.name, "--type", "json", "--patch", json.dumps(operations))
 

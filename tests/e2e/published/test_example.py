@@ -50,7 +50,6 @@ def patches() -> Manifest:
 
 @pytest.fixture
 def applied(watched: Namespace, hub: None, accelerator: None) -> Iterator[Endpoint]:
-    """Apply the example."""
     watched.kubectl("apply", "-f", str(EXAMPLE))
     endpoint = Endpoint(watched, NAME)
     endpoint.patch(patches())
