@@ -48,19 +48,15 @@ def test_rights_in_served_namespaces(chart: Any, namespaces: list[str]) -> None:
     assert granted["", "pods"] == {"list", "watch"}
 
 
-def test_rights_in_the_own_namespace(chart: Any) -> None:
-    role = named(chart.template(), "Role", "sys:sd-specdecode:own")
-    assert "namespace" not in role["metadata"], "the release's namespace"
-    assert granted_rights(role["rules"]) == kinds.OWN_NAMESPACE_PERMISSIONS
-
-
 def test_rights_in_the_own_namespace_are_limited_to_names(chart: Any) -> None:
     """Every right but create names its object: the Lease of this release, the master key of the tokens."""
     for values, lease in (({}, "sd-specdecode"), ({"leaderElection": {"leaseName": "chosen"}}, "chosen")):
         rendered = chart.template(values)
         assert read_settings(rendered.environment).lease_name == lease, "the operator uses it"
-        rules = named(rendered, "Role", "sys:sd-specdecode:own")["rules"]
-        names = {rule["resources"][0]: rule["resourceNames"] for rule in rules if rule["verbs"] != ["create"]}
+        role = named(rendered, "Role", "sys:sd-specdecode:own")
+        assert "namespace" not in role["metadata"], "the release's namespace"
+        assert granted_rights(role["rules"]) == kinds.OWN_NAMESPACE_PERMISSIONS
+        names = {rule["resources"][0]: rule["resourceNames"] for rule in role["rules"] if rule["verbs"] != ["create"]}
         assert names == {"leases": [lease], "secrets": ["specdecode-operator-token-key"]}
 
 

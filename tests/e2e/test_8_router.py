@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -85,13 +85,6 @@ def swap_drafts(endpoint: Endpoint) -> None:
     """Swap the draft of each worker for its quantized form while it serves."""
     for pod in endpoint.ready_pods():
         assert swap_draft(endpoint, pod, quantization="int8") == "int8"
-
-
-@PROOF
-@pytest.mark.parametrize("change", [evict_each, roll, scale_down_and_up, swap_drafts])
-def test_change_of_the_workers_is_not_noticed(change: Callable[[Endpoint], None], routed: Routed) -> None:
-    with routed.unnoticed(change.__name__):
-        change(routed.endpoint)
 
 
 @PROOF
