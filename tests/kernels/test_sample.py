@@ -65,11 +65,6 @@ def adjusted_by_definition(logits: list[float], row: Adjusted) -> list[float]:
     return adjusted
 
 
-def logits_to_adjust(rows: int, dtype: torch.dtype = torch.float64, seed: int = 4) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (3 * torch.randn(rows, VOCABULARY, generator=generator, dtype=torch.float64)).to(dtype)
-
-
 def dense(rows: list[Adjusted]) -> dict[str, Tensor]:
     bias = torch.zeros(len(rows), VOCABULARY)
     blocked = torch.zeros(len(rows), VOCABULARY, dtype=torch.bool)
@@ -118,7 +113,7 @@ def sparse(rows: list[Adjusted]) -> dict[str, object]:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=4))
 def test_reference_equals_plain_loops(rows: list[Adjusted]) -> None:
-    logits = logits_to_adjust(len(rows))
+    logits = logits_of(len(rows), VOCABULARY, 4)
     wanted = [adjusted_by_definition(line, row) for line, row in zip(logits.tolist(), rows, strict=True)]
     actual = reference.adjusted(logits, **dense(rows))
     torch.testing.assert_close(actual, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-5)
@@ -128,7 +123,7 @@ def test_reference_equals_plain_loops(rows: list[Adjusted]) -> None:
 @given(st.lists(ROWS, min_size=1, max_size=5), st.sampled_from((torch.float64, torch.float32, torch.bfloat16)))
 def test_adjustments_of_the_op_equal_the_reference(rows: list[Adjusted], dtype: torch.dtype) -> None:
     """The op equals the reference bit for bit, rows do not affect each other, and the input is not modified."""
-    logits = logits_to_adjust(len(rows), dtype)
+    logits = logits_of(len(rows), VOCABULARY, 4, dtype)
     before = logits.clone()
     actual = op.adjusted(logits, **sparse(rows))  # type: ignore[arg-type]
     assert actual.dtype == torch.promote_types(dtype, torch.float32)
@@ -188,11 +183,6 @@ def logits_of(rows: int, vocab: int, seed: int, dtype: torch.dtype = torch.float
     return (3 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)).to(dtype)
 
 
-def wanted_of(logits: Tensor, rows: list[Row]) -> Tensor:
-    pairs = zip(logits.tolist(), rows, strict=True)
-    return torch.tensor([by_definition(line, *row) for line, row in pairs], dtype=torch.float64)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(TEMPERATURES, TOP_K, TOP_P, MIN_P), min_size=1, max_size=5),
@@ -204,7 +194,9 @@ def test_reference_equals_sorting(rows: list[Row], vocab: int, seed: int, dtype:
     logits = logits_of(len(rows), vocab, seed, dtype)
     actual = reference.processed(logits, *columns(rows))
     assert actual.dtype == dtype
-    torch.testing.assert_close(actual.double(), wanted_of(logits, rows), rtol=SMALL[dtype], atol=SMALL[dtype])
+    pairs = zip(logits.tolist(), rows, strict=True)
+    wanted = torch.tensor([by_definition(line, *row) for line, row in pairs], dtype=torch.float64)
+    torch.testing.assert_close(actual.double(), wanted, rtol=SMALL[dtype], atol=SMALL[dtype])
 
 
 SAMPLED = st.tuples(st.sampled_from((0.3, 1.0, 1.9)), TOP_K, TOP_P, MIN_P)

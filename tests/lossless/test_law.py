@@ -68,14 +68,10 @@ def _large_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler_module, "ADJUSTED_AT_ONCE", 8192)
 
 
-def _tables() -> tuple[Tensor, Tensor]:
-    """Return the target's and the draft's logits for every last token, [V, V] each."""
-    generator = torch.Generator().manual_seed(11)
-    target = 1.2 * torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
-    return target, target + 0.7 * torch.randn(VOCABULARY, VOCABULARY, generator=generator, dtype=torch.float64)
-
-
-TARGET, DRAFT = _tables()
+_GENERATOR = torch.Generator().manual_seed(11)
+TARGET = 1.2 * torch.randn(VOCABULARY, VOCABULARY, generator=_GENERATOR, dtype=torch.float64)
+DRAFT = TARGET + 0.7 * torch.randn(VOCABULARY, VOCABULARY, generator=_GENERATOR, dtype=torch.float64)
+"""Logits of the target and of the draft for every last token, [V, V] each."""
 
 
 def _p(params: SamplingParams, answer: tuple[int, ...]) -> Tensor:

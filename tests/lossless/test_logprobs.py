@@ -28,10 +28,6 @@ def request(index: int, **sampling: Any) -> Submit:
     )
 
 
-def joined(messages: list[Tokens]) -> tuple[list[int], list[Logprobs]]:
-    return [t for new in messages for t in new.tokens], [entry for new in messages for entry in new.logprobs]
-
-
 def is_correct(entry: Logprobs, token: int, logits_V: torch.Tensor, top: int) -> bool:
     logp = torch.log_softmax(logits_V, dim=-1)
     order = logp.sort(descending=True, stable=True)
@@ -45,7 +41,8 @@ def is_correct(entry: Logprobs, token: int, logits_V: torch.Tensor, top: int) ->
 
 
 def all_correct(reference: PlainDecoding, submit: Submit, messages: list[Tokens]) -> bool:
-    tokens, logprobs = joined(messages)
+    tokens = [token for new in messages for token in new.tokens]
+    logprobs = [entry for new in messages for entry in new.logprobs]
     logits = reference.logits([*submit.prompt, *tokens])[len(submit.prompt) - 1 :]
     top = submit.sampling.logprobs
     assert top is not None
