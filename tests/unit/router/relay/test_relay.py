@@ -247,8 +247,7 @@ async def test_silent_worker_loses() -> None:
 
 
 async def test_loser_is_cancelled_while_the_winner_runs() -> None:
-    async with harness(Script(silent_at=5), Script(tokens=10_000, interval_seconds=0.01)) as over:
-        over.scripts[0].tokens = 10_000
+    async with harness(Script(silent_at=5, tokens=10_000), Script(tokens=10_000, interval_seconds=0.01)) as over:
         task = asyncio.create_task(over.run(BODY))
         await eventually(lambda: over.workers[0].cancelled)
         assert over.workers[1].running
