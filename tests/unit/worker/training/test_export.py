@@ -1,4 +1,7 @@
-"""Exported drafts load with their tensor names: three families of EAGLE-3 heads, EAGLE-1, Medusa and a draft model."""
+"""Exported drafts load with their tensor names: three families of EAGLE-3 heads, EAGLE-1, Medusa and a draft model.
+
+The vocabulary of a draft is chosen for the domain that it covers worst.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,22 @@ from specdecode_worker.commands import train
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import WeightMethod
 from specdecode_worker.models.eagle import Eagle3Head
-from specdecode_worker.models.weights import (
-    load_causal_lm,
-)
+from specdecode_worker.models.weights import load_causal_lm
 from specdecode_worker.training.acceptance import target_token_ranks
 from specdecode_worker.training.artifacts import Ancestor, Names, write_draft, write_head
-from specdecode_worker.training.conversations import Conversation
-from specdecode_worker.training.errors import DraftNotTrainable
-from specdecode_worker.training.heads import (
-    head_config,
-    new_dflash,
-    new_draft_model,
-    new_eagle,
-    new_head,
-    new_medusa,
-    new_peagle,
-    prepare_eagle3_head,
+from specdecode_worker.training.conversations import (
+    Conversation,
+    choose,
+    domain_probabilities,
+    shard_paths,
+    uncovered,
+    write_shard,
 )
+from specdecode_worker.training.errors import DraftNotTrainable
+from specdecode_worker.training.heads import head_config, new_head, new_peagle, prepare_eagle3_head
 from specdecode_worker.training.recipe import DraftSettings
 from specdecode_worker.training.split_target import TargetPlacement
-from support.training_fixtures import CONFIG, shaken
+from support.training_fixtures import CONFIG, MAKERS, shaken
 from support.worker.small_folders import loaded_head
 
 CPU = torch.device("cpu")
@@ -79,8 +78,7 @@ def expect_rounded(loaded: nn.Module, draft: nn.Module) -> None:
 
 @pytest.mark.parametrize("names", get_args(Names))
 def test_parallel_heads_of_all_families_draft_identically(names: Names, target: CausalLM, tmp_path: Path) -> None:
-    head = new_peagle(target, torch.arange(0, 64, 2), 2)
-    shaken(head)
+    head = shaken(new_peagle(target, torch.arange(0, 64, 2), 2))
     target_folder = tmp_path / "target"
     target_folder.mkdir()
     (target_folder / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
@@ -128,24 +126,18 @@ def test_head_with_the_whole_vocabulary_has_no_token_maps(target: CausalLM, tmp_
 
 
 def test_other_methods_load_as_they_were_written(target: CausalLM, tmp_path: Path) -> None:
-    drafts: dict[WeightMethod, Any] = {
-        "eagle": new_eagle(target, layers=2),
-        "dflash": new_dflash(target, 2, 4),
-        "medusa": new_medusa(target, torch.arange(0, 64, 2), 2),
-        "draft-model": new_draft_model(target, 2),
-    }
     model = tmp_path / "target"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG))
     (model / "tokenizer.json").write_text("{}")
-    for method, draft in drafts.items():
-        folder = tmp_path / method
-        write_draft(shaken(draft), folder, model)
-        is_model = method == "draft-model"
-        loaded = (
-            load_causal_lm(folder, dtype=torch.float32, device=CPU) if is_model else loaded_head(method, folder, target)
-        )
-        expect_rounded(loaded, draft)
+    methods: tuple[WeightMethod, ...] = ("eagle", "dflash", "medusa", "draft-model")
+    for method in methods:
+        draft, folder = shaken(MAKERS[method](target, 4)), tmp_path / method
+        write_draft(draft, folder, model)
+        if method == "draft-model":
+            expect_rounded(load_causal_lm(folder, dtype=torch.float32, device=CPU), draft)
+        else:
+            expect_rounded(loaded_head(method, folder, target), draft)
     assert (tmp_path / "draft-model" / "tokenizer.json").exists()
 
 
@@ -207,3 +199,33 @@ def test_a_narrow_head_keeps_its_vocabulary(target: CausalLM) -> None:
         prepare_eagle3_head(head, target, torch.arange(32))
     with pytest.raises(DraftNotTrainable, match="leave --layers out"):
         prepare_eagle3_head(head, target, head.target_ids, layers=2)
+
+
+def test_domain_probabilities_are_the_mean_target_probabilities(
+    target: CausalLM, conversations: list[Conversation], tmp_path: Path
+) -> None:
+    write_shard(tmp_path, 0, conversations)
+    probabilities = domain_probabilities(shard_paths(tmp_path), target.lm_head.weight, every=1)
+    assert list(probabilities) == ["code", "prose"]
+    for domain, mass_V in probabilities.items():
+        mine = [c.hidden_NE[c.answer_start :] for c in conversations if c.domain == domain]
+        expected = torch.softmax(target.logits(torch.cat(mine)), dim=-1).mean(dim=0).double()
+        torch.testing.assert_close(mass_V, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_vocabulary_choice_covers_a_rare_domain() -> None:
+    # Eight domains share their tokens. The ninth has tokens of its own, which a choice by the mean leaves out.
+    common, special = torch.zeros(400, dtype=torch.float64), torch.zeros(400, dtype=torch.float64)
+    common[:200], special[200:] = 1 / torch.arange(1, 201), 1 / torch.arange(1, 201)
+    probabilities_by_domain = {f"common {i}": common / common.sum() for i in range(8)} | {
+        "special": special / special.sum()
+    }
+    by_mean = torch.stack(list(probabilities_by_domain.values())).mean(dim=0).topk(100).indices
+    chosen = choose(probabilities_by_domain, 100)
+    assert chosen.tolist() == sorted(set(chosen.tolist()))
+    assert len(chosen) == 100
+    after, before = uncovered(probabilities_by_domain, chosen), uncovered(probabilities_by_domain, by_mean)
+    assert max(before.values()) > 0.4
+    # The fair choice gives half of the vocabulary to each of the two sets of tokens.
+    fair = 1 - float((common / common.sum())[:50].sum())
+    assert max(after.values()) == pytest.approx(fair, abs=0.02)

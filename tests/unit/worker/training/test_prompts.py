@@ -47,15 +47,12 @@ def test_drawn_prompts_are_diverse() -> None:
     drawn = [draw(rng) for _ in range(3000)]
     assert len({prompt.text for prompt in drawn}) > 2500
     # JSON and quoted code contain braces. Only an unfilled placeholder is a known word alone in braces.
-    unfilled = re.compile(r"\{(" + "|".join(sorted(words_of_prompts())) + r")\}")
+    built_in = ("passage", "snippet", "symbol", "story", "table", "column", "field2", "entity2")
+    unfilled = re.compile(r"\{(" + "|".join((*prompts._lists()["words"], *built_in)) + r")\}")
     assert not any(unfilled.search(prompt.text) for prompt in drawn)
     assert {prompt.domain for prompt in drawn} >= {"code", "sql", "json", "tools", "technical", "summary", "chat"}
     shares = Counter(prompt.domain for prompt in drawn)
     assert all(shares[name] > 0.1 * len(drawn) for name in ("code", "qa", "prose"))
-
-
-def words_of_prompts() -> set[str]:
-    return {*prompts._lists()["words"], "passage", "snippet", "symbol", "story", "table", "column", "field2", "entity2"}
 
 
 def test_passages_quote_the_standard_library() -> None:
@@ -68,16 +65,10 @@ def test_passages_quote_the_standard_library() -> None:
         assert ast.get_docstring(ast.parse(snippet).body[0]) is None
 
 
-def test_prompt_file_replaces_built_in_prompts() -> None:
-    own = [PromptLine(prompt="abc", domain="mine")]
-    questions = TrainingQuestions(Letters(), [], 0, own)  # type: ignore[arg-type]
-    assert {(q.ids, q.domain) for q in islice(iter(questions), 50)} == {((97, 98, 99), "mine")}
-
-
-def test_held_out_prompts_are_not_used_for_training() -> None:
-    own = [PromptLine(prompt="abc"), PromptLine(prompt="xyz")]
+def test_prompt_file_replaces_built_in_prompts_and_held_out_ones_are_not_used() -> None:
+    own = [PromptLine(prompt="abc"), PromptLine(prompt="xyz", domain="mine")]
     questions = TrainingQuestions(Letters(), [own[0]], 0, own)  # type: ignore[arg-type]
-    assert {q.ids for q in islice(iter(questions), 50)} == {(120, 121, 122)}
+    assert {(q.ids, q.domain) for q in islice(iter(questions), 50)} == {((120, 121, 122), "mine")}
 
 
 def test_prompts_that_are_all_held_out_are_reported() -> None:

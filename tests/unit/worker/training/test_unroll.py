@@ -22,7 +22,7 @@ from specdecode_worker.training import acceptance
 from specdecode_worker.training import unroll as unrolling
 from specdecode_worker.training.acceptance import RANKS, StepCounts, accepted, groups_of, target_token_ranks
 from specdecode_worker.training.conversations import Conversation, DataSet, batches, pieces, write_shard
-from specdecode_worker.training.heads import new_draft_model, new_eagle, new_head, new_medusa
+from specdecode_worker.training.heads import new_eagle, new_head
 from specdecode_worker.training.rollout import read_states
 from specdecode_worker.training.trainer import LossSettings, Trainer, TrainSettings, loss_of, root_counts
 from specdecode_worker.training.unroll import (
@@ -32,12 +32,9 @@ from specdecode_worker.training.unroll import (
     batch_for,
     cod_share,
     logits_of,
-    make_batch,
     root_count,
     root_share,
-    unroll,
     unrolled,
-    vocabulary_of,
     working_copy,
 )
 from support.training_fixtures import MAKERS, VOCABULARY, Growing, shaken
@@ -77,13 +74,6 @@ def block_logits(head: DFlashHead, conversation: Conversation, root: int) -> lis
     mask = torch.full((DEPTH,), head.config.mask_token_id)
     tokens = torch.cat((conversation.tokens_N[root : root + 1].long(), mask))
     return list(head.logits(block_states(head, conversation.aux_NA[:root], tokens)[1:]))
-
-
-@torch.no_grad()
-def test_only_slots_with_a_root_in_the_answer_are_valid(head: Eagle3Head, conversations: list[Conversation]) -> None:
-    for k, (_, rooted_BA) in enumerate(unroll(head, make_batch(conversations, torch.float32), DEPTH)):
-        lengths = [max(0, len(c.tokens_N) - c.answer_start - k) for c in conversations]
-        assert rooted_BA.sum(dim=1).tolist() == lengths
 
 
 @torch.no_grad()
@@ -214,6 +204,9 @@ def test_unrolled_draft_equals_drafting_step_by_step(
 ) -> None:
     draft = shaken(MAKERS[method](target, DEPTH))
     passes = list(unrolled(draft, batch_for(draft, conversations, torch.float32), DEPTH))
+    for k, (_, rooted_BA) in enumerate(passes):
+        lengths = [max(0, len(c.tokens_N) - c.answer_start - k) for c in conversations]
+        assert rooted_BA.sum(dim=1).tolist() == lengths, "no other slot has a root in the answer"
     for row, conversation in enumerate(conversations[:3]):
         for root in range(conversation.answer_start, len(conversation.tokens_N)):
             for k, expected in enumerate(stepped(draft, conversation, root)):
@@ -256,11 +249,6 @@ def test_working_copy_shares_the_target_weights(target: CausalLM) -> None:
     assert copies[1]._target[0] is target
     assert target.lm_head.weight.dtype == torch.float32
     assert not any(parameter.requires_grad for parameter in target.parameters())
-
-
-def test_medusa_draft_uses_its_own_vocabulary(target: CausalLM) -> None:
-    assert vocabulary_of(new_medusa(target, torch.arange(0, 64, 4), 2), 64).tolist() == list(range(0, 64, 4))
-    assert vocabulary_of(new_draft_model(target, 2), 64).tolist() == list(range(64))
 
 
 AIM = LossSettings(depth=DEPTH, decay=0.8, divergence=0.5, sample_seed=4)
