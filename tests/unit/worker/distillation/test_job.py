@@ -88,6 +88,8 @@ def test_without_golden_prompts_the_captured_traffic_alone_decides(
     [
         (["--golden", "/nowhere.jsonl"], "input", "/nowhere.jsonl"),
         (["--draft", "file:///nowhere"], "input", "/nowhere"),
+        (["--replay", "/nowhere", "--replay-share", "0.5"], "input", "/nowhere"),
+        (["--replay-share", "1"], "input", "--replay-share is 1.0"),
         (["--steps", "0"], "input", "--steps"),
         (["--time-limit", "0"], "input", "--time-limit"),
         (["--time-limit", "0.01"], "time-limit", "--time-limit"),
@@ -373,10 +375,3 @@ def test_expired_text_of_an_earlier_run_is_deleted_and_not_replayed(
 def _stored_times(out: Path) -> list[float]:
     """Return the times of all records whose text a run holds."""
     return sorted(record.time_seconds for path in (out / "data").rglob("*.records") for record in read_records_of(path))
-
-
-def test_verdict_ends_the_captured_text_of_a_job(flags: list[str], tmp_path: Path, message: Path) -> None:
-    assert run_job(message, flags, tmp_path / "out").verdict == "inconclusive"
-    assert not (tmp_path / "out" / "data").exists()
-    assert run([*flags, "--keep-data"], tmp_path / "kept") == 0
-    assert _stored_times(tmp_path / "kept")

@@ -107,19 +107,6 @@ def test_place_that_cannot_be_used_is_named(prefix: str, named: str, claim: Path
         check_place(prefix)
 
 
-def test_job_publishes_after_its_verdict(flags: list[str], claim: Path, tmp_path: Path, message: Path) -> None:
-    out = tmp_path / "out"
-    refused = run_job(message, flags, out, "--publish", "pvc://other/drafts")
-    assert (refused.verdict, refused.failure) == ("failed", "publish")
-    assert not (out / "golden").exists(), "it is found out before the work"
-    verdict = run_job(message, flags, out, "--publish", "pvc://heads/drafts")
-    assert verdict.verdict == "inconclusive"
-    published = claim / "drafts" / verdict.draft.hash
-    assert verdict.draft.uri == f"pvc://heads/drafts/{verdict.draft.hash}"
-    assert model_hash(published) == verdict.draft.hash == model_hash(out / "head")
-    assert {"calibration.json", "lineage.json"} <= {path.name for path in published.iterdir()}
-
-
 RUN = RunRecord(id="6740f2a1", started=1.0, draft_uri="embedded://draft", bucket="s3://heads/team")
 
 

@@ -6,8 +6,9 @@ P-EAGLE and DFlash heads are distilled from captured traffic to drafts of the sa
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -108,7 +109,7 @@ def test_unusable_record_has_a_drop_reason(
     change: dict[str, object], why: DropReason, records: Sequence[Record]
 ) -> None:
     record = records[0]
-    assert static_drop_reason(record, record.target, SIZE, POSITIONS) is None
+    assert all(static_drop_reason(one, record.target, SIZE, POSITIONS) is None for one in records)
     assert static_drop_reason(msgspec.structs.replace(record, **change), record.target, SIZE, POSITIONS) == why
     for sampling in ({"seed": -1}, {"temperature": -1.0}, {"logit_bias": ((SIZE, 1.0),)}):
         assert static_drop_reason(changed(record, **sampling), record.target, SIZE, POSITIONS) == DropReason.malformed
@@ -206,20 +207,18 @@ def test_a_draft_of_another_method_is_refused(
     assert "holds a draft of method medusa; eagle3, peagle and dflash are distilled" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["peagle", "dflash", "eagle3"])
+@pytest.mark.parametrize(
+    ("new", "slots"),
+    [(new_peagle, [4]), (lambda target, known: new_dflash(target, 1, 4), [5]), (new_head, [1] * 4)],
+    ids=["peagle", "dflash", "eagle3"],
+)
 def test_a_step_of_a_parallel_head_is_timed_with_one_pass(
-    kind: str, model: Path, monkeypatch: pytest.MonkeyPatch
+    new: Callable[[CausalLM, torch.Tensor], Any], slots: list[int], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = load_causal_lm(model, dtype=torch.float32, device=CPU)
-    known = torch.arange(target.config.vocab_size)
-    made = {
-        "peagle": lambda: new_peagle(target, known),
-        "dflash": lambda: new_dflash(target, 1, 4),
-        "eagle3": lambda: new_head(target, known),
-    }[kind]()
+    made = new(target, torch.arange(target.config.vocab_size))
     calls: list[int] = []
     forward = made.forward
     monkeypatch.setattr(made, "forward", lambda *args: calls.append(len(args[1])) or forward(*args))
     step_costs(target, made, made, TreeShape.chain(4), rounds=1)
-    slots = {"peagle": [4], "dflash": [5], "eagle3": [1] * 4}[kind]
     assert calls == slots * 6, "two drafts in three rounds, of which two warm up"

@@ -49,7 +49,8 @@ def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]
     if isinstance(draft, MedusaHeads):
         return list(draft.logits(conversation.hidden_NE[root - 1 : root]).flatten(0, 1)[: end - root])
     if isinstance(draft, DFlashHead):
-        return block_logits(draft, conversation, root)[: end - root]
+        block = torch.cat((tokens[root : root + 1], torch.full((DEPTH,), draft.config.mask_token_id)))
+        return list(draft.logits(block_states(draft, conversation.aux_NA[:root], block)[1:]))[: end - root]
     if isinstance(draft, CausalLM):
         return [draft.logits(read_states(draft, tokens[: slot + 1])[1][-1]) for slot in range(root, end)]
     attend, slots = Growing(), torch.arange(1, root + 1)
@@ -67,13 +68,6 @@ def stepped(draft: Draft, conversation: Conversation, root: int) -> list[Tensor]
         )
         logits.append(draft.logits(state)[0])
     return logits
-
-
-def block_logits(head: DFlashHead, conversation: Conversation, root: int) -> list[Tensor]:
-    """Return the logits by depth of one block behind the token ``root``."""
-    mask = torch.full((DEPTH,), head.config.mask_token_id)
-    tokens = torch.cat((conversation.tokens_N[root : root + 1].long(), mask))
-    return list(head.logits(block_states(head, conversation.aux_NA[:root], tokens)[1:]))
 
 
 @torch.no_grad()
