@@ -30,6 +30,7 @@ PATTERNS = {
     "rank_pattern": {"q_proj": 3, r"layers\.1\.mlp\.down_proj": 5, "model.layers.3.self_attn.k_proj": 6},
     "alpha_pattern": {".*gate_proj": 11, "q_proj": 5}, "layers_to_transform": [0, 1, 3],
 }  # fmt: skip
+QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
     "patterns-and-rslora": PATTERNS,
@@ -151,12 +152,7 @@ def test_other_kinds_are_refused(config: dict[str, Any], reason: str, base: Path
         ("model.layers.9.self_attn.q_proj", (32, 32), {}, "the target has no model.layers.9.self_attn.q_proj"),
         ("model.layers.0.self_attn.q_proj", (32, 48), {}, r"adapts a matrix \[32, 48\]"),
         ("lm_head", (97, 32), {"tie_word_embeddings": True}, "lm_head is tied"),
-        (
-            "model.layers.0.mlp.up_proj",
-            (48, 32),
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantized?|quantization_config",
-        ),
+        ("model.layers.0.mlp.up_proj", (48, 32), QUANTIZED, "quantized?|quantization_config"),
     ],
 )
 def test_targets_that_do_not_fit_are_refused(

@@ -161,7 +161,9 @@ def test_logits_equal_those_of_zlabs_layout(
 def test_a_draft_vocabulary_is_a_part_of_the_targets(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
     plain = loaded_head("dflash", write(tmp_path / "flat", flat(shape), dflash_tensors()), target)
     config = speculators_dflash(shape, draft_vocab=len(KNOWN))
-    head = loaded_head("dflash", write(tmp_path / "head", config, dflash_tensors() | copies(target, KNOWN)), target)
+    folder = write(tmp_path / "head", config, dflash_tensors() | copies(target, KNOWN))
+    check_draft("dflash", folder, write(tmp_path / "target", shape, target.state_dict()))
+    head = loaded_head("dflash", folder, target)
     assert head.target_ids.tolist() == KNOWN.tolist()
     torch.testing.assert_close(block_logits(head), block_logits(plain)[:, KNOWN])
 
@@ -246,9 +248,3 @@ def test_a_map_is_refused_where_the_vocabulary_is_the_targets(
     tensors = dflash_tensors() | copies(target) | {"d2t": torch.zeros(97, dtype=torch.int64)}
     with pytest.raises(WeightMismatch, match="d2t is not part of this model"):
         loaded_head("dflash", write(tmp_path, speculators_dflash(shape), tensors), target)
-
-
-def test_check_accepts_the_layout_by_its_headers(target: CausalLM, shape: dict[str, Any], tmp_path: Path) -> None:
-    target_folder = write(tmp_path / "target", shape, target.state_dict())
-    config = speculators_dflash(shape, draft_vocab=len(KNOWN))
-    check_draft("dflash", write(tmp_path / "head", config, dflash_tensors() | copies(target, KNOWN)), target_folder)

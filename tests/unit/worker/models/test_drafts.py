@@ -38,14 +38,15 @@ from support.worker.dense_attention import dense
 from support.worker.small_folders import randomise
 from support.worker.tokens import saved, tokenizer
 
-METHODS: dict[WeightMethod, tuple[type, type]] = {
-    "eagle3": (Eagle3Head, Eagle3Config),
-    "peagle": (PEagleHead, PEagleConfig),
-    "dflash": (DFlashHead, DFlashConfig),
-    "eagle": (EagleHead, EagleConfig),
-    "medusa": (MedusaHeads, MedusaConfig),
-    "draft-model": (CausalLM, CausalLMConfig),
+METHODS: dict[WeightMethod, tuple[type, type, str]] = {
+    "eagle3": (Eagle3Head, Eagle3Config, "an EAGLE-3 head"),
+    "peagle": (PEagleHead, PEagleConfig, "a P-EAGLE head"),
+    "dflash": (DFlashHead, DFlashConfig, "a DFlash head"),
+    "eagle": (EagleHead, EagleConfig, "an EAGLE-1"),
+    "medusa": (MedusaHeads, MedusaConfig, "a Medusa"),
+    "draft-model": (CausalLM, CausalLMConfig, "a whole model"),
 }
+"""Network and config of each method, and what errors call it."""
 Folders = dict[WeightMethod, Path]
 Load = Callable[..., Draft]
 
@@ -80,7 +81,7 @@ def load(target: CausalLM, target_folder: Path) -> Load:
 def test_each_method_loads_its_own_network(
     method: WeightMethod, folders: Folders, load: Load, target_folder: Path
 ) -> None:
-    network, config = METHODS[method]
+    network, config, _ = METHODS[method]
     loaded = load(method, folders[method])
     assert isinstance(loaded, network)
     assert isinstance(loaded.config, config)
@@ -92,15 +93,8 @@ def test_each_method_loads_its_own_network(
 def test_draft_of_another_method_is_refused(
     method: WeightMethod, asked: WeightMethod, folders: Folders, load: Load, target_folder: Path
 ) -> None:
-    word = {
-        "eagle3": "an EAGLE-3 head",
-        "peagle": "a P-EAGLE head",
-        "dflash": "a DFlash head",
-        "eagle": "an EAGLE-1",
-        "medusa": "a Medusa",
-        "draft-model": "a whole model",
-    }
-    with pytest.raises(ConfigMismatch, match=rf"this is {word[method]}.*, set method: {method} \(it is {asked}\)"):
+    word = METHODS[method][-1]
+    with pytest.raises(ConfigMismatch, match=rf"this is {word}.*, set method: {method} \(it is {asked}\)"):
         load(asked, folders[method])
     with pytest.raises(ConfigMismatch, match=f"set method: {method}"):
         check_draft(asked, folders[method], target_folder)

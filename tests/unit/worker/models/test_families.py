@@ -78,7 +78,7 @@ def saved(folder: Path, shape: dict[str, Any], variant: str) -> Any:
 
 
 @torch.inference_mode()
-def our_logits(model: CausalLM, dense: Any) -> Tensor:
+def our_logits(model: CausalLM) -> Tensor:
     return model.logits(model(TOKENS, torch.arange(len(TOKENS)), dense).hidden_TE)
 
 
@@ -89,10 +89,10 @@ def test_logits_plain_and_fused(variant: str, shape: dict[str, Any], tmp_path: P
     wanted = saved(tmp_path, shape, variant)(TOKENS[None]).logits[0]
     assert wanted.std() > 0.3, "logits must be large enough for 1e-5 to mean something"
     ours = load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)
-    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(our_logits(ours), wanted, atol=1e-5, rtol=1e-5)
     fuse(ours)
     assert sum(name.endswith("qkv_proj") for name, _ in ours.named_modules()) == 5
-    torch.testing.assert_close(our_logits(ours, dense), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(our_logits(ours), wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -110,12 +110,12 @@ def test_aux_states_are_the_inputs_of_layers(shape: dict[str, Any], tmp_path: Pa
 def test_older_transformers_configs_are_equivalent(shape: dict[str, Any], tmp_path: Path) -> None:
     """A config with top-level rope_theta and rope_scaling, as before transformers 5, gives the same logits."""
     saved(tmp_path, shape, "llama3-rope")
-    wanted = our_logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU), dense)
+    wanted = our_logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU))
     config = json.loads((tmp_path / "config.json").read_text())
     nested = config.pop("rope_parameters")
     old = config | {"rope_theta": nested.pop("rope_theta"), "rope_scaling": nested}
     (tmp_path / "config.json").write_text(json.dumps(old))
-    assert torch.equal(our_logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU), dense), wanted)
+    assert torch.equal(our_logits(load_causal_lm(tmp_path, dtype=torch.float32, device=CPU)), wanted)
 
 
 def mistral(shape: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def test_family_is_read_from_model_type_if_architectures_are_missing(shape: dict
     assert not causal_lm_config(shape).qkv_bias
 
 
-def read(target: CausalLM, dense: Any, reads: TargetStates) -> Tensor:
+def read(target: CausalLM, reads: TargetStates) -> Tensor:
     states = target(TOKENS, torch.arange(len(TOKENS)), dense, reads).aux_TA
     assert isinstance(states, Tensor)
     return states
@@ -250,13 +250,13 @@ def test_no_states_are_returned_unless_requested(target: CausalLM) -> None:
 
 
 def test_states_come_in_the_order_asked_for(target: CausalLM) -> None:
-    rising, falling = read(target, dense, TargetStates((1, 4))), read(target, dense, TargetStates((4, 1)))
+    rising, falling = read(target, TargetStates((1, 4))), read(target, TargetStates((4, 1)))
     assert torch.equal(rising.unflatten(-1, (2, 32)).flip(1).flatten(1), falling)
-    assert torch.equal(read(target, dense, TargetStates((1, 1))), rising[:, :32].repeat(1, 2))
+    assert torch.equal(read(target, TargetStates((1, 1))), rising[:, :32].repeat(1, 2))
 
 
 def test_final_state_is_normed_and_last(target: CausalLM) -> None:
-    states = read(target, dense, TargetStates((0, 5), final=True))
+    states = read(target, TargetStates((0, 5), final=True))
     assert states.shape == (len(TOKENS), TargetStates((0, 5), final=True).width(32)) == (len(TOKENS), 96)
     assert torch.equal(states[:, :32], target.model.embed_tokens(TOKENS))
     assert torch.equal(target.model.norm(states[:, 32:64]), states[:, 64:])
@@ -271,5 +271,5 @@ def test_final_state_is_normed_and_last(target: CausalLM) -> None:
 def test_states_of_one_draft_are_selected_from_a_shared_pass(part: TargetStates, target: CausalLM) -> None:
     whole = part | TargetStates((2, 0), final=True)
     assert whole.layers == tuple(sorted(set(whole.layers)))
-    pieces = read(target, dense, whole).unflatten(-1, (-1, 32))[:, list(whole.indices_of(part))]
-    assert torch.equal(pieces.flatten(1), read(target, dense, part))
+    pieces = read(target, whole).unflatten(-1, (-1, 32))[:, list(whole.indices_of(part))]
+    assert torch.equal(pieces.flatten(1), read(target, part))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,7 +34,8 @@ from support.worker.tokens import saved, tokenizer
 
 few = settings(max_examples=by_effort(quick=15, full=15, nightly=200), deadline=None)
 KINDS = ("eagle3", "peagle", "dflash", "eagle", "medusa", "draft-model", "target")
-FIELDS = (
+FIELDS = re.findall(
+    r"\w+",
     """
 architectures attention_bias bias block_size dflash_config bos_token_id draft_vocab_size
 eagle_aux_hidden_state_layer_ids eagle_config eos_token_id fc_norm head_dim hidden_act hidden_size intermediate_size
@@ -42,18 +44,10 @@ norm_before_fc norm_before_residual norm_output num_attention_heads num_aux_hidd
 num_key_value_heads pard_token parallel_drafting partial_rotary_factor qkv_bias quantization_config rms_norm_eps
 rope_parameters rope_scaling rope_theta sliding_window speculators_model_type target_hidden_size tie_word_embeddings
 transformer_layer_config truncated_vocab_size vocab_size
-""".strip()
-    .replace("\n", " ")
-    .split(" ")
+""",
 )
-SCALES = (
-    """
-attention_factor beta_fast beta_slow factor high_freq_factor low_freq_factor mscale mscale_all_dim
-original_max_position_embeddings rope_theta
-""".strip()
-    .replace("\n", " ")
-    .split(" ")
-)
+SCALES = ("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale",
+          "mscale_all_dim", "original_max_position_embeddings", "rope_theta")  # fmt: skip
 NUMBERS = st.one_of(
     st.integers(-3, 300), st.sampled_from([2**24, 2**24 + 1, 2**31, 2**63, -(2**70), 10**400]), st.floats(width=32)
 )
@@ -159,25 +153,8 @@ def test_junk_in_config_raises_only_model_errors(
         loads(kind, folder, whole)
 
 
-WRONG: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    2,
-    0.5,
-    10**400,
-    float("nan"),
-    "",
-    "x",
-    [],
-    ["x"],
-    [10**9],
-    [None],
-    {},
-    {"x": {}},
-]
+WRONG: list[Any] = [None, True, 0, -1, 1, 2, 0.5, 10**400, float("nan"), "", "x", [], ["x"], [10**9], [None], {},
+                    {"x": {}}]  # fmt: skip
 
 
 @pytest.mark.parametrize("field", [*FIELDS, *(f"rope_scaling.{name}" for name in SCALES)])

@@ -58,37 +58,36 @@ def state_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_only_the_blocks_of_a_target_are_quantised(target: CausalLM, kind: Kind) -> None:
-    before, embedding = logits(target, dense), target.model.embed_tokens.weight.clone()
+    before, embedding = logits(target), target.model.embed_tokens.weight.clone()
     rounded = copy.deepcopy(target)
     quantise_target(target, kind, CPU, stored=True)
     quantise_target(rounded, kind, CPU)
     attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert quantised(target).keys() == attention | {"gate_proj", "up_proj", "down_proj"}
     assert not quantised(rounded)
-    wanted = logits(rounded, dense)
+    wanted = logits(rounded)
     assert not torch.allclose(wanted, before, atol=1e-6)
-    torch.testing.assert_close(logits(target, dense), wanted, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(logits(target), wanted, atol=1e-12, rtol=1e-12)
     fuse(target)
     assert quantised(target).keys() == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
-    torch.testing.assert_close(logits(target, dense), wanted, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(logits(target), wanted, atol=1e-12, rtol=1e-12)
     assert torch.equal(target.model.embed_tokens.weight, embedding)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_mlps_and_head_of_a_draft_are_quantised(head: Eagle3Head, kind: Kind) -> None:
-    before, rounded = drafted(head, dense), copy.deepcopy(head)
+    before, rounded = drafted(head), copy.deepcopy(head)
     quantise_draft(head, kind, stored=True)
     quantise_draft(rounded, kind)
     assert quantised(head) == dict.fromkeys(("gate_proj", "up_proj", "down_proj"), kind) | {
         "lm_head": "int8" if kind == "int4" else kind
     }
-    assert not torch.allclose(drafted(rounded, dense), before, atol=1e-6)
+    assert not torch.allclose(drafted(rounded), before, atol=1e-6)
     fuse(head)
-    torch.testing.assert_close(drafted(head, dense), drafted(rounded, dense), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(drafted(head), drafted(rounded), atol=1e-12, rtol=1e-12)
 
 
 def test_tied_embeddings_are_not_quantised(target: CausalLM) -> None:
-    """A tied embedding is not quantized with the lm_head of a draft model."""
     embedding = target.model.embed_tokens.weight.clone()
     quantise_draft(target, "int4")
     assert torch.equal(target.model.embed_tokens.weight, embedding)
@@ -123,10 +122,10 @@ def test_the_packed_output_matrix_of_a_target_stays_as_it_is(target: CausalLM, h
 
 
 def test_no_quantization_by_default(target: CausalLM) -> None:
-    before = logits(target, dense)
+    before = logits(target)
     quantise_target(target, None, CPU)
     quantise_draft(target, None)
-    assert torch.equal(logits(target, dense), before)
+    assert torch.equal(logits(target), before)
     assert added_bytes(target, None, torch.float32, CUDA, draft=True) == 0
 
 
@@ -141,13 +140,13 @@ PACKS = should_pack(torch.bfloat16, torch.device("cpu"))
 needs_bf16 = pytest.mark.skipif(not PACKS, reason=skip_reason("bf16", "this CPU does not multiply it"))
 
 
-def logits(model: CausalLM, dense: Any) -> Tensor:
+def logits(model: CausalLM) -> Tensor:
     out = model(TOKENS, torch.arange(len(TOKENS)), dense, TargetStates((0, 2, 4)))
     assert out.aux_TA is not None
     return torch.cat((model.logits(out.hidden_TE), out.aux_TA), dim=-1)
 
 
-def drafted(head: Eagle3Head, dense: Any) -> Tensor:
+def drafted(head: Eagle3Head) -> Tensor:
     generator = torch.Generator().manual_seed(6)
     aux = torch.randn(len(TOKENS), 96, generator=generator).to(head.norm.weight.dtype)
     return head.logits(head(head.fuse(aux), TOKENS, torch.arange(len(TOKENS)), dense))
@@ -187,14 +186,14 @@ def test_packing_bf16_costs_no_accuracy(shape: dict[str, Any], head_dim: int, co
     randomise(target, 1), randomise(head, 2)
     target, head = target.bfloat16(), head.bfloat16()
     exact_target, exact_head = copy.deepcopy(target).double(), copy.deepcopy(head).double()
-    pairs = [(target, logits, logits(exact_target, dense)), (head, drafted, drafted(exact_head, dense))]
+    pairs = [(target, logits, logits(exact_target)), (head, drafted, drafted(exact_head))]
     for model, run, exact in pairs:
-        plain_error = (run(model, dense).double() - exact).abs().mean()  # type: ignore[operator]
+        plain_error = (run(model).double() - exact).abs().mean()  # type: ignore[operator]
         fuse(model)
         assert not any(part.is_plain for part in model.modules() if isinstance(part, Linear))
         natively = any(isinstance(module, NativeBlock | NativeMidlayer) for module in model.modules())
         assert natively == (compiled and head_dim == 32)
-        packed_error = (run(model, dense).double() - exact).abs().mean()  # type: ignore[operator]
+        packed_error = (run(model).double() - exact).abs().mean()  # type: ignore[operator]
         assert packed_error < 1.5 * plain_error
         assert packed_error < 0.05 * exact.abs().mean()
 

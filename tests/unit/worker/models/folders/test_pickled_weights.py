@@ -33,6 +33,7 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 CHILD = pickled_weights._CHILD
+LEGACY = {"_use_new_zipfile_serialization": False}
 STATE = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4).T,
     "b": torch.ones(5, dtype=torch.bfloat16),
@@ -65,7 +66,7 @@ def pickled(folder: Path, shards: int = 1) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}], ids=["archive", "legacy"])
+@pytest.mark.parametrize("options", [{}, LEGACY], ids=["archive", "legacy"])
 def test_tensors_are_the_same(tmp_path: Path, options: dict[str, Any]) -> None:
     folder = folder_with(tmp_path / "head", STATE, **options)
     converted = pickled_weights.converted_folder(folder, tmp_path / "cache")
@@ -100,10 +101,7 @@ def test_nothing_but_the_cache_must_be_writable(tmp_path: Path, monkeypatch: pyt
 
 def test_target_and_head_of_local_folders_load_as_from_safetensors(tmp_path: Path) -> None:
     """`resolve` is where train, eval, check, bench and serve get their folders from."""
-    target, head = tmp_path / "target", tmp_path / "head"
-    target.mkdir(), head.mkdir()
-    small_model.write_target(target)
-    small_model.write_draft(head)
+    target, head = small_model.write_pair(tmp_path)
     options: Any = {"dtype": torch.float32, "device": CPU}
     wanted = load_causal_lm(target, **options)
     wanted_head = loaded_head("eagle3", head, wanted)
@@ -151,12 +149,7 @@ def test_a_pickle_that_wants_to_run_something_runs_nothing(tmp_path: Path) -> No
     mark = tmp_path / "ran"
     for function, arguments, named, options in (
         (os.system, (f"touch {mark}",), r"it wants (posix|os)\.system", {}),
-        (
-            eval,
-            (f"open({str(mark)!r}, 'w')",),
-            "it wants (builtins\\.)?eval",
-            {"_use_new_zipfile_serialization": False},
-        ),
+        (eval, (f"open({str(mark)!r}, 'w')",), r"it wants (builtins\.)?eval", LEGACY),
         (shutil.copy, (__file__, str(mark)), r"it wants shutil\.copy", {}),
     ):
         folder = folder_with(tmp_path / "head", {"a": torch.ones(1), "b": Runs(function, *arguments)}, **options)
