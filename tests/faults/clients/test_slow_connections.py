@@ -1,4 +1,4 @@
-"""Half-open requests are closed in time, and a flood of the open endpoints delays no stream."""
+"""Half-open requests are closed in time, a flood of the open endpoints delays no stream, and deaf clients nobody."""
 
 from __future__ import annotations
 
@@ -107,9 +107,6 @@ def _stream_seconds(worker: WorkerProcess) -> float:
         assert "[DONE]" in worker.complete("SAY:" + "x" * 240, max_tokens=240, stream=True, timeout=120).text
         streams += 1
     return (time.monotonic() - began) / streams
-
-
-# Clients that stop reading keep neither a place in the queue nor the worker at its shutdown.
 
 
 MAX_WAITING = 4

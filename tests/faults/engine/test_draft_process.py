@@ -1,4 +1,4 @@
-"""A draft process that is killed while clients are served."""
+"""A draft process that is killed while clients are served, and errors and signals that end the whole worker."""
 
 from __future__ import annotations
 
@@ -61,9 +61,6 @@ def test_a_killed_draft_process_fails_no_request(worker: WorkerProcess) -> None:
     assert worker.report().accepted_tokens - before > 50
 
 
-# Errors after which the device cannot be used: the engine process ends at once, wherever they are raised.
-
-
 EXIT_SECONDS = 8.0
 """Time from the error to the end of the worker: one second for probes, the rest for clients and noise."""
 
@@ -86,6 +83,7 @@ def run_step(worker: WorkerProcess, folder: Path) -> None:
 def test_sticky_device_error_ends_the_worker(
     start_fake: StartWorker, provoke: Callable[[WorkerProcess, Path], None], tmp_path: Path
 ) -> None:
+    """The device cannot be used any more, wherever the error is raised."""
     worker = start_fake()
     assert worker.admin_token
     engine_pid, began = worker.engine_pid, time.monotonic()
@@ -97,9 +95,6 @@ def test_sticky_device_error_ends_the_worker(
     print(f"engine gone after {engine_seconds:.1f} s, worker after {time.monotonic() - began:.1f} s")
     assert engine_seconds < EXIT_SECONDS / 2
     assert fake_engine.STICKY_ERROR in worker.termination_message
-
-
-# The end of a worker: in time although threads are busy, and by itself after a drain.
 
 
 GRACE_SECONDS = 2.0
@@ -131,10 +126,8 @@ def _ask(worker: WorkerProcess, prompt: object, timeout: float = EXIT_SECONDS) -
         worker.complete(prompt, timeout=timeout)
 
 
-# Parts of the server process that must live: the worker ends when one of them ends with an exception.
-
-
 def assert_ends(worker: WorkerProcess, began: float, reason: str) -> None:
+    """Assert that a worker ends because a part of its server process that must live has ended."""
     assert worker.exit_code(EXIT_SECONDS) == 1, worker.log
     print(f"worker gone after {time.monotonic() - began:.1f} s: {worker.termination_message}")
     assert reason in worker.termination_message

@@ -1,4 +1,4 @@
-"""Deadlines: of a request, by header and by default, waiting and running, and of the time in the queue."""
+"""Deadlines of requests, by header and by default, waiting and running, of the time in the queue; and fair shares."""
 
 from __future__ import annotations
 
@@ -49,11 +49,7 @@ def assert_ended(answer: httpx.Response, status: int, code: str) -> None:
 
 
 def wait_idle(worker: WorkerProcess) -> None:
-    def is_idle() -> bool:
-        report = worker.report()
-        return not report.running and not report.waiting and not report.kv_tokens_used
-
-    worker.wait_until(is_idle, EXTRA_SECONDS)
+    worker.wait_until(lambda: (now := worker.report()).running == now.waiting == now.kv_tokens_used == 0, EXTRA_SECONDS)
 
 
 def assert_in_time(what: str, seconds: float, deadline: float) -> None:
@@ -99,9 +95,6 @@ def test_deadlines_while_the_batch_is_full(slow_worker: WorkerProcess) -> None:
             assert_ended(answer, 504, "deadline_exceeded")
             assert_in_time("running request without a header", seconds, DEFAULT_SECONDS)
     wait_idle(slow_worker)
-
-
-# Fair share by API key: a client that floods the worker neither delays nor locks out another client.
 
 
 FAIRNESS_STEP_SECONDS = 0.1
@@ -150,9 +143,6 @@ def test_a_flooding_client_does_not_delay_another(keyed_worker: WorkerProcess) -
         assert_ttft_unaffected(idle, one)
 
 
-# A short request behind long prompts: its latency stays bounded, and the long prompts still make progress.
-
-
 LONG_TOKENS = 6_000
 SHORT = {"model": "smollm2", "prompt": "The sky is", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 
@@ -172,6 +162,7 @@ def complete_seconds(worker: WorkerProcess, prompt: str) -> float:
 
 @pytest.mark.proof("faults")  # holds a duration to a bound, so nothing may run beside it
 def test_short_request_behind_long_prompts(embedded_worker: WorkerProcess) -> None:
+    """Its latency stays bounded, and the long prompts still make progress."""
     engine_pid = embedded_worker.engine_pid
     alone = complete_seconds(embedded_worker, "The sky is")
     with contextlib.ExitStack() as open_connections, healthy(embedded_worker):

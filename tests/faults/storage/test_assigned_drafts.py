@@ -32,7 +32,7 @@ from support import small_model
 from support.e2e.draft_files import write_noised_head
 from support.faults.bounds import healthy
 from support.storage_servers.s3_server import S3Server, s3_server
-from support.worker_process import StartWorker, WorkerProcess, ready, real
+from support.worker_process import StartWorker, WorkerProcess, ready, real, worker_config
 
 TARGET, SPEC = "embedded://smollm2-135m-instruct", "embedded://smollm2-135m-instruct-eagle3"
 POD = "pod-a"
@@ -168,9 +168,6 @@ def test_a_worker_starts_with_the_assigned_draft(noised: Artifact, tmp_path: Pat
         assert f"has the hash {noised.hash}" in (report.draft.swap_problem or "")
 
 
-# Drafts in a bucket of a real S3 server: at start, at a swap of a running worker, and while the server is gone.
-
-
 FIRST, NEXT = "s3://heads/first", "s3://heads/next"
 LOAD_SECONDS = 60.0
 
@@ -196,14 +193,9 @@ def _upload(server: S3Server, folder: Path, uri: str) -> str:
 
 
 def _environment(target: Path, cache: Path, variables: dict[str, str]) -> dict[str, str]:
-    config = WorkerConfig(
-        model=ModelConfig(uri=f"file://{target}", served_name="small", dtype="float32"),
-        draft=DraftConfig(method="eagle3", uri=FIRST),
-        engine=EngineConfig(max_num_seqs=2, kv_cache_tokens=2048, device="cpu", threads=1),
-        server=ServerConfig(host="127.0.0.1", port=0, admin_port=0),
-        cache_dir=str(cache),
-    )
-    return {"SPECDECODE_CONFIG": config.model_dump_json(), **variables}
+    config = worker_config(target, dtype="float32", max_num_seqs=2, kv_cache_tokens=2048, device="cpu", threads=1)
+    models = {"draft": DraftConfig(method="eagle3", uri=FIRST), "cache_dir": str(cache)}
+    return {Env.config: config.model_copy(update=models).model_dump_json(), **variables}
 
 
 def _running_hash(worker: WorkerProcess) -> str:
@@ -213,6 +205,7 @@ def _running_hash(worker: WorkerProcess) -> str:
 def test_worker_takes_drafts_from_a_bucket(
     server: S3Server, small_folder: Path, start_pod: StartWorker, tmp_path: Path
 ) -> None:
+    """A real S3 server: at start, at a swap of a running worker, and while the server is gone."""
     first, following = (_upload(server, tmp_path / name, uri) for name, uri in (("first", FIRST), ("next", NEXT)))
     assert first != following
     cache = tmp_path / "cache"

@@ -19,69 +19,53 @@ from support.worker_process import StartWorker, WorkerProcess, worker_config
 LOAD_SECONDS = 20.0
 
 
-def _unreadable_calibration(folder: Path) -> str:
-    (folder / "calibration.json").mkdir()
-    return "calibration.json"
-
-
-def _unreadable_weights(folder: Path) -> str:
+def _unreadable_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to(folder / "nowhere")
-    return "model.safetensors"
 
 
-def _nested_calibration(folder: Path) -> str:
-    (folder / "calibration.json").write_text('{"sharpness":' + "[" * 100_000 + "]" * 100_000 + "}")
-    return "calibration.json"
+def _calibration(text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / "calibration.json").write_text(text)
 
 
-def _endless_calibration(folder: Path) -> str:
-    (folder / "calibration.json").write_text('{"sharpness": [NaN, 1e999]}')
-    return "calibration.json"
-
-
-def _truncated_weights(folder: Path) -> str:
+def _truncated_weights(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    return "model.safetensors"
 
 
-def _nan_weights(folder: Path) -> str:
-    return _spoil(folder, "midlayer.mlp.up_proj.weight", float("nan"))
-
-
-def _whole_model_with_infinity(folder: Path) -> str:
+def _whole_model_with_infinity(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
     small_model.write_target(folder)
-    return _spoil(folder, "model.layers.3.mlp.up_proj.weight", float("inf"))
+    _spoil(folder, "model.layers.3.mlp.up_proj.weight", float("inf"))
 
 
-def _spoil(folder: Path, name: str, value: float) -> str:
+def _spoil(folder: Path, name: str, value: float) -> None:
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
     tensors[name][1, 2] = value
     save_file(tensors, folder / "model.safetensors")
-    return name
 
 
-BAD: dict[str, Callable[[Path], str]] = {
-    "unreadable-calibration": _unreadable_calibration,
-    "unreadable-weights": _unreadable_weights,
-    "nested-json": _nested_calibration,
-    "nan-calibration": _endless_calibration,
-    "truncated": _truncated_weights,
-    "nan-weights": _nan_weights,
-    "infinite-model": _whole_model_with_infinity,
+UP_PROJ = "mlp.up_proj.weight"
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unreadable-calibration": (lambda folder: (folder / "calibration.json").mkdir(), "calibration.json"),
+    "unreadable-weights": (_unreadable_weights, "model.safetensors"),
+    "nested-json": (_calibration('{"sharpness":' + "[" * 100_000 + "]" * 100_000 + "}"), "calibration.json"),
+    "nan-calibration": (_calibration('{"sharpness": [NaN, 1e999]}'), "calibration.json"),
+    "truncated": (_truncated_weights, "model.safetensors"),
+    "nan-weights": (lambda folder: _spoil(folder, f"midlayer.{UP_PROJ}", float("nan")), f"midlayer.{UP_PROJ}"),
+    "infinite-model": (_whole_model_with_infinity, "model.layers.3.mlp.up_proj.weight"),
 }
-"""Functions that spoil a good draft's folder and return what the message must name."""
+"""Functions that spoil a good draft's folder, and what the message must name."""
 
 
 def _bad_draft(kind: str, folder: Path) -> tuple[dict[str, str], str]:
     folder.mkdir()
     small_model.write_draft(folder)
-    named = BAD[kind](folder)
+    spoil, named = BAD[kind]
+    spoil(folder)
     method = "draft-model" if kind == "infinite-model" else "eagle3"
     return {"uri": f"file://{folder}", "method": method}, named
 
