@@ -78,11 +78,9 @@ def test_a_run_continues_where_it_stopped(
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-# The measurement of host time runs, and its steps are those that it says.
-
-
 @pytest.fixture
 def host_cost(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the measurement of host time, with small sizes."""
     module = program("host_cost", monkeypatch)
     small = {"PROMPT_TOKENS": 20, "WARM_STEPS": 4, "STEPS": 4, "POOL_BLOCKS": 2000, "OWNERS": 4, "TURNOVERS": 2}
     for name, value in small.items():
@@ -109,14 +107,12 @@ def test_the_blocks_of_a_chunk_come_from_a_warm_cache(host_cost: Any, monkeypatc
     assert len(evicted) > host_cost.POOL_BLOCKS - (host_cost.OWNERS + 2) * chunk, "the second turn evicts"
 
 
-# The chosen schemas of the benchmark of guided answers: the list, and what is read from a clone or an archive.
-
-
 TEXTS = {("easy", "a"): '{"type": "object"}', ("hard", "b"): '{"type":\n "string", "title": "\u00e9"}'}
 
 
 @pytest.fixture
 def guided_cases(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the benchmark of guided answers, whose chosen schemas are read from a clone or an archive."""
     return program("guided_cases", monkeypatch)
 
 

@@ -80,9 +80,6 @@ def test_gpu_tests_import_what_the_machine_has(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
 
-# Page and pieces of a draft that was trained on a GPU.
-
-
 PROGRAM = Path(__file__).parents[3] / "benchmarks" / "gpu_train.py"
 
 
@@ -92,6 +89,7 @@ def judged(code: float, prose: float) -> dict[str, Any]:
 
 
 def test_page_compares_domains_and_pieces_make_the_draft_again(tmp_path: Path) -> None:
+    """The draft was trained on a GPU."""
     run, out = tmp_path / "run", tmp_path / "out"
     (run / "head").mkdir(parents=True)
     out.mkdir()

@@ -24,27 +24,15 @@ from specdecode_worker.drafts.own_device_process import Propose, TensorRegion
 from specdecode_worker.engine.engine import Engine
 from specdecode_worker.engine.factory import load_engine
 from specdecode_worker.engine.memory import DRAFT_PROCESS_BYTES, Device, take_inventory
-from specdecode_worker.models.arch import causal_lm_config
-from specdecode_worker.models.causal_lm import CausalLM
-from specdecode_worker.models.config import eagle_config
-from specdecode_worker.models.eagle import EagleHead
 from specdecode_worker.models.errors import ModelError
 from support.kube import wait_for
 from support.processes import has_ended
+from support.worker import checkpoints
 from support.worker.draft_children import die, double, refuse
 from support.worker.graph_ranks import serve
-from support.worker.small_folders import SHAPE, config_of, randomise, write, write_head, write_target, write_tokenizer
+from support.worker.small_folders import SHAPE, config_of, write_head, write_target, write_tokenizer
 
 CPU = torch.device("cpu")
-
-
-def write_eagle_head(folder: Path) -> Path:
-    """Write an EAGLE-1 head that shares embedding and lm_head with the target."""
-    config = SHAPE | {"num_hidden_layers": 1}
-    target = CausalLM(causal_lm_config(SHAPE))
-    head = EagleHead(eagle_config(config, target.config), target)
-    randomise(head, 5, 0.3)
-    return write(folder, config, head)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {
         "target": write_target(folder / "target"),
         "eagle3": write_head(folder / "head"),
-        "eagle": write_eagle_head(folder / "eagle"),
+        "eagle": checkpoints.write(folder / "eagle", SHAPE | {"num_hidden_layers": 1}, checkpoints.eagle_tensors()),
         "draft-model": write_target(folder / "draft"),
     }
     for name in ("target", "draft-model"):
@@ -212,10 +200,6 @@ def test_the_memory_of_a_cpu_holds_the_process_too(folders: dict[str, Path], met
     assert own.spent - shared.spent == DRAFT_PROCESS_BYTES + matrices * SHAPE["vocab_size"] * SHAPE["hidden_size"] * 8
 
 
-def regions() -> tuple[TensorRegion, TensorRegion]:
-    return TensorRegion(4096), TensorRegion(4096)
-
-
 class ScriptedProcess:
     """Process that is lost at once, or never ready."""
 
@@ -241,7 +225,7 @@ class ScriptedProcess:
     ],
 )
 def test_a_draft_that_cannot_be_loaded_is_an_error_with_its_reason(build: Any, reason: str) -> None:
-    process = DraftProcess(build, *regions(), 30.0)
+    process = DraftProcess(build, TensorRegion(4096), TensorRegion(4096), 30.0)
     with pytest.raises(ModelError, match=reason):
         process.wait_ready()
     process.kill()

@@ -82,8 +82,6 @@ def split(folders: tuple[Path, Path]) -> Iterator[Engine]:
 
 
 class TestTexts:
-    """Texts of two ranks that replay graphs."""
-
     @pytest.mark.parametrize("sampling", SAMPLING)
     @pytest.mark.parametrize("shape", SHAPES)
     def test_texts_are_those_of_one_rank(self, whole: Engine, split: Engine, shape: str, sampling: str) -> None:

@@ -105,11 +105,8 @@ def test_heads_that_cannot_be_split_are_refused_before_anything_starts(folders: 
 
 def served(target: Path, head: Path) -> WorkerConfig:
     """Return the config of an engine process, with models given by URI."""
-    worker_config = config_of(target, head, tensor_parallel_size=2)
-    model = worker_config.model.model_copy(update={"uri": f"file://{target}"})
-    return worker_config.model_copy(
-        update={"model": model, "draft": worker_config.draft.model_copy(update={"uri": f"file://{head}"})}
-    )
+    config = config_of(target, head, model={"uri": f"file://{target}"}, tensor_parallel_size=2)
+    return config.model_copy(update={"draft": config.draft.model_copy(update={"uri": f"file://{head}"})})
 
 
 @pytest.fixture
