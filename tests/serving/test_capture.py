@@ -111,9 +111,6 @@ async def test_echoes_and_failures_are_not_captured(
     assert records(recorder, tmp_path) == []
 
 
-# Captured traffic end to end: a real server on a small random Llama, its shards, and ``distill``'s preparation.
-
-
 SAMPLING_PARAMS = (
     {"temperature": 0},
     {"temperature": 0.9},
@@ -123,6 +120,7 @@ SAMPLING_PARAMS = (
 
 
 def test_captured_traffic_equals_served_traffic(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """A real server on a small random Llama, its shards, and the preparation of ``distill``."""
     target, capture = folders[0], tmp_path / "capture"
     with ready(real([*small_model.flags(*folders), "--capture", str(capture)], tmp_path / "log")) as worker:
         for number in range(20):

@@ -89,16 +89,6 @@ def test_bodies_beyond_the_budget_get_503(worker: WorkerProcess) -> None:
         assert worker.complete("x" * 60_000).status_code == 400, "budget was given back"
 
 
-def test_pipelined_requests_are_answered_in_order(worker: WorkerProcess) -> None:
-    texts = ["SAY:one<|end|>", "SAY:two<|end|>"]
-    with connect(worker.public) as opened:
-        opened.sendall(b"".join(post({"model": "small", "prompt": text, "max_tokens": 9}) for text in texts))
-        opened.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-        answers = received(opened)
-    assert answers.count(b"HTTP/1.1 200 OK") == 3
-    assert answers.index(b'"one') < answers.index(b'"two') < answers.index(b"ok\n")
-
-
 OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA\r\n"
 
 

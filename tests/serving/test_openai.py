@@ -178,15 +178,6 @@ async def test_stop_strings_and_special_tokens_in_the_text(
     assert (await lasting_service.report()).running == 0, "the engine was not told to stop"
 
 
-async def test_tool_call_is_returned_in_the_message(client: openai.AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(model="small", messages=say_prompt(f"Wait.{CALL}"), tools=[WEATHER])
-    (choice,) = answer.choices
-    assert (choice.message.content, choice.finish_reason) == ("Wait.", "tool_calls")
-    (call,) = choice.message.tool_calls or ()
-    assert call.type == "function"
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
-
-
 async def test_a_tool_call_streams_as_deltas(client: openai.AsyncOpenAI) -> None:
     stream = await client.chat.completions.create(
         model="small", messages=say_prompt(CALL + CALL), tools=[WEATHER], stream=True, logprobs=True

@@ -31,6 +31,9 @@ PROMPT = {"model": "small", "prompt": "hi"}
 
 
 STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
+NAMED = {"type": "function", "function": {"name": "g"}}
+TOO_SMALL = {"type": "function", "function": {"name": "g", "parameters": {"enum": [-(2**63)]}}}
+REGEX = {"structured_outputs": {"regex": "a"}}
 
 
 def events(body: str) -> list[Any]:
@@ -174,29 +177,14 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "invalid_value"),
     ({"structured_outputs": {"grammar": "start: missing"}}, "structured_outputs.grammar", "invalid_value"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_value"),
-    (
-        {
-            "tools": [STRICT, {"type": "function", "function": {"name": "g", "parameters": {"enum": [-(2**63)]}}}],
-            "tool_choice": "required",
-        },
-        "tools[1].function.parameters",
-        "invalid_value",
-    ),
-    (
-        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        "structured_outputs",
-        "invalid_value",
-    ),
+    ({"tools": [STRICT, TOO_SMALL], "tool_choice": "required"}, "tools[1].function.parameters", "invalid_value"),
+    ({**REGEX, "response_format": {"type": "json_object"}}, "structured_outputs", "invalid_value"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
     ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "invalid_value"),
     ({"tools": [STRICT], "response_format": {"type": "json_object"}}, "tools", "unsupported_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
     ({"tool_choice": "any"}, "tool_choice", "invalid_value"),
-    (
-        {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [STRICT]},
-        "tool_choice",
-        "invalid_value",
-    ),
+    ({"tool_choice": NAMED, "tools": [STRICT]}, "tool_choice", "invalid_value"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", None),
     ({"stop": ["a"] * 5}, "stop", "invalid_value"),
     ({"stop": ""}, "stop", "invalid_value"),

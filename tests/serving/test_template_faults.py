@@ -19,7 +19,6 @@ from support.worker.services import client_of, over_fake_engine
 TEMPLATE = (
     "{% set said = messages[0].content %}"
     "{% if said == 'raise' %}{{ raise_exception('roles must alternate') }}{% endif %}"
-    "{% if said == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     "{{ said }}"
 )
 
@@ -42,12 +41,11 @@ def signal_process(number: signal.Signals) -> None:
     os.kill(pid, number)
 
 
-@pytest.mark.parametrize(("content", "reason"), [("raise", "roles must alternate"), ("loop", "0.5 s of processor")])
-async def test_what_the_template_refuses_is_a_400(client: httpx.AsyncClient, content: str, reason: str) -> None:
-    answer = await ask(client, content)
+async def test_what_the_template_refuses_is_a_400(client: httpx.AsyncClient) -> None:
+    answer = await ask(client, "raise")
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == "messages"
-    assert reason in answer.json()["error"]["message"]
+    assert "roles must alternate" in answer.json()["error"]["message"]
     assert (await ask(client, "hi")).status_code == 200
 
 

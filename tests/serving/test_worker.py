@@ -18,8 +18,8 @@ from support.faults.raw_clients import connect, post_of
 from support.small_model import flags
 from support.worker_process import WorkerProcess, ready, real
 
-MESSAGES = [{"role": "user", "content": "hi"}]
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+SAMPLED = GREEDY | {"temperature": 0.9, "top_p": 0.9, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -50,15 +50,7 @@ def test_speculation_does_not_change_the_text(client: openai.OpenAI, worker: Wor
         plan = Plan(version=version, initial=TreeShape.parse(shape), max_depth=6, top_k=4, guard=False)
         worker.put_plan(plan)
         greedy = client.completions.create(model="small", prompt="once", **GREEDY)
-        sampled = client.completions.create(
-            model="small",
-            prompt="once",
-            seed=5,
-            max_tokens=40,
-            temperature=0.9,
-            top_p=0.9,
-            extra_body={"ignore_eos": True},
-        )
+        sampled = client.completions.create(model="small", prompt="once", **SAMPLED)
         texts["greedy"].add(greedy.choices[0].text)
         texts["sampled"].add(sampled.choices[0].text)
     assert worker.report().drafts > before, "nothing was drafted"
@@ -86,7 +78,6 @@ def test_prompt_that_fills_the_context_is_served(client: openai.OpenAI) -> None:
 
 
 def steps(worker: WorkerProcess) -> float:
-    """Return the number of steps that the engine has run."""
     lines = worker.get("/metrics").text.splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith("specdecode_iteration_seconds_count"))
 

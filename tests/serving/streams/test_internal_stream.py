@@ -31,19 +31,13 @@ END = str(small_model.END_ID)
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 
-ANSWER = {
-    "type": "json_schema",
-    "json_schema": {
-        "name": "answer",
-        "strict": True,
-        "schema": {
-            "type": "object",
-            "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 99}},
-            "required": ["kind", "legs"],
-            "additionalProperties": False,
-        },
-    },
+ANIMAL = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
 }
+ANSWER = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": ANIMAL}}
 DISTANCE = {"type": "object", "properties": {"to": {"enum": ["Rome", "Oslo"]}}, "required": ["to"],
             "additionalProperties": False}  # fmt: skip
 PLANNED = [{"type": "function", "function": {"name": "go", "parameters": DISTANCE}},
@@ -117,7 +111,6 @@ LONG = frozenset({"named tool"})
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[StreamWorker, StreamWorker]]:
-    """Yield the plain and the drafting worker."""
     folder = tmp_path_factory.mktemp("target")
     small_model.write_varied_target(folder, 512)
     server = {"max_waiting": 4 * AT_ONCE, "reasoning_parser": "qwen3"}
@@ -133,7 +126,6 @@ async def workers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tup
 
 
 def request_of(name: str, *, stream: bool) -> OpenStream:
-    """Return the request of a case."""
     fields = dict(CASES[name])
     route = COMPLETIONS if "prompt" in fields else CHAT
     body = {"model": "small", "max_tokens": TOKENS, "seed": 77, "ignore_eos": True, "stream": stream, **fields}

@@ -10,14 +10,12 @@ import httpx
 import msgspec
 import pytest
 
-from specdecode_worker.contract import Report, Route
 from specdecode_worker.contract.internal_stream import (
     INTERNAL_STREAMS,
     Alive,
     ChoiceProgress,
     End,
     Error,
-    Open,
     OpenStream,
     Resume,
     Step,
@@ -189,13 +187,6 @@ async def test_continued_request_keeps_the_time_of_its_start(admin: httpx.AsyncC
     journal.start = msgspec.structs.replace(journal.start, created=1234)
     continued = await journal.cut(2).follow(admin, resume=True)
     assert json.loads(continued.end.body)["created"] == 1234
-
-
-async def test_report_has_the_compatibility_key(admin: httpx.AsyncClient) -> None:
-    journal = await Journal(opened()).follow(admin)
-    assert isinstance(journal.start, Open)
-    report = Report.model_validate((await admin.get(Route.report)).json())
-    assert report.compatibility_key == journal.start.compatibility_key != ""
 
 
 @pytest.mark.parametrize(
