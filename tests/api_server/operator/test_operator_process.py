@@ -20,8 +20,7 @@ from specdecode_operator.plugin.cli import main
 from support.kube import Cluster, KubectlError, wait_for
 from support.operators.fleet import DEFAULTS, RUN, deployment_with
 from support.operators.kube_objects import resource, without_owner
-from support.operators.operator_account import grant, kubeconfig_of
-from support.operators.operator_process import OperatorProcess
+from support.operators.operator_process import OperatorProcess, grant, kubeconfig_of
 from support.operators.tcp_proxy import TcpProxy
 
 pytestmark = pytest.mark.usefixtures("crd")

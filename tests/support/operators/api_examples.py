@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import copy
 from typing import Any
 
-from support.operators.fleet import SPEC, deep
+from support.operators.fleet import SPEC
 
 
 def merging(*merge: dict[str, Any], **task: Any) -> dict[str, Any]:
     """Return a speculation whose task merges drafts."""
     drafts = [{"name": "lookup", "method": "ngram"}, {"name": "sql", "uri": "file:///m"}]
     return {"drafts": drafts, "tasks": [{"name": "edits", "merge": list(merge), **task}]}
+
+
+def split(*percents: int, replicas: int = 2) -> dict[str, Any]:
+    """Return routers that send these shares of the traffic to the deployments a and b."""
+    shares = [{"deployment": name, "percent": percent} for name, percent in zip("ab", percents, strict=False)]
+    return {"replicas": replicas, "trafficSplit": shares}
 
 
 NEEDS_URI = "draft.uri is needed by every method but ngram, suffix and none"
@@ -30,14 +36,9 @@ GOOD: list[dict[str, Any]] = [
     {"scaling": {"minReplicas": 0, "owner": "External"}},
     {"router": {"replicas": 1, "autoscaled": True, "holdTimeout": "1h30m"}},
     {"router": {"template": {"spec": {"tolerations": [{"operator": "Exists"}]}}}},
-    {"router": {"replicas": 2, "trafficSplit": []}},
-    {
-        "router": {
-            "replicas": 2,
-            "trafficSplit": [{"deployment": "a", "percent": 40}, {"deployment": "b", "percent": 60}],
-        }
-    },
-    {"router": {"replicas": 1, "trafficSplit": [{"deployment": "a", "percent": 0}]}, "scaling": {"minReplicas": 1}},
+    {"router": split()},
+    {"router": split(40, 60)},
+    {"router": split(0, replicas=1), "scaling": {"minReplicas": 1}},
     {"modelCache": {"persistentVolumeClaim": {"claimName": "models"}}},
     {"modelCache": {"hostPath": {"path": "/models"}}, "prefetchNodeSelector": {"models": "llama"}},
     {"workers": {"template": {"spec": {"anything": {"goes": [1]}}}, "resources": {"limits": {"cpu": "1"}}}},
@@ -129,19 +130,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"drain": {"endpointDelay": "6m"}}, "write a duration from 0s to 5m"),
     ({"router": {"replicas": -1}}, "replicas"),
     ({"router": {"holdTimeout": "0s"}}, "write a duration from 1s to 24h"),
-    ({"router": {"replicas": 0, "trafficSplit": [{"deployment": "a", "percent": 1}]}}, "needs router.replicas above 0"),
-    (
-        {"router": {"replicas": 2, "trafficSplit": [{"deployment": name, "percent": 51} for name in "ab"]}},
-        "at most 100 percent",
-    ),
+    ({"router": split(1, replicas=0)}, "needs router.replicas above 0"),
+    ({"router": split(51, 51)}, "at most 100 percent"),
     ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 1}] * 2}}, "Duplicate value"),
     ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "A", "percent": 1}]}}, "deployment"),
-    ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 101}]}}, "percent"),
+    ({"router": split(101)}, "percent"),
     ({"router": {"replicas": 2, "trafficSplit": [{"deployment": "a"}]}}, "percent"),
-    (
-        {"router": {"replicas": 2, "trafficSplit": [{"deployment": "a", "percent": 1}]}, "scaling": {"minReplicas": 0}},
-        "needs scaling.minReplicas above 0",
-    ),
+    ({"router": split(1), "scaling": {"minReplicas": 0}}, "needs scaling.minReplicas above 0"),
     *(
         (
             {"speculation": {"method": method, "draft": OWN}},
@@ -280,11 +275,14 @@ NAMES = {
 }
 
 
+def merged(spec: Any, change: Any) -> Any:
+    """Return the spec with a change merged into its objects. None removes a field."""
+    if not isinstance(spec, dict) or not isinstance(change, dict):
+        return copy.deepcopy(change)
+    unchanged = {key: value for key, value in spec.items() if key not in change}
+    changed = {key: merged(spec.get(key, {}), value) for key, value in change.items() if value is not None}
+    return {**unchanged, **changed}
+
+
 def spec_with(change: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(without_none(deep(SPEC, change))))  # type: ignore[no-any-return]
-
-
-def without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return value
+    return merged(SPEC, change)  # type: ignore[no-any-return]

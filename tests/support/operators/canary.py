@@ -14,12 +14,7 @@ from specdecode_operator.decision.decide import decide
 from specdecode_operator.drafts.job_status import JobState, JobStatus
 from specdecode_operator.errors import PluginError
 from specdecode_operator.plugin.drafts import change_for, drafts
-from specdecode_operator.state.learned import (
-    DraftRecord,
-    Session,
-    parse_training,
-    render_training,
-)
+from specdecode_operator.state.learned import DraftRecord, Session, parse_training, render_training
 from specdecode_operator.state.store import draft_writes, manifest_of, record_of
 from specdecode_operator.types import Decision, Deployment, Observation, Outcome, TrainingJob, Worker
 from specdecode_worker.contract import (
@@ -196,7 +191,6 @@ class Canary:
             )
 
     def job_ends(self, status: JobStatus) -> None:
-        """Give the Job another status."""
         self.jobs[-1] = replace(self.jobs[-1], status=status)
 
     def end_job(self, status: JobStatus) -> Decision:
@@ -251,13 +245,11 @@ class Canary:
         self.drafts = []
 
     def set_role(self, draft: str, role: Role) -> None:
-        """Change the role of a draft, as a user does."""
         for index, one in enumerate(self.drafts):
             if one.id == draft:
                 self.drafts[index] = one.model_copy(update={"spec": one.spec.model_copy(update={"role": role})})
 
     def retire_others(self) -> None:
-        """Retire all drafts but the one that serves."""
         for one in self.drafts:
             if one.id != self.record.current:
                 self.set_role(one.id, "Retired")
@@ -359,7 +351,6 @@ def training(**spec: Any) -> Canary:
 
 
 def verdict(kind: str = "better", gain: float = 0.2, draft: Artifact | None = None, **fields: Any) -> JobStatus:
-    """Return the status of a Job with a verdict."""
     place = Artifact(uri=f"pvc://drafts/drafts/demo/{TRAINED}", hash=TRAINED)
     document = DistillationVerdict(
         verdict=kind,  # type: ignore[arg-type]

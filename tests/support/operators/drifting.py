@@ -15,14 +15,7 @@ from specdecode_operator.api.v1alpha1 import Decision as DecisionRecord
 from specdecode_operator.state.learned import DriftState, Session, TaskDrift
 from specdecode_operator.state.store import draft_writes
 from specdecode_operator.types import Deployment, Worker
-from specdecode_worker.contract import (
-    DraftState,
-    Report,
-    RequestCell,
-    TaskCell,
-    TrafficCell,
-    TrialState,
-)
+from specdecode_worker.contract import DraftState, Report, RequestCell, TaskCell, TrafficCell, TrialState
 from support.operators.fleet import decided, deployment_with, restarted, workload_with
 from support.operators.reports import main_cell, step_cell, step_values
 

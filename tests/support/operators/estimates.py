@@ -51,7 +51,6 @@ def planned(speculation: SpeculationSpec, learned: LearnedState, now: float = 20
 
 
 def depths_of(speculation: SpeculationSpec, learned: LearnedState, now: float = 2000.0) -> list[int]:
-    """Return the depths of all rows that the planner chooses."""
     return [row.depth for row in planned(speculation, learned, now).rows]
 
 

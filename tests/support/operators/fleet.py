@@ -251,7 +251,6 @@ def with_spec(deployment: Deployment, **fields: Any) -> Deployment:
 
 
 def with_pause(deployment: Deployment, paused: bool = True) -> Deployment:
-    """Return the deployment paused, or not any more."""
     return replace(deployment, spec=deployment.spec.model_copy(update={"paused": paused}))
 
 

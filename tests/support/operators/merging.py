@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from specdecode_operator.planning.estimates import buckets_for
 from specdecode_operator.state.learned import CreditCell
-from specdecode_worker.contract import (
-    MAX_RANKS,
-    DraftState,
-    Method,
-    Plan,
-    Report,
-    TreeShape,
-    draft_passes,
-)
+from specdecode_worker.contract import MAX_RANKS, DraftState, Method, Plan, Report, TreeShape, draft_passes
 from support.operators.fleet import Loop, SimulatedWorker, Truth, deployment_with
 from support.operators.reports import main_cell
 

@@ -80,18 +80,15 @@ class GoodWorker:
             answer(writer, 401)
             return
         if request.method == "PUT":
-            self._take(request, writer)
+            if self.push_status == 200:
+                plan = Plan.model_validate_json(request.body)
+                self.plans.append(plan)
+                self.fields["plan"] = {"uid": plan.uid, "version": plan.version, "quiet": plan.quiet}
+            answer(writer, self.push_status, b"{}")
         elif self.tag and request.headers.get("if-none-match") == self.tag:
             answer(writer, 304, **{Header.clock_seconds: "77.5"})
         else:
             answer(writer, 200, json.dumps(self.fields).encode(), **({"ETag": self.tag} if self.tag else {}))
-
-    def _take(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        if self.push_status == 200:
-            plan = Plan.model_validate_json(request.body)
-            self.plans.append(plan)
-            self.fields["plan"] = {"uid": plan.uid, "version": plan.version, "quiet": plan.quiet}
-        answer(writer, self.push_status, b"{}")
 
 
 class SocketWorkers:

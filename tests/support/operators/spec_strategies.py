@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from specdecode_worker.contract import DRAFT_FREE
-from support.operators.api_examples import BAD
+from support.operators.api_examples import BAD, merged
 
 Json = Any
 Schema = Mapping[str, Any]
@@ -92,9 +92,6 @@ TEMPLATE = ODD_TEMPLATE | st.fixed_dictionaries(
 """Pod templates that are merged over the operator's."""
 
 
-MANY_FIELDS = 8
-
-
 def from_schema(node: Schema, path: str = "") -> st.SearchStrategy[Json]:
     """Return a strategy of values that a structural schema admits, but for its CEL rules."""
     if "enum" in node:
@@ -102,8 +99,7 @@ def from_schema(node: Schema, path: str = "") -> st.SearchStrategy[Json]:
     if node.get("x-kubernetes-int-or-string"):
         texts = st.from_regex(node["pattern"], fullmatch=True).filter(lambda text: len(text) <= 64)
         return st.integers(node.get("minimum", -5), node.get("maximum", 10**6)) | texts
-    make = _KINDS[node["type"]]
-    return make(node, path)
+    return _KINDS[node["type"]](node, path)
 
 
 def _objects(node: Schema, path: str) -> st.SearchStrategy[Json]:
@@ -117,7 +113,7 @@ def _objects(node: Schema, path: str) -> st.SearchStrategy[Json]:
     fields = {name: from_schema(field, f"{path}.{name}") for name, field in node["properties"].items()}
     required = {name: fields[name] for name in node.get("required", ())}
     optional = {name: fields[name] for name in fields if name not in required}
-    most = MANY_FIELDS if path in ("", ".workers", ".speculation") else 3
+    most = 8 if path in ("", ".workers", ".speculation") else 3
     chosen = st.sets(st.sampled_from(sorted(optional)), max_size=most) if optional else st.just(set[str]())
     if path == "":
         chosen = chosen.map(lambda names: names | {"workers"})
@@ -134,14 +130,6 @@ def _lists(node: Schema, path: str) -> st.SearchStrategy[Json]:
     return st.lists(from_schema(node["items"], f"{path}[]"), max_size=min(3, node.get("maxItems", 3)), unique_by=unique)
 
 
-def _numbers(node: Schema, path: str) -> st.SearchStrategy[Json]:
-    return st.floats(node["minimum"], node["maximum"])
-
-
-def _integers(node: Schema, path: str) -> st.SearchStrategy[Json]:
-    return st.integers(node["minimum"], node.get("maximum", 2**53))
-
-
 def _strings(node: Schema, path: str) -> st.SearchStrategy[Json]:
     most, least = node.get("maxLength", 40), node.get("minLength", 0)
     if "pattern" in node:
@@ -152,8 +140,8 @@ def _strings(node: Schema, path: str) -> st.SearchStrategy[Json]:
 _KINDS: Mapping[str, Callable[[Schema, str], st.SearchStrategy[Json]]] = {
     "object": _objects,
     "array": _lists,
-    "number": _numbers,
-    "integer": _integers,
+    "number": lambda node, path: st.floats(node["minimum"], node["maximum"]),
+    "integer": lambda node, path: st.integers(node["minimum"], node.get("maximum", 2**53)),
     "string": _strings,
     "boolean": lambda node, path: st.booleans(),
 }
@@ -188,15 +176,6 @@ RULED_FIELDS = (
 """Optional fields with rules that a pattern or a bound cannot hold."""
 RULE_BREAKS = tuple(change for change, _ in BAD)
 """Changes of a spec that break one rule each. None removes a field."""
-
-
-def merged(spec: Json, change: Json) -> Json:
-    """Return the spec with a change merged into its objects."""
-    if not isinstance(spec, dict) or not isinstance(change, dict):
-        return copy.deepcopy(change)
-    unchanged = {key: value for key, value in spec.items() if key not in change}
-    changed = {key: merged(spec.get(key, {}), value) for key, value in change.items() if value is not None}
-    return {**unchanged, **changed}
 
 
 def repaired(spec: Json) -> Json:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from specdecode_operator.api import crd
 from specdecode_operator.api.distillation import DistillationSpec, DistillationStorageSpec
 from specdecode_operator.api.draft import DraftResourceSpec
 from specdecode_operator.api.v1alpha1 import Spec
 from specdecode_operator.times import seconds_of
 from support.operators.api_examples import BAD, GOOD, spec_with
-from support.operators.crd_fields import SCHEMA
 
 
 @pytest.mark.parametrize("change", GOOD, ids=str)
@@ -33,7 +33,7 @@ def rules_of(node: Any) -> Iterator[str]:
 
 def test_every_rule_has_an_example_that_it_alone_refuses() -> None:
     """The API server must refuse the example with this message, so a rule that is dropped does not go unnoticed."""
-    messages = set(rules_of(SCHEMA["properties"]["spec"]))
+    messages = set(rules_of(crd.root_schema()["properties"]["spec"]))
     assert len(messages) > 30
     sentences = [words for _, words in BAD if " " in words]
     assert [message for message in sorted(messages) if not any(re.search(one, message) for one in sentences)] == []

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specdecode_operator.api import crd
 from specdecode_operator.api.v1alpha1 import COLUMNS, ConditionType
-from support.operators.crd_fields import SCHEMA, Schema, fields
 
 ROOT = Path(__file__).parents[4]
+
+SCHEMA = crd.root_schema()
+Schema = Mapping[str, Any]
+
+
+def fields(path: str, node: Schema) -> Iterator[tuple[str, Schema, bool]]:
+    """Yield the path and schema of every field below a node, and whether it is required."""
+    inner = node.get("items", node)
+    for name, field in inner.get("properties", {}).items():
+        yield f"{path}.{name}", field, name in inner.get("required", ())
+        yield from fields(f"{path}.{name}", field)
+
 
 SPEC_FIELDS = list(fields("spec", SCHEMA["properties"]["spec"]))
 STATUS_FIELDS = list(fields("status", SCHEMA["properties"]["status"]))
