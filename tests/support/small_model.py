@@ -115,19 +115,11 @@ def flags(target: Path, draft: Path | None = None) -> list[str]:
 
 def write_varied_target(folder: Path, context: int) -> None:
     """Write a target of ``context`` positions with an output layer of its own, whose answers vary."""
-    import torch
-    from safetensors.torch import save_file
-
-    from specdecode_worker.models.arch import causal_lm_config
-    from specdecode_worker.models.causal_lm import CausalLM
+    from support.worker import small_folders
 
     config = {"tie_word_embeddings": False, "num_hidden_layers": 2, "max_position_embeddings": context}
     write_tokenizer(folder, config=config)
-    model, generator = CausalLM(causal_lm_config({**CONFIG, **config})), torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+    small_folders.write_target(folder, **CONFIG | config)
 
 
 def write_draft(folder: Path, seed: int = 1, config: Mapping[str, Any] = _NOTHING) -> None:

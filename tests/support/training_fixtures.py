@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,16 +18,10 @@ from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.drafts import Draft
 from specdecode_worker.models.eagle import Eagle3Head
 from specdecode_worker.training.conversations import Conversation
-from specdecode_worker.training.heads import (
-    new_dflash,
-    new_draft_model,
-    new_eagle,
-    new_head,
-    new_medusa,
-    new_peagle,
-)
+from specdecode_worker.training.heads import new_dflash, new_draft_model, new_eagle, new_head, new_medusa, new_peagle
 from specdecode_worker.training.rollout import read_states
 from specdecode_worker.training.split_target import TargetPlacement
+from support.worker.dense_attention import dense
 from support.worker.small_folders import SHAPE, write
 
 VOCABULARY = 64
@@ -115,19 +108,13 @@ def conversations(target: CausalLM) -> list[Conversation]:
 
 
 class Growing:
-    """Naive attention of several layers: every query attends to all keys that its layer has received, in order."""
+    """Dense attention of several layers: every query attends to all keys that its layer has received, in order."""
 
     def __init__(self) -> None:
-        self.stored: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self.stored: dict[int, tuple[Tensor, ...]] = {}
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        outs = []
-        for q_HD, k_KD, v_KD in zip(q_THD, k_TKD, v_TKD, strict=True):
-            self.stored[layer].append((k_KD, v_KD))
-            groups = len(q_HD) // len(k_KD)
-            keys, values = (
-                torch.stack([pair[i] for pair in self.stored[layer]]).repeat_interleave(groups, dim=1) for i in (0, 1)
-            )
-            scores = torch.einsum("hd,shd->hs", q_HD, keys) / q_HD.shape[-1] ** 0.5
-            outs.append(torch.einsum("hs,shd->hd", scores.softmax(dim=-1), values))
-        return torch.stack(outs)
+        before = self.stored.get(layer, (k_TKD[:0], v_TKD[:0]))
+        k, v = self.stored[layer] = tuple(map(torch.cat, zip(before, (k_TKD, v_TKD), strict=True)))
+        q = torch.cat((q_THD.new_zeros(len(k) - len(q_THD), *q_THD.shape[1:]), q_THD))
+        return dense(layer, q, k, v)[-len(q_THD) :]

@@ -28,8 +28,7 @@ from specdecode_worker.models.errors import ModelError
 from support.kube import wait_for
 from support.processes import has_ended
 from support.worker import checkpoints
-from support.worker.draft_children import die, double, refuse
-from support.worker.graph_ranks import serve
+from support.worker.graph_ranks import die, double, refuse, serve
 from support.worker.small_folders import SHAPE, config_of, write_head, write_target, write_tokenizer
 
 CPU = torch.device("cpu")

@@ -12,6 +12,7 @@ import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,9 +43,8 @@ from support.worker.graph_ranks import (
     FailingBackend,
     ShortBackend,
     accepted_siblings,
-    fail_to_record,
-    fail_to_rehearse,
     serve,
+    serve_with,
     set_plan,
 )
 from support.worker.small_engine import submit
@@ -200,11 +200,11 @@ def test_multi_round_sampling_before_and_after_a_plan_change(folders: tuple[Path
 class TestFailure:
     """A rank that cannot capture: all ranks run eagerly."""
 
-    @pytest.mark.parametrize("main", [fail_to_record, fail_to_rehearse], ids=["record", "rehearse"])
+    @pytest.mark.parametrize("backend", [FailingBackend, ShortBackend], ids=["record", "rehearse"])
     def test_the_other_rank_fails(
-        self, whole: Engine, folders: tuple[Path, Path], main: Any, caplog: pytest.LogCaptureFixture
+        self, whole: Engine, folders: tuple[Path, Path], backend: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        with captured_ranks(folders, main=main) as engine, caplog.at_level(logging.WARNING):
+        with captured_ranks(folders, main=partial(serve_with, backend)) as engine, caplog.at_level(logging.WARNING):
             text = serve(engine, "chain:3", every=2)
             graphs = graphs_of(engine)
             assert len(graphs) == graphs.replayed == 0

@@ -76,7 +76,6 @@ class Case:
 
     @property
     def prefix_B(self) -> Tensor:
-        """Prefix lengths."""
         return torch.tensor([s.prefix for s in self.sequences])
 
     def keys(self, b: int) -> tuple[Tensor, Tensor]:

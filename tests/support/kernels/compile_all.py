@@ -205,7 +205,6 @@ def attention(
     dtype: torch.dtype,
     stored: torch.dtype | None = None,
 ) -> None:
-    """Launch tree attention."""
     made = plan(
         query_start=ints(batch + 1),
         prefix_len_B=ints(batch),
@@ -221,7 +220,6 @@ def attention(
 
 
 def rope(size: int, stored: torch.dtype = torch.bfloat16) -> None:
-    """Launch rotary embedding with cache write."""
     heads = zeros(3, 10, size)
     table = floats(64, size)
     cache = zeros(2, 2, 16, 2, size, dtype=stored)
@@ -242,7 +240,6 @@ def sampling(dtype: torch.dtype, *, truncated: bool) -> None:
 
 
 def multi_round(nodes: int, *, drawn: bool) -> None:
-    """Launch multi-round sampling."""
     law = floats(2, nodes, 1000)
     drawn_BN = zeros(2, nodes, dtype=torch.bool) if drawn else None
     rounds.multi_round(
@@ -259,7 +256,6 @@ def quantised_in_groups(kind: Kind) -> None:
 
 
 def quantised(kind: Kind, outputs: int, inputs: int, *, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Launch products with quantised weights."""
     weight = quantise(zeros(outputs, inputs), kind)
     for rows in (1, 6, 64):
         quantised_linear.linear(zeros(rows, inputs, dtype=dtype), weight, zeros(outputs, dtype=dtype))
@@ -281,7 +277,6 @@ def few_rows(
     biased: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Launch the fused product of few rows."""
     residual = zeros(6, outputs // (1 + gated), dtype=dtype) if added else None
     bias = zeros(outputs, dtype=dtype) if biased else None
     small_linear.small_linear(

@@ -149,7 +149,6 @@ class RecordingBackend:
     """Capture backend that runs a step once."""
 
     def capture(self, work: Work) -> Captured:
-        """Run ``work``."""
         work()
         return Captured(work)
 

@@ -12,10 +12,11 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,18 +26,9 @@ Plant = Callable[[ModuleType, str, str], ModuleType]
 _PACKAGE = "specdecode_kernels"
 
 
-@contextmanager
-def interpreting() -> Iterator[None]:
+def interpreting() -> AbstractContextManager[object]:
     """Make functions that are decorated in this block run interpreted."""
-    before = os.environ.get("TRITON_INTERPRET")
-    os.environ["TRITON_INTERPRET"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TRITON_INTERPRET"]
-        else:
-            os.environ["TRITON_INTERPRET"] = before
+    return mock.patch.dict(os.environ, TRITON_INTERPRET="1")
 
 
 def kernel_modules() -> list[str]:

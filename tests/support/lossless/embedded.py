@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from specdecode_worker.commands.flags import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from specdecode_worker.commands.local_engine import LocalEngine
-from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, NamedDraft, WorkerConfig
+from specdecode_worker.contract import DraftConfig, EngineConfig, ModelConfig, WorkerConfig
 from specdecode_worker.models.fetch import default_cache_dir
 
 EAGLE3 = DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True)
@@ -20,7 +19,6 @@ def embedded_engine(
     *,
     target: str = EMBEDDED_TARGET,
     draft: DraftConfig = EAGLE3,
-    drafts: Sequence[NamedDraft] = (),
     dtype: Any = "float32",
     max_model_len: int = 512,
     **engine: Any,
@@ -29,12 +27,10 @@ def embedded_engine(
     config = WorkerConfig(
         model=ModelConfig(uri=target, served_name="embedded", dtype=dtype, max_model_len=max_model_len),
         draft=draft,
-        drafts=tuple(drafts),
         engine=EngineConfig(device="cpu", **engine),
     )
     return LocalEngine(config, default_cache_dir())
 
 
 def heldout_prompts() -> list[dict[str, Any]]:
-    """Return the held-out prompts of all kinds."""
     return [json.loads(text) for text in PROMPTS.read_text().splitlines()]

@@ -51,14 +51,12 @@ class OwnDrafts:
     running: dict[str, tuple[ProcessSupervisor, DraftReady]] = field(default_factory=dict)
 
     def drafter(self, name: str, network: Eagle3Head | CausalLM, vocab_size: int, state: DeviceState) -> OwnDrafter:
-        """Return a drafter for an engine with this state."""
         if name not in self.running or not self.running[name][0].usable:
             self.running[name] = self._start(network, vocab_size)
         supervisor, ready = self.running[name]
         return drafter_of(ready, supervisor, state)
 
     def close(self) -> None:
-        """End all processes."""
         for supervisor, _ in self.running.values():
             supervisor.close()
 

@@ -31,7 +31,6 @@ class PlainDecoding:
         self.text = lru_cache(maxsize=None)(self._text)
 
     def texts(self, requests: Iterable[Submit]) -> dict[str, list[int]]:
-        """Return the tokens of each request by its id."""
         return {request.request_id: self.text(request) for request in requests}
 
     def logits(self, tokens: list[int]) -> Tensor:

@@ -11,7 +11,6 @@ from specdecode_worker.engine.scheduler import Scheduler
 
 
 def check_engine(engine: Engine) -> None:
-    """Check the slots and blocks of an engine."""
     check_scheduler(engine._scheduler)
 
 
@@ -42,7 +41,6 @@ def free_blocks(pool: BlockPool) -> list[int]:
 
 
 def _check_index(index: PrefixIndex) -> None:
-    """Check that the tables of the index are consistent."""
     assert {entry.digest: block for block, entry in index._entries.items()} == index._blocks, "a digest is astray"
     assert index._children == Counter(entry.parent for entry in index._entries.values()), "a child is miscounted"
     assert index._unowned.keys() <= index._entries.keys(), "a block without an owner holds no text"

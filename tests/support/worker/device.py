@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from random import Random
 
 from specdecode_worker.core.kv_cache import BLOCK_SIZE, BlockPool
@@ -29,11 +30,7 @@ def text_of(prompt: Sequence[int], new: int) -> list[int]:
 
 def keys_of(text: Sequence[int]) -> list[int]:
     """Return a stand-in for the key at each position, which depends on all tokens up to there."""
-    keys, key = [], 0
-    for token in text:
-        key = hash((key, token)) & 0x7FFFFFFF
-        keys.append(key)
-    return keys
+    return list(accumulate(text, lambda key, token: hash((key, token)) & 0x7FFFFFFF, initial=0))[1:]
 
 
 @dataclass

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,6 +47,7 @@ CRASH, SILENT, REFUSED = 7, 8, 9
 HANG, STICKY_STEP, UNREADABLE, SLOW = 10, 11, 12, 13
 # Prompt that is answered with special tokens only, many in each step.
 FLOOD, FLOOD_TOKEN, FLOOD_TOKENS_PER_STEP = (20, 20, 20), 256, 100
+SAY = tuple(small_model.byte_tokenizer().encode("SAY:").ids)
 SLOW_SECONDS = 3.0
 """Time of a step with a SLOW request."""
 STICKY_ERROR = "CUDA error: an illegal memory access was encountered (planted)"
@@ -81,8 +81,7 @@ class FakeEngine:
         self._requests: dict[str, tuple[Submit, int]] = {}
         self._plan = Plan()
         self._knobs: SyntheticKnobs | None = None
-        self._draft = DraftState(method="eagle3", hash="d")
-        self._named: dict[str, DraftState] = {}
+        self._drafts_by_name = {"": DraftState(method="eagle3", hash="d")}
         self._finished = self._arrivals = self._drafts = self._accepted = self._output = 0
 
     @property
@@ -103,7 +102,12 @@ class FakeEngine:
     def step(self) -> list[Tokens]:
         time.sleep(STEP_SECONDS)
         first_tokens = {submit.prompt[0] for submit, _ in self._requests.values()}
-        self._misbehave(first_tokens)
+        if HANG in first_tokens:
+            hang_in_python()
+        if STICKY_STEP in first_tokens:
+            raise_sticky_error()
+        if SLOW in first_tokens:
+            time.sleep(SLOW_SECONDS)
         if UNREADABLE in first_tokens:
             return ["no message of the engine"]  # type: ignore[list-item]
         return [self._advance(key) for key, (submit, _) in list(self._requests.items()) if submit.prompt[0] != SILENT]
@@ -116,20 +120,20 @@ class FakeEngine:
 
     @property
     def draft_names(self) -> list[str]:
-        return ["", *self._named]
+        return list(self._drafts_by_name)
 
     @property
     def draft(self) -> DraftState:
-        return self._draft
+        return self._drafts_by_name[""]
 
     def loaded_draft(self) -> Any:
-        return SimpleNamespace(state=self._draft)
+        return SimpleNamespace(state=self.draft)
 
     def set_block(self, block: BlockCosts | None) -> None:
         pass
 
     def report(self, swaps: Mapping[str, SwapStatus] | None = None, trial: TrialState | None = None) -> Report:
-        states = {"": self._draft} | self._named
+        states = dict(self._drafts_by_name)
         for name, swap in (swaps or {}).items():
             shown = {"name": name, "pending": swap.pending, "swap_problem": swap.problem}
             states[name] = states.get(name, DraftState()).model_copy(update=shown)
@@ -199,19 +203,8 @@ class FakeEngine:
             time.sleep(SLOW_SECONDS)
         if loaded.state.uri.endswith("/too-large"):
             raise ModelError("planted: too little memory for the states")
-        if name:
-            self._named[name] = loaded.state
-        else:
-            self._draft = loaded.state
+        self._drafts_by_name[name] = loaded.state
         return []
-
-    def _misbehave(self, first_tokens: set[int]) -> None:
-        if HANG in first_tokens:
-            hang_in_python()
-        if STICKY_STEP in first_tokens:
-            raise_sticky_error()
-        if SLOW in first_tokens:
-            time.sleep(SLOW_SECONDS)
 
     def _advance(self, key: str) -> Tokens:
         submit, at = self._requests[key]
@@ -244,7 +237,6 @@ class FakeEngine:
 
 
 def hang_in_python() -> None:
-    """Never return."""
     while True:
         time.sleep(1)
 
@@ -277,17 +269,11 @@ def _logprobs(tokens: Sequence[int], count: int | None, seed: int) -> tuple[Logp
     )
 
 
-@cache
-def _say_marker() -> tuple[int, ...]:
-    return tuple(small_model.byte_tokenizer().encode("SAY:").ids)
-
-
 def _requested_text(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    mark = _say_marker()
-    position = next((i for i in range(len(prompt)) if prompt[i : i + len(mark)] == mark), None)
+    position = next((i for i in range(len(prompt)) if prompt[i : i + len(SAY)] == SAY), None)
     if position is None:
         return ()
-    text = prompt[position + len(mark) :]
+    text = prompt[position + len(SAY) :]
     end = next((i for i, token in enumerate(text) if token >= small_model.VOCAB_SIZE - 2), len(text))
     return text[:end]
 

@@ -1,15 +1,17 @@
-"""Ranks with captured steps on a CPU, and `main` functions of rank processes that fail to capture."""
+"""Ranks with captured steps on a CPU, and functions that processes of tests run, which must be able to import them."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
+from specdecode_worker.drafts.own_device_process import DraftServer, TensorRegion, TensorShape
 from specdecode_worker.engine import tensor_parallel as rank_process
 from specdecode_worker.engine.cuda_graphs import EagerBackend, Work
 from specdecode_worker.engine.engine import Engine
@@ -24,8 +26,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 VERSIONS = itertools.count(1)
 
-Text = dict[str, list[int]]
-
 
 def serve(
     engine: Engine,
@@ -35,7 +35,7 @@ def serve(
     every: int = 0,
     between: Callable[[], None] | None = None,
     **sampling: Any,
-) -> Text:
+) -> dict[str, list[int]]:
     """Set a plan with one shape, run the requests and return their tokens.
 
     One request more arrives every ``every`` steps, so that prompt chunks run beside decoding rows; 0 adds all at once.
@@ -83,15 +83,9 @@ class ShortBackend(EagerBackend):
         raise RuntimeError("out of memory")
 
 
-def fail_to_record(assignment: bytes, pipe: Connection) -> None:
-    """Run the process of a rank that captures two steps and no more."""
-    rank_process.capture_backend = lambda device: FailingBackend()  # type: ignore[attr-defined]
-    rank_process.serve_rank(assignment, pipe)
-
-
-def fail_to_rehearse(assignment: bytes, pipe: Connection) -> None:
-    """Run the process of a rank that has no memory for captured steps."""
-    rank_process.capture_backend = lambda device: ShortBackend()  # type: ignore[attr-defined]
+def serve_with(backend: type[EagerBackend], assignment: bytes, pipe: Connection) -> None:
+    """Run the process of a rank that captures steps with this backend."""
+    rank_process.capture_backend = lambda device: backend()  # type: ignore[attr-defined]
     rank_process.serve_rank(assignment, pipe)
 
 
@@ -106,3 +100,21 @@ def write_nonsense(assignment: bytes, pipe: Connection) -> None:
     """Run the process of a rank that sends an invalid message."""
     pipe.send_bytes(b"?")
     pipe.poll(None)
+
+
+def refuse() -> DraftServer:
+    """Load no draft: a `BuildDraft` whose file is gone."""
+    raise FileNotFoundError(2, "No such file or directory", "/models/head/config.json")
+
+
+def die() -> DraftServer:
+    """End the process while it loads, as the kernel does when memory is short."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def double(region: TensorRegion, pipe: Connection) -> None:
+    """Double the tensors that the other process has put, in place."""
+    for view in region.get([TensorShape("int64", (3,)), TensorShape("bfloat16", (2, 2))]):
+        view *= 2
+    pipe.send(True)

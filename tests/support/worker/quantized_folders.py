@@ -65,24 +65,6 @@ Rounding = Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 """Function from a weight [N, K] to the tensors that store it, by the ends of their names, and their weight in fp32."""
 
 
-def int4_numbers(
-    weight_NK: Tensor, *, group: int, symmetric: bool, ordered: bool = False, dtype: torch.dtype
-) -> Numbers:
-    """Return the nearest numbers. With ``ordered``, columns of a group are anywhere (act-order)."""
-    columns = weight_NK.shape[1]
-    group = min(group, columns)
-    groups_K = torch.arange(columns) // group
-    if ordered:
-        # matrices that read the same input share the order, which is that of its activations
-        groups_K = groups_K[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
-    order_K = groups_K.argsort(stable=True)
-    low_NG, high_NG = weight_NK.float()[:, order_K].unflatten(1, (-1, group)).aminmax(dim=-1)
-    scale_NG = (torch.maximum(-low_NG, high_NG) / 7.5 if symmetric else (high_NG - low_NG) / 15).to(dtype)
-    zero_NG = torch.full_like(low_NG, 8) if symmetric else (-low_NG / scale_NG.float()).round().clamp(1, 15)
-    levels_NK = (weight_NK.float() / scale_NG.float()[:, groups_K]).round() + zero_NG[:, groups_K]
-    return Numbers(levels_NK.clamp(0, 15).long(), scale_NG, zero_NG.long(), groups_K)
-
-
 def words(integers: Tensor, places: Sequence[int] = range(8), bits: int = 4) -> Tensor:
     """Pack unsigned integers along the last dimension; entry i of a word takes the bits at ``places[i]``."""
     count = 32 // bits
@@ -93,7 +75,6 @@ def words(integers: Tensor, places: Sequence[int] = range(8), bits: int = 4) -> 
 
 
 def gptq(numbers: Numbers, *, version: int = 1) -> dict[str, Tensor]:
-    """Return GPTQ's tensors."""
     zero_GN = numbers.zero_NG.T - (1 if version == 1 else 0)
     return {
         "qweight": words(numbers.levels_NK).T.contiguous(),
@@ -115,7 +96,6 @@ def awq(numbers: Numbers) -> dict[str, Tensor]:
 
 
 def pack_quantized(numbers: Numbers, *, symmetric: bool, ordered: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of compressed-tensors' pack-quantized."""
     tensors = {
         "weight_packed": words(numbers.levels_NK),
         "weight_scale": numbers.scale_NG,
@@ -136,10 +116,21 @@ def int4(
     ordered: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> Rounding:
-    """Return the rounding to int4 that ``packer`` packs."""
+    """Return the rounding to int4 that ``packer`` packs. ``ordered``: columns of a group are anywhere (act-order)."""
 
     def rounded(weight_NK: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        numbers = int4_numbers(weight_NK, group=group, symmetric=symmetric, ordered=ordered, dtype=dtype)
+        columns = weight_NK.shape[1]
+        width = min(group, columns)
+        groups_K = torch.arange(columns) // width
+        if ordered:
+            # matrices that read the same input share the order, which is that of its activations
+            groups_K = groups_K[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        order_K = groups_K.argsort(stable=True)
+        low_NG, high_NG = weight_NK.float()[:, order_K].unflatten(1, (-1, width)).aminmax(dim=-1)
+        scale_NG = (torch.maximum(-low_NG, high_NG) / 7.5 if symmetric else (high_NG - low_NG) / 15).to(dtype)
+        zero_NG = torch.full_like(low_NG, 8) if symmetric else (-low_NG / scale_NG.float()).round().clamp(1, 15)
+        levels_NK = (weight_NK.float() / scale_NG.float()[:, groups_K]).round() + zero_NG[:, groups_K]
+        numbers = Numbers(levels_NK.clamp(0, 15).long(), scale_NG, zero_NG.long(), groups_K)
         return packer(numbers), numbers.weight
 
     return rounded

@@ -51,10 +51,9 @@ def change(folder: Path, config: dict[str, Any] | None = None, /, **tensors: tor
         (folder / "config.json").write_text(json.dumps(document | config))
 
 
-def write_random_target(folder: Path, config: dict[str, Any]) -> Path:
-    """Write a target of this config.json."""
+def write_random_target(folder: Path, config: dict[str, Any], seed: int = 5, spread: float = 0.2) -> Path:
     model = CausalLM(causal_lm_config(config))
-    randomise(model, 5)
+    randomise(model, seed, spread)
     return write(folder, config, model)
 
 
@@ -65,10 +64,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_target(folder: Path, **changed: Any) -> Path:
-    config = SHAPE | changed
-    model = CausalLM(causal_lm_config(config))
-    randomise(model, 1, 0.3)
-    return write(folder, config, model)
+    return write_random_target(folder, SHAPE | changed, 1, 0.3)
 
 
 def write_head(

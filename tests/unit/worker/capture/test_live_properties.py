@@ -12,8 +12,7 @@ import pytest
 from specdecode_worker.capture import Record, Recorder
 from specdecode_worker.capture.live import CaptureLimits
 from specdecode_worker.contract.capture import CaptureRules
-from support.worker.captured import record
-from support.worker.live_captures import live, read, settle
+from support.worker.captures import live, read, record, settle
 
 BASE_SECONDS = 1e9
 """Time of all recorders. Records and ``delete_before`` lie up to 20 seconds before it."""

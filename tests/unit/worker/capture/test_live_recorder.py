@@ -23,8 +23,7 @@ from specdecode_worker.capture.records import QUEUE_RECORDS
 from specdecode_worker.capture.segments import KEY_SUFFIX, derived_key, key_id, stored_keys, stored_retention
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.waiting import until
-from support.worker.captured import record
-from support.worker.live_captures import LIMITS, RULES, live, numbers, put, stored
+from support.worker.captures import LIMITS, RULES, live, numbers, put, record, stored
 
 
 def changed(**values: object) -> CaptureRules:

@@ -10,8 +10,7 @@ import pytest
 
 from specdecode_worker.capture import Dropped, Recorder
 from specdecode_worker.contract import CaptureRules
-from support.worker.captured import record
-from support.worker.live_captures import read
+from support.worker.captures import read, record
 
 HOOKS = "support.worker.redaction_hooks"
 

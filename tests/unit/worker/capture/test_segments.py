@@ -36,7 +36,7 @@ from specdecode_worker.capture.segments import (
     stored_keys,
     stored_retention,
 )
-from support.worker.captured import record
+from support.worker.captures import record
 
 
 def writer(folder: Path, *, max_bytes: int = 2**20, max_age_seconds: float = 1e9, now: float = 0.0) -> SegmentWriter:

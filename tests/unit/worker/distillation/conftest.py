@@ -14,8 +14,7 @@ from specdecode_worker.capture import Record
 from specdecode_worker.models.causal_lm import CausalLM
 from specdecode_worker.models.weights import load_causal_lm
 from support import small_model
-from support.worker.captured_folders import write
-from support.worker.serving_records import records_of
+from support.worker.distillation_runs import records_of, write
 
 
 @pytest.fixture(scope="session")

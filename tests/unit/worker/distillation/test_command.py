@@ -19,8 +19,7 @@ from specdecode_worker.__main__ import main
 from specdecode_worker.capture import Record
 from specdecode_worker.commands import distill
 from specdecode_worker.training.distillation import students as student_training
-from support.worker.captured_folders import noise, write
-from support.worker.job_runs import run
+from support.worker.distillation_runs import noise, run, write
 
 pytestmark = pytest.mark.slow
 

@@ -45,8 +45,7 @@ from specdecode_worker.training.prompts import PromptLine, Question
 from specdecode_worker.training.split_target import TargetPlacement
 from support.tiers import skip_reason
 from support.waiting import until
-from support.worker.captured_folders import noise, write
-from support.worker.job_runs import run, run_job
+from support.worker.distillation_runs import noise, run, run_job, write
 
 pytestmark = pytest.mark.slow
 

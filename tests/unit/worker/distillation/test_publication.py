@@ -28,7 +28,7 @@ from specdecode_worker.models.fetch import model_hash
 from specdecode_worker.training.distillation.publication import check_place, publish
 from specdecode_worker.training.errors import PublishFailed
 from support.storage_servers.s3_server import S3Server, s3_server
-from support.worker.job_runs import run_job
+from support.worker.distillation_runs import run_job
 
 pytestmark = pytest.mark.slow
 

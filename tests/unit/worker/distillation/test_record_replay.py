@@ -27,7 +27,7 @@ from specdecode_worker.training.evaluation import CalibratedDraft, Sample, count
 from specdecode_worker.training.heads import load_distillable, new_dflash, new_head, new_medusa, new_peagle
 from specdecode_worker.training.replay import TIE_LOGITS, DropReason, Replayed, near_ties, replay, static_drop_reason
 from support.training_fixtures import shaken
-from support.worker.serving_records import SAMPLING_PARAMS, engine_of
+from support.worker.distillation_runs import SAMPLING_PARAMS, engine_of
 from support.worker.small_folders import loaded_head
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from specdecode_worker.training.conversations import Conversation, read_shard, s
 from specdecode_worker.training.distillation.deletion import delete_expired_from_runs
 from specdecode_worker.training.distillation.pool import read_pool
 from specdecode_worker.training.errors import ResumeMismatch
-from support.worker.captured_folders import write
+from support.worker.distillation_runs import write
 
 KEY = derived_key("token")
 

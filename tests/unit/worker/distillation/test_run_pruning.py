@@ -24,7 +24,7 @@ from specdecode_worker.training.distillation.deletion import (
 from specdecode_worker.training.distillation.pipeline import Distillation
 from specdecode_worker.training.distillation.records import Interrupted, write_samples
 from specdecode_worker.training.evaluation import Sample
-from support.worker.job_runs import run_job
+from support.worker.distillation_runs import run_job
 
 pytestmark = pytest.mark.slow
 

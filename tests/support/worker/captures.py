@@ -1,4 +1,4 @@
-"""Recorders that follow rules, with short times, and what their folders hold."""
+"""Distinguishable records, recorders that follow rules with short times, and what their folders hold."""
 
 from __future__ import annotations
 
@@ -15,8 +15,21 @@ from specdecode_worker.capture.live import CaptureLimits
 from specdecode_worker.capture.records import decode
 from specdecode_worker.capture.segments import list_segments, read_bodies
 from specdecode_worker.contract.capture import CaptureRules
+from specdecode_worker.sampling.params import Sampling
 from support.waiting import until
-from support.worker.captured import record
+
+
+def record(number: int, *, tokens: int = 20, task: str = "other", time_seconds: float = 0.0) -> Record:
+    return Record(
+        tokens=tuple(range(number, number + tokens)),
+        prompt_length=5,
+        sampling=Sampling(max_tokens=tokens, seed=number, temperature=0.5, logit_bias=((3, 1.5),)),
+        target="t",
+        task=task,
+        time_seconds=time_seconds,
+        opening=f"{number:016x}",
+    )
+
 
 LIMITS = CaptureLimits(retry=0.2, hang=0.3, tick=0.02)
 RULES = CaptureRules(share=1.0)
@@ -33,16 +46,13 @@ def live(
         made.close(2)
 
 
-def now_record(number: int, *, user: str = "", permitted: bool = False, age: float = 0.0, **more: Any) -> Record:
-    """Return a record of a request that ended ``age`` seconds ago."""
-    made = record(number, time_seconds=time.time() - age, **more)
-    return msgspec.structs.replace(made, user=user, permitted=permitted)
-
-
-def put(recorder: Recorder, *seeds: int, **more: Any) -> None:
-    """Offer a record of each of these numbers."""
+def put(
+    recorder: Recorder, *seeds: int, user: str = "", permitted: bool = False, age: float = 0.0, **more: Any
+) -> None:
+    """Offer a record of each of these numbers, of requests that ended ``age`` seconds ago."""
     for number in seeds:
-        recorder.enqueue(now_record(number, **more), recorder.epoch)
+        made = record(number, time_seconds=time.time() - age, **more)
+        recorder.enqueue(msgspec.structs.replace(made, user=user, permitted=permitted), recorder.epoch)
 
 
 def numbers(folder: Path) -> list[int]:
