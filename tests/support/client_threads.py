@@ -54,7 +54,6 @@ class ClientThreads(ABC):
             return self.answered + len(self.failures)
 
     def wait_for_answers(self, more: int, timeout_s: float = 120) -> None:
-        """Wait until so many more requests have ended."""
         before = self.count()
         wait_for(f"{more} more answers", lambda: self.count() >= before + more, timeout_s=timeout_s)
 

@@ -68,14 +68,13 @@ class Journal:
         return self
 
     def add(self, frame: Frame) -> None:
-        """Add a frame. Steps that are journaled already must repeat the same tokens and are dropped."""
+        """Add a frame. A step begins where the journal of its choice ends."""
         match frame:
             case Open():
                 self.start = self.start or frame
             case Step():
                 have = self.length(frame.choice)
-                assert frame.index <= have, f"choice {frame.choice} has {have} tokens; the step begins at {frame.index}"
-                assert frame.index == have, "an attempt repeats tokens that its resume had"
+                assert frame.index == have, f"choice {frame.choice} has {have} tokens; the step begins at {frame.index}"
                 self.steps.append(frame)
             case Alive():
                 self.alive += 1
@@ -91,13 +90,11 @@ class Journal:
         return Journal(self.request, self.start, self.steps[:steps])
 
     def resume(self) -> Resume:
-        """Return the continuation of the journal."""
         progress = tuple(self._progress(choice) for choice in range(len(self.start.choices)))
         return Resume(open=self.start, choices=progress)
 
     @property
     def end(self) -> End:
-        """Last frame of a complete request."""
         assert isinstance(self.last, End), self.last
         return self.last
 
@@ -107,7 +104,6 @@ class Journal:
         return self.start.opening + b"".join(step.events for step in self.steps) + self.end.body
 
     def ids(self, choice: int = 0) -> list[int]:
-        """Return the output tokens of a choice."""
         return [token for step in self.steps if step.choice == choice for token in step.ids]
 
     def _progress(self, choice: int) -> ChoiceProgress:

@@ -51,7 +51,6 @@ def token_id(body: bytes, choice: int, index: int) -> int:
 
 
 def text_of(body: bytes, tokens: int, choice: int = 0) -> str:
-    """Return the whole text of one choice."""
     return "".join(f"{token_id(body, choice, index)} " for index in range(tokens))
 
 
@@ -117,7 +116,6 @@ class StandInWorker:
 
     @property
     def running(self) -> int:
-        """Number of running streams."""
         return self.clients.total()
 
     def application(self) -> web.Application:
@@ -181,8 +179,6 @@ async def _drop(request: web.Request) -> None:
 
 
 class _Stream:
-    """One stream of a stand-in."""
-
     def __init__(self, worker: StandInWorker, asked: OpenStream, response: web.StreamResponse) -> None:
         self._worker, self._script, self._asked, self._response = worker, worker.script, asked, response
         fields: dict[str, Any] = json.loads(asked.body)
@@ -291,11 +287,8 @@ class _Stream:
         while True:
             await asyncio.sleep(self._script.alive_seconds)
             step += 1
-            if not self._is_silent():
+            if self._script.silent_at is None or self._worker.voice.is_set():
                 await self._send(Alive(step=step, longest_step_seconds=0.01))
-
-    def _is_silent(self) -> bool:
-        return self._script.silent_at is not None and not self._worker.voice.is_set()
 
     async def _send(self, frame: Frame) -> None:
         data = encode_frame(frame)

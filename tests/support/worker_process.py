@@ -62,7 +62,6 @@ class ServerProcess:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Pids of all processes of the server."""
         return (self.process.pid,)
 
     def get(self, path: str) -> httpx.Response:
@@ -78,9 +77,8 @@ class ServerProcess:
     def wait_ready(self, seconds: float = 240) -> None:
         self.wait_until(lambda: self.get("/ready").status_code == 200, seconds)
 
-    def wait_until(self, condition: object, seconds: float = 10) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float = 10) -> None:
         """Poll ``condition``. Fail with the log if it stays false or the process ends."""
-        assert callable(condition)
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.log
@@ -115,7 +113,6 @@ class WorkerProcess(ServerProcess):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Pids of the server and of the engine."""
         return self.process.pid, self.engine_pid
 
     @property
@@ -160,8 +157,6 @@ class WorkerProcess(ServerProcess):
 
 
 class RouterProcess(ServerProcess):
-    """A running router."""
-
     port_name = "router"
 
 
@@ -210,7 +205,6 @@ def real(
 
 @contextlib.contextmanager
 def ready(starting: contextlib.AbstractContextManager[WorkerProcess]) -> Iterator[WorkerProcess]:
-    """Yield a worker once it is ready."""
     with starting as worker:
         worker.wait_ready()
         yield worker

@@ -22,7 +22,7 @@ from openai.types.chat import ChatCompletionChunk
 from specdecode_worker.contract import Env, SyntheticKnobs
 from support import small_model
 from support.internal_client import answer_of
-from support.numbered_client import Event, events_of
+from support.stream_workers import Event, events_of
 from support.worker_process import WorkerProcess, real, running_router
 
 TOKEN = "token-of-the-tests"

@@ -19,8 +19,7 @@ from specdecode_worker.contract import DraftConfig
 from specdecode_worker.contract.internal_stream import Error, OpenStream
 from support import small_model
 from support.internal_client import Journal, answer_of
-from support.numbered_client import check_rests
-from support.stream_workers import StreamWorker, check_cuts, start_worker
+from support.stream_workers import StreamWorker, check_cuts, check_rests, start_worker
 from support.worker_process import worker_config
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from support.numbered_client import Event, events_of
 from support.router_harness import RouterUnderTest, router_over
 from support.stand_in_worker import Script, text_of
+from support.stream_workers import Event, events_of
 
 CHAT = "/v1/chat/completions"
 IDS = {"X-Specdecode-Event-Ids": "true"}

@@ -16,7 +16,7 @@ from specdecode_router.relay.event_ids import (
 )
 from specdecode_router.relay.numbered_stream import MAX_NUMBERED_CHOICES, NumberedStream
 from specdecode_worker.contract.internal_stream import ChoiceCounters, ChoiceStart, Open, Step
-from support.numbered_client import Event, Recorder, events_of
+from support.stream_workers import Event, Recorder, events_of
 
 IDENTITY = StreamIdentity(request_id="r-1", created=7, seed=2**63 - 1, request_digest=b"12345678")
 Choice = list[list[bytes]]

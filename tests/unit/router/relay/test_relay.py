@@ -12,8 +12,7 @@ import pytest
 from specdecode_router.errors import ApiError
 from specdecode_router.relay import attempt_history
 from specdecode_router.relay.client_stream import ClientGone, RefusedByWorker
-from support.relay_harness import LIMITS, Harness, RecordingClient, chat, harness
-from support.router_harness import router_over
+from support.router_harness import LIMITS, Harness, RecordingClient, chat, harness, router_over
 from support.stand_in_worker import Script, error_frame, text_of
 from support.waiting import eventually
 
