@@ -77,7 +77,7 @@ def prometheus(
             Target("routers", router.removeprefix("http://"), {**labels, "pod": "router"}),
         ]
         folder = tmp_path_factory.mktemp("prometheus")
-        server = stack.enter_context(prometheus_over(promtool.folder, folder, targets, every_seconds=3))
+        server = stack.enter_context(prometheus_over(promtool.folder, folder, targets))
         with scraped.traffic(4):
             speedup = f'specdecode_speedup{{name="{NAME}"}}'
             wait_for("SPEEDUP is measured", lambda: server.query(speedup), timeout_s=300, every_s=2)

@@ -15,9 +15,8 @@ import pytest
 
 from support.kube import Cluster, wait_for
 from support.operator_faults.api_client import Api
-from support.operator_faults.counting_proxy import CountingProxy, SentRequest
 from support.operator_faults.figures import Figures
-from support.operator_faults.local_operator import operator_behind
+from support.operator_faults.local_operator import CountingProxy, SentRequest, operator_behind
 from support.operator_faults.tenant import Tenant
 from support.operators.operator_process import install_crd
 

@@ -20,9 +20,8 @@ from support.e2e.release import NO_CLUSTER_ROLES, Release, installed
 from support.kube import Cluster, Manifest, is_ready, wait_for
 from support.operator_faults.api_client import Api
 from support.operator_faults.client_traffic import clients_of
-from support.operator_faults.counting_proxy import CountingProxy
 from support.operator_faults.figures import Figures
-from support.operator_faults.local_operator import operator_behind
+from support.operator_faults.local_operator import CountingProxy, operator_behind
 from support.operator_faults.tenant import ServedDeployment, Tenant
 from support.operators.operator_process import install_crd
 

@@ -33,7 +33,6 @@ class KindCopy:
         return f"{PLURAL}.{self.group}"
 
     def manifest(self, spec: Mapping[str, Any], name: str = "rules") -> dict[str, Any]:
-        """Return an object of the kind."""
         return {
             "apiVersion": f"{self.group}/{VERSION}",
             "kind": KIND,

@@ -67,7 +67,6 @@ class Cluster:
         return done.stdout
 
     def get(self, kind: str, name: str, namespace: str | None = None) -> Manifest:
-        """Return one object."""
         manifest: Manifest = json.loads(self.kubectl("get", kind, name, "-o", "json", namespace=namespace))
         return manifest
 
@@ -78,7 +77,6 @@ class Cluster:
         return items
 
     def apply(self, *manifests: Manifest, namespace: str | None = None, server_side: bool = False) -> None:
-        """Apply manifests."""
         flags = ["--server-side", "--force-conflicts", "--field-manager=specdecode-tests"] if server_side else []
         document = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(manifests)})
         self.kubectl("apply", *flags, "-f", "-", namespace=namespace, stdin=document)

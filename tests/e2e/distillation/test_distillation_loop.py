@@ -26,10 +26,9 @@ from support.e2e.draft_files import GOOD_URI, bound_claim, write_head_without_ta
 from support.e2e.endpoint import EQUAL_STEPS, ONE_CORE, Endpoint
 from support.e2e.kube import Namespace
 from support.e2e.loop import deployed, with_knobs
-from support.e2e.questions import askers, different_questions, different_tables
 from support.e2e.streams import served_meanwhile
 from support.e2e.traffic import Traffic
-from support.e2e.training_runs import job_template
+from support.e2e.training_runs import askers, different_questions, different_tables, job_template
 from support.e2e.worker_faults import wait_for_ready_pods
 from support.kube import Cluster, Manifest, wait_for
 from support.storage_servers.s3_server import s3_server

@@ -19,13 +19,14 @@ from support.cluster_faults.extra_node import extra_node, node_command, prefer
 from support.e2e.draft_files import bound_claim
 from support.e2e.endpoint import Endpoint
 from support.e2e.kube import Namespace
-from support.e2e.questions import askers, different_questions
 from support.e2e.release import Release
 from support.e2e.streams import served_meanwhile
 from support.e2e.training_runs import (
     RUN_SECONDS,
     SPLITS,
+    askers,
     begin,
+    different_questions,
     job,
     job_template,
     jobs,

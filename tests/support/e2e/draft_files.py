@@ -21,10 +21,12 @@ def write_noised_head(head: Path, amount: float = 0.5) -> None:
 
     generator = torch.Generator().manual_seed(1)
 
-    def noised(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name: _with_noise(tensor, generator, amount) for name, tensor in tensors.items()}
+    def noised(tensor: Any) -> Any:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor + amount * tensor.std() * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
 
-    _write_head(head, noised)
+    _write_head(head, lambda tensors: {name: noised(tensor) for name, tensor in tensors.items()})
 
 
 def write_head_without_tables(head: Path) -> None:
@@ -63,43 +65,24 @@ def _write_head(head: Path, changed: Callable[[dict[str, Any]], dict[str, Any]])
     path.chmod(0o644)
 
 
-def _with_noise(tensor: Any, generator: Any, amount: float) -> Any:
-    import torch
-
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor + amount * tensor.std() * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-
-
 @contextmanager
 def bound_claim(namespace: Namespace, claim: str, folder: Path) -> Iterator[None]:
     """Bind a claim to a folder of this machine, writable for every user, while a block runs. The folder stays."""
+    assert namespace.cluster.local, "the folder lies on this machine"
     for parent in (folder.parent, folder.parent.parent):
         parent.chmod(0o755)
     folder.chmod(0o777)
-    volume = _bind(namespace, claim, folder)
-    try:
-        yield
-    finally:
-        namespace.kubectl("delete", "pvc", claim, "--wait=false", "--ignore-not-found")
-        namespace.cluster.kubectl("delete", "pv", volume, "--wait=false", "--ignore-not-found")
-
-
-def _bind(namespace: Namespace, claim: str, folder: Path) -> str:
-    """Create a volume of a folder, and a claim that is bound to it. Return the volume's name."""
-    assert namespace.cluster.local, "the folder lies on this machine"
-    volume = f"{namespace.name}-{claim}"
-    size = {"storage": "4Gi"}
+    volume, size = f"{namespace.name}-{claim}", {"storage": "4Gi"}
+    common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
     namespace.cluster.apply(
         {
             "apiVersion": "v1",
             "kind": "PersistentVolume",
             "metadata": {"name": volume},
             "spec": {
+                **common,
                 "capacity": size,
-                "accessModes": ["ReadWriteMany"],
                 "persistentVolumeReclaimPolicy": "Retain",
-                "storageClassName": "",
                 "hostPath": {"path": str(folder), "type": "Directory"},
                 "claimRef": {"namespace": namespace.name, "name": claim},
             },
@@ -110,12 +93,11 @@ def _bind(namespace: Namespace, claim: str, folder: Path) -> str:
             "apiVersion": "v1",
             "kind": "PersistentVolumeClaim",
             "metadata": {"name": claim},
-            "spec": {
-                "accessModes": ["ReadWriteMany"],
-                "storageClassName": "",
-                "volumeName": volume,
-                "resources": {"requests": size},
-            },
+            "spec": {**common, "volumeName": volume, "resources": {"requests": size}},
         }
     )
-    return volume
+    try:
+        yield
+    finally:
+        namespace.kubectl("delete", "pvc", claim, "--wait=false", "--ignore-not-found")
+        namespace.cluster.kubectl("delete", "pv", volume, "--wait=false", "--ignore-not-found")

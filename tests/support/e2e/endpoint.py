@@ -133,7 +133,7 @@ class Endpoint:
         return conditions.get(kind, {"status": "absent", "reason": "", "message": ""})
 
     def wait_ready(self, timeout_s: float = 180) -> None:
-        wait_for(f"{self.name} is Ready", lambda: self._is_ready(), timeout_s=timeout_s, every_s=2)
+        self.wait_condition("Ready", "True", timeout_s)
 
     def wait_condition(self, kind: str, status: str, timeout_s: float = 60) -> Manifest:
         """Wait until the condition of this type has the status, and return it.
@@ -141,11 +141,12 @@ class Endpoint:
         Conditions that follow from the workers' reports can come a scrape later than Ready does.
         """
 
-        def reached() -> bool:
-            return self.condition(kind)["status"] == status
+        def reached() -> Manifest:
+            condition = self.condition(kind)
+            assert condition["status"] == status, condition
+            return condition
 
-        wait_for(f"{kind} of {self.name} is {status}", reached, timeout_s=timeout_s, every_s=1)
-        return self.condition(kind)
+        return wait_for(f"{kind} of {self.name} is {status}", reached, timeout_s=timeout_s, every_s=1)
 
     def description(self) -> str:
         """Return a description of the resource for the report of a failed test."""
@@ -161,12 +162,6 @@ class Endpoint:
         except KubectlError as error:
             return str(error)
         return json.dumps({key: value for key, value in state.items() if key not in ("plan", "template")})
-
-    def _is_ready(self) -> bool:
-        status = self.status()
-        ready = self.condition("Ready")["status"] == "True"
-        assert ready, f"{status.get('reason')}"
-        return ready
 
     def children(self) -> list[str]:
         items = self.namespace.list(CHILDREN, self.labels)

@@ -10,7 +10,7 @@ from support.kube import ROOT
 
 PORT = 8080
 SUPPORT = ROOT / "tests" / "support"
-MODULES = ("small_model", "published/hub", "published/layouts", "published/repositories")
+MODULES = ("small_model", "published/hub", "published/repositories")
 FILES = {
     "hub.py": SUPPORT / "published" / "hub_pod.py",
     **{f"support/{name}.py": SUPPORT / f"{name}.py" for name in MODULES},
@@ -20,7 +20,6 @@ FILES = {
 
 @contextmanager
 def hub_in_pod(namespace: Namespace, name: str) -> Iterator[None]:
-    """Run the hub while a block runs."""
     keys = {place.replace("/", "-"): place for place in FILES}
     metadata = {"name": name, "labels": {"app": name}}
     items = [{"key": key, "path": place} for key, place in keys.items()]

@@ -108,9 +108,8 @@ def planned_shape(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, 
     return plan.shape(bucket, 0, task)
 
 
-def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK, pod: str | None = None) -> int:
-    """Return the depth of `planned_shape`."""
-    return planned_shape(endpoint, concurrency, task, pod).depth
+def planned_depth(endpoint: Endpoint, concurrency: int, task: str = OTHER_TASK) -> int:
+    return planned_shape(endpoint, concurrency, task).depth
 
 
 def names_load(entry: Manifest, concurrency: int | str) -> bool:

@@ -66,13 +66,13 @@ def routed_deployment(
     """Deploy two workers behind two routers for the duration of the block. ``router_pods`` are fields of routers."""
     fields = {**WORKERS, **(workers or {})}
     router = {"replicas": 2, "template": {"spec": {"containers": [SMALL], **(router_pods or {})}}}
+
+    def selects_routers() -> bool:
+        selector: dict[str, str] = namespace.get("service", name)["spec"]["selector"]
+        return selector["specdecode.io/role"] == "router"
+
     with deployed(namespace, name, {}, fields, router=router, scaling=TWO_WORKERS, drain=DRAIN, **spec) as endpoint:
         wait_for_ready_pods(endpoint, 2)
-        wait_for("the Service selects routers", lambda: _selected_role(endpoint) == "router")
+        wait_for("the Service selects routers", selects_routers)
         with namespace.reach("service", name, 80) as url:
             yield Routed(endpoint, url, unbroken_answers(url, MODEL, api_key))
-
-
-def _selected_role(endpoint: Endpoint) -> str:
-    selector: dict[str, str] = endpoint.namespace.get("service", endpoint.name)["spec"]["selector"]
-    return selector["specdecode.io/role"]

@@ -28,7 +28,6 @@ for name in filter(str.isdigit, os.listdir("/proc")):
 
 
 def signal_engine(endpoint: Endpoint, pod: str, number: int) -> None:
-    """Send a signal to the engine process of a worker."""
     code = _SIGNAL_ENGINE.replace("NUMBER", str(int(number)))
     assert "signalled" in endpoint.namespace.exec(pod, "python3", "-c", code)
 
@@ -53,7 +52,6 @@ def restarts(endpoint: Endpoint, pod: str) -> int:
 
 
 def wait_for_ready_pods(endpoint: Endpoint, count: int) -> None:
-    """Wait until ``count`` workers are ready."""
     wait_for(f"{count} workers are ready", lambda: len(endpoint.ready_pods()) == count, timeout_s=180, every_s=1)
 
 

@@ -58,7 +58,6 @@ class Api:
         return self._request("GET", path(kind, namespace, name))
 
     def find(self, kind: str, namespace: str | None, name: str) -> Manifest | None:
-        """Return an object, or None if there is none."""
         try:
             return self.get(kind, namespace, name)
         except ApiError as error:
@@ -67,12 +66,10 @@ class Api:
             raise
 
     def list(self, kind: str, namespace: str | None, labels: str = "") -> list[Manifest]:
-        """Return the objects of a kind that match a label selector."""
         items: list[Manifest] = self._request("GET", path(kind, namespace), labelSelector=labels)["items"]
         return items
 
     def create(self, kind: str, namespace: str | None, manifest: Manifest) -> Manifest:
-        """Create an object."""
         root = KINDS[kind][0].removeprefix("apis/").removeprefix("api/")
         return self._request("POST", path(kind, namespace), {"apiVersion": root, **manifest})
 

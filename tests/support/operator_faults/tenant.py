@@ -125,7 +125,6 @@ class ServedDeployment:
         return self.api.get("sdd", self.namespace, self.name)
 
     def patch(self, spec: Manifest) -> Manifest:
-        """Merge a change into the spec."""
         return self.api.patch("sdd", self.namespace, self.name, {"spec": spec})
 
     def mark(self, text: str) -> None:
@@ -232,7 +231,6 @@ class ServedDeployment:
         }
 
     def behave(self, pod: Manifest, **behaviour: Any) -> None:
-        """Change the behaviour of one worker."""
         url = f"http://{pod['status']['podIP']}:8002/behaviour"
         httpx.put(url, json=behaviour, timeout=10, trust_env=False).raise_for_status()
 

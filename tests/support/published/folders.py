@@ -338,7 +338,6 @@ def _with_listed(tokenizer: Tokenizer, files: Files) -> tuple[Tokenizer, Files]:
 
 
 def write_layout(folder: Path, tokenizer: Tokenizer, files: Files) -> Path:
-    """Write a folder. Return it."""
     tokenizer.save(str(folder / "tokenizer.json"))
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

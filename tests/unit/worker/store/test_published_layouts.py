@@ -16,8 +16,7 @@ from specdecode_worker.models import download
 from specdecode_worker.models.download_folder import HubModel
 from specdecode_worker.models.fetch import resolve
 from support.published.hub import Repository, StandInHub
-from support.published.layouts import LAYOUTS
-from support.published.repositories import TOKEN, repository
+from support.published.repositories import LAYOUTS, TOKEN, repository
 
 ROOT = Path(__file__).parents[4]
 NAMED = re.compile(r"hf://(?P<name>[\w.-]+/[\w.-]*\w)(?:@(?P<revision>[\w.-]*\w))?")
