@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -41,9 +40,7 @@ class ClientThreads(ABC):
             thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
             thread.join(self._join_seconds)

@@ -54,26 +54,24 @@ class RouterUnderTest:
 
 
 @contextlib.asynccontextmanager
-async def router_over(*scripts: Script, demand: Any = None, **settings: Any) -> AsyncIterator[RouterUnderTest]:
+async def router_over(*scripts: Script, **settings: Any) -> AsyncIterator[RouterUnderTest]:
     """Yield a router over one stand-in for each script."""
-    async with routers_over(1, *scripts, demand=demand, **settings) as (router,):
+    async with routers_over(1, *scripts, **settings) as (router,):
         yield router
 
 
 @contextlib.asynccontextmanager
-async def routers_over(
-    count: int, *scripts: Script, demand: Any = None, **settings: Any
-) -> AsyncIterator[list[RouterUnderTest]]:
-    """Yield routers over the same stand-ins, one for each script."""
+async def routers_over(count: int, *scripts: Script, **settings: Any) -> AsyncIterator[list[RouterUnderTest]]:
+    """Yield routers over the same stand-ins, one for each script. ``settings`` are theirs, and their ``demand``."""
     async with contextlib.AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(running(StandInWorker(script))) for script in scripts]
-        routers = [await stack.enter_async_context(_router(workers, demand, settings)) for _ in range(count)]
+        routers = [await stack.enter_async_context(_router(workers, **settings)) for _ in range(count)]
         yield routers
 
 
 @contextlib.asynccontextmanager
 async def _router(
-    workers: list[StandInWorker], demand: Any, settings: Mapping[str, Any]
+    workers: list[StandInWorker], *, demand: Any = None, **settings: Any
 ) -> AsyncIterator[RouterUnderTest]:
     async with contextlib.AsyncExitStack() as stack:
         listener = socket.create_server(("127.0.0.1", 0))

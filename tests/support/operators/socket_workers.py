@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,7 @@ class SocketWorkers:
         self._servers.append(await asyncio.start_server(handle, address, Port.admin, ssl=tls))
         return address
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         for server in self._servers:
             server.close()
         for task in self._tasks:
@@ -123,13 +123,8 @@ class SocketWorkers:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-@contextlib.asynccontextmanager
-async def socket_workers() -> AsyncIterator[SocketWorkers]:
-    workers = SocketWorkers()
-    try:
-        yield workers
-    finally:
-        await workers.close()
+def socket_workers() -> contextlib.AbstractAsyncContextManager[SocketWorkers]:
+    return contextlib.aclosing(SocketWorkers())
 
 
 async def _read(reader: asyncio.StreamReader) -> Request:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from specdecode_worker.capture import ReadStats, Record, Recorder, read_records
 from specdecode_worker.capture.live import CaptureLimits
 from specdecode_worker.capture.records import decode
@@ -19,7 +17,7 @@ from specdecode_worker.sampling.params import Sampling
 from support.waiting import until
 
 
-def record(number: int, *, tokens: int = 20, task: str = "other", time_seconds: float = 0.0) -> Record:
+def record(number: int, *, tokens: int = 20, task: str = "other", time_seconds: float = 0.0, user: str = "") -> Record:
     return Record(
         tokens=tuple(range(number, number + tokens)),
         prompt_length=5,
@@ -28,6 +26,7 @@ def record(number: int, *, tokens: int = 20, task: str = "other", time_seconds: 
         task=task,
         time_seconds=time_seconds,
         opening=f"{number:016x}",
+        user=user,
     )
 
 
@@ -46,13 +45,10 @@ def live(
         made.close(2)
 
 
-def put(
-    recorder: Recorder, *seeds: int, user: str = "", permitted: bool = False, age: float = 0.0, **more: Any
-) -> None:
+def put(recorder: Recorder, *seeds: int, age: float = 0.0, **more: Any) -> None:
     """Offer a record of each of these numbers, of requests that ended ``age`` seconds ago."""
     for number in seeds:
-        made = record(number, time_seconds=time.time() - age, **more)
-        recorder.enqueue(msgspec.structs.replace(made, user=user, permitted=permitted), recorder.epoch)
+        recorder.enqueue(record(number, time_seconds=time.time() - age, **more), recorder.epoch)
 
 
 def numbers(folder: Path) -> list[int]:
