@@ -1,4 +1,4 @@
-"""Capture that follows the plan's rules: on, off, other rules, deletions and reports.
+"""Capture that follows the plan's rules: on, off, other rules, redaction, deletions and reports.
 
 At a fault it stops, says why and tries again, and no call of the event loop waits.
 """
@@ -17,17 +17,31 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from specdecode_worker.capture import CaptureError, Dropped, Recorder
+from specdecode_worker.capture import CaptureError, Dropped, Recorder, segments
 from specdecode_worker.capture.recorder import MAX_HUNG_WRITERS
 from specdecode_worker.capture.records import QUEUE_RECORDS
 from specdecode_worker.capture.segments import KEY_SUFFIX, derived_key, key_id, stored_keys, stored_retention
 from specdecode_worker.contract.capture import CaptureReport, CaptureRules
 from support.waiting import until
-from support.worker.captures import LIMITS, RULES, live, numbers, put, record, stored
+from support.worker import redaction_hooks
+from support.worker.captures import LIMITS, RULES, live, numbers, put, read, record, stored
+
+HOOKS = "support.worker.redaction_hooks"
 
 
 def changed(**values: object) -> CaptureRules:
     return RULES.model_copy(update=values)
+
+
+HANGING = changed(redact=f"{HOOKS}:hanging")
+
+
+@pytest.fixture
+def held() -> Iterator[threading.Event]:
+    """Yield the event until which the hook `hanging` does not return."""
+    redaction_hooks.HELD.clear()
+    yield redaction_hooks.HELD
+    redaction_hooks.HELD.set()
 
 
 def test_rules_switch_capture_on_and_off(tmp_path: Path) -> None:
@@ -79,8 +93,33 @@ def test_record_that_waits_for_the_disk_passes_the_new_redaction(tmp_path: Path)
         with recorder._store.lock:
             put(recorder, 2)
             until(lambda: recorder._writer.activity() is not None)  # type: ignore[union-attr]
-            recorder.apply(changed(redact="support.worker.redaction_hooks:odd_ones"))
+            recorder.apply(changed(redact=f"{HOOKS}:odd_ones"))
         until(lambda: recorder.counts.dropped == {Dropped.redacted: 1})
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_hook_can_change_records_which_are_on_disk_after_close(tmp_path: Path) -> None:
+    with live(tmp_path, changed(redact=f"{HOOKS}:without_opening")) as recorder:
+        put(recorder, *range(50))
+    assert [(one.sampling.seed, one.opening) for one in read(tmp_path)] == [(number, "") for number in range(50)]
+
+
+@pytest.mark.parametrize("hook", ["failing", "wrong", "spoiling"])
+def test_failing_hook_drops_the_record_and_logs_no_content(
+    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with live(tmp_path, changed(redact=f"{HOOKS}:{hook}")) as recorder:
+        put(recorder, 0, 1, 2)
+    assert read(tmp_path) == []
+    assert recorder.counts.dropped == {Dropped.redaction_error: 3}
+    assert "secret" not in caplog.text
+
+
+def test_record_larger_than_a_segment_is_dropped(tmp_path: Path) -> None:
+    with live(tmp_path, changed(max_bytes=2**16)) as recorder:
+        put(recorder, 0, tokens=5000)
+        put(recorder, 1)
+    assert recorder.counts.dropped == {Dropped.too_large: 1}
     assert numbers(tmp_path) == [1]
 
 
@@ -108,10 +147,10 @@ def test_records_before_the_time_are_deleted_and_the_others_stay(tmp_path: Path)
 
 
 def test_a_queued_record_is_deleted_too(tmp_path: Path, held: threading.Event) -> None:
-    with live(tmp_path, changed(redact="support.worker.redaction_hooks:hanging")) as recorder:
+    with live(tmp_path, HANGING) as recorder:
         put(recorder, 0, 1, age=100)
         until(lambda: len(recorder._queue) == 1)
-        recorder.apply(changed(redact="support.worker.redaction_hooks:hanging", delete_before=time.time() - 50))
+        recorder.apply(changed(redact=HANGING.redact, delete_before=time.time() - 50))
         until(lambda: not len(recorder._queue))
         held.set()
         put(recorder, 2)
@@ -143,7 +182,7 @@ def test_smaller_bounds_hold_at_once(tmp_path: Path) -> None:
 
 def test_report_agrees_with_the_folder_and_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with live(tmp_path) as recorder:
-        put(recorder, 0, age=30)
+        put(recorder, 0, age=30, task="qa")
         put(recorder, 1)
         stored(recorder, 2)
         size = sum(path.stat().st_size for path in tmp_path.glob("*.segment"))
@@ -155,11 +194,11 @@ def test_report_agrees_with_the_folder_and_reads_no_file(tmp_path: Path, monkeyp
         assert report.stored_bytes == size
         assert report.oldest == pytest.approx(time.time() - 30, abs=5)
         assert recorder.counts.stored_bytes == report.stored_bytes
-        assert recorder.counts.records == {"other": 2}
+        assert recorder.counts.records == {"qa": 1, "other": 1}
 
 
 def test_records_of_a_user_are_deleted_also_from_the_queue(tmp_path: Path, held: threading.Event) -> None:
-    with live(tmp_path, changed(redact="support.worker.redaction_hooks:hanging")) as recorder:
+    with live(tmp_path, HANGING) as recorder:
         ann, bob = recorder.subject_of("ann"), recorder.subject_of("bob")
         held.set()
         put(recorder, 0, user=ann)
@@ -196,6 +235,17 @@ def test_rotated_token_prevents_no_deletion(tmp_path: Path) -> None:
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob(f"*{KEY_SUFFIX}"))
 
 
+def test_deletion_of_a_user_reads_the_keys_of_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with live(tmp_path) as recorder:
+        put(recorder, 0, user=recorder.subject_of("ann"))
+    (key,) = tmp_path.glob(f"*{KEY_SUFFIX}")
+    reads: list[Path] = []
+    read_text = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda self, *words: (reads.append(self), read_text(self, *words))[1])
+    assert recorder.delete_user("ann").records == 1
+    assert reads.count(key) == 1
+
+
 def test_time_in_the_future_is_reported(tmp_path: Path) -> None:
     with live(tmp_path, changed(delete_before=time.time() + 3600)) as recorder:
         put(recorder, 0)
@@ -214,9 +264,6 @@ def test_undecodable_records_are_deleted_with_the_segment_that_is_rewritten(tmp_
         assert numbers(tmp_path) == [0, 1]
 
 
-HANGING = RULES.model_copy(update={"redact": "support.worker.redaction_hooks:hanging"})
-
-
 def problem_of(recorder: Recorder) -> str:
     return recorder.report().problem or ""
 
@@ -224,8 +271,6 @@ def problem_of(recorder: Recorder) -> str:
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Yield a list; while its entry is true, no record can be written."""
-    from specdecode_worker.capture import segments
-
     full, write = [True], segments._write_whole
 
     def write_or_fail(file: int, content: bytes) -> None:
@@ -240,8 +285,6 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Yield an event; until it is set, a write does not return."""
-    from specdecode_worker.capture import segments
-
     answers, write = threading.Event(), segments._write_whole
 
     def write_later(file: int, content: bytes) -> None:
@@ -275,7 +318,7 @@ def test_changed_rules_are_tried_at_once(tmp_path: Path, full_disk: list[bool]) 
         put(recorder, 1)
         assert recorder.counts.dropped[Dropped.stopped] == 2
         full_disk[0] = False
-        recorder.apply(RULES.model_copy(update={"share": 0.999}))
+        recorder.apply(changed(share=0.999))
         until(lambda: not recorder.is_stopped)
         put(recorder, 2)
         stored(recorder, 1)
@@ -287,7 +330,7 @@ def test_slow_disk_delays_no_call(tmp_path: Path, slow_disk: threading.Event) ->
         began = time.monotonic()
         put(recorder, *range(QUEUE_RECORDS + 50))
         recorder.report()
-        recorder.apply(RULES.model_copy(update={"share": 0.5}))
+        recorder.apply(changed(share=0.5))
         assert time.monotonic() - began < 2
         assert recorder.counts.dropped[Dropped.queue_full] >= 49
         until(lambda: "has not answered" in problem_of(recorder))
@@ -362,9 +405,8 @@ def test_threads_that_hang_are_bounded(tmp_path: Path, held: threading.Event) ->
 def test_redaction_that_cannot_be_loaded_is_reported_and_tried_again(tmp_path: Path) -> None:
     module = tmp_path / "late_hooks.py"
     sys.path.insert(0, str(tmp_path))
-    rules = RULES.model_copy(update={"redact": "late_hooks:hook"})
     try:
-        with live(tmp_path / "captures", rules) as recorder:
+        with live(tmp_path / "captures", changed(redact="late_hooks:hook")) as recorder:
             until(lambda: "late_hooks:hook cannot be imported" in problem_of(recorder))
             put(recorder, 0)
             module.write_text("def hook(record):\n    return record\n")
@@ -377,8 +419,7 @@ def test_redaction_that_cannot_be_loaded_is_reported_and_tried_again(tmp_path: P
 
 
 def test_thread_that_ends_is_replaced_and_its_message_is_not_reported(tmp_path: Path) -> None:
-    rules = RULES.model_copy(update={"redact": "support.worker.redaction_hooks:ending"})
-    with live(tmp_path, rules) as recorder:
+    with live(tmp_path, changed(redact=f"{HOOKS}:ending")) as recorder:
         put(recorder, 0)
         until(lambda: problem_of(recorder) == "the capture thread ended with SystemExit")
         assert recorder.counts.dropped[Dropped.redaction_error] == 1
@@ -436,7 +477,7 @@ def test_capture_goes_on_after_a_failure_of_the_control_thread(
         with monkeypatch.context() as broken:
             broken.setattr(recorder._store, step, Mock(side_effect=OSError(5, "Input/output error")))
             recorder._swept_at = 0.0
-            recorder.apply(RULES.model_copy(update={"share": 0.999, "max_bytes": 2**20}))
+            recorder.apply(changed(share=0.999, max_bytes=2**20))
             until(lambda: "Input/output error" in problem_of(recorder))
             assert recorder.is_stopped
         until(lambda: not problem_of(recorder) and not recorder.is_stopped)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import obstore
@@ -121,15 +121,9 @@ def test_a_flipped_byte_of_a_published_draft_is_refused(head: Path, bucket: S3St
 def test_two_processes_fetch_once(head: Path, tmp_path: Path) -> None:
     download.upload(head, URI)
     calls: list[str] = []
-
-    def run() -> None:
-        download.fetch(URI, tmp_path / "cache", lambda name, received, size: calls.append(name))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            threads.submit(download.fetch, URI, tmp_path / "cache", lambda name, *_: calls.append(name))
     assert calls.count("config.json") == 1
 
 

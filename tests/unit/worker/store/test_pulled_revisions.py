@@ -80,8 +80,10 @@ def test_the_commit_of_an_unpinned_uri_is_reported(pod: Pod) -> None:
     assert pod.pull(URI) == 0
     assert pod.reported == {URI: COMMIT}
     assert json.loads(pod.message.read_text())["kind"] == "specdecode-revisions"
-    assert pod.pull(URI) == 0, "nothing is fetched now"
+    pod.repository.requests.clear()
+    assert pod.pull(URI) == 0
     assert pod.reported == {URI: COMMIT}
+    assert not pod.repository.requests, "nothing is fetched now"
 
 
 def test_a_pinned_uri_and_a_failed_pull_report_nothing(pod: Pod) -> None:
