@@ -79,20 +79,6 @@ def test_loads_and_shapes_are_independent() -> None:
     assert not guard.allows(0, 0, CHAIN), "two tasks of one load may run different shapes"
 
 
-def test_successful_probe_resumes_a_stopped_shape() -> None:
-    guard = losing()
-    assert rest(guard) >= PROBE_EVERY
-    assert run(guard, CHAIN, PROBE_STEPS, 1.0, 1.5) == PROBE_STEPS
-    assert guard.allows(0, 0, CHAIN)
-
-
-def test_losing_probe_ends() -> None:
-    guard = losing()
-    rest(guard)
-    assert run(guard, CHAIN, 2 * PROBE_STEPS, 1.6, 1.5) == PROBE_STEPS
-    assert not guard.allows(0, 0, CHAIN)
-
-
 def test_probe_with_a_large_loss_ends_early() -> None:
     guard = losing()
     rest(guard)

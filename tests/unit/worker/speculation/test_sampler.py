@@ -348,11 +348,6 @@ class SumGuide:
         return mask
 
 
-def nodes(*places: tuple[int, int]) -> SampledRows:
-    batch, node = (torch.tensor(column) for column in zip(*places, strict=True))
-    return rows_of(batch, node)
-
-
 def rows_of(batch: torch.Tensor, node: torch.Tensor) -> SampledRows:
     none = torch.zeros_like(batch)
     return SampledRows(batch, node, none.float(), none, none, None)
@@ -360,7 +355,7 @@ def rows_of(batch: torch.Tensor, node: torch.Tensor) -> SampledRows:
 
 def allowed(masks: TokenMasks, *places: tuple[int, int], mask_rows: torch.Tensor | None = None) -> list[list[int]]:
     """Return the tokens that nodes may choose. ``mask_rows`` are those that `TokenMasks.prepare` returned."""
-    rows = nodes(*places)
+    rows = rows_of(*(torch.tensor(column) for column in zip(*places, strict=True)))
     if mask_rows is not None:
         rows = dataclasses.replace(rows, mask_row_R=mask_rows[[VERIFIED.index(place) for place in places]])
     blocked = masks.blocked(rows)
