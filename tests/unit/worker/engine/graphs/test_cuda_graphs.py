@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_the_loss_of_a_rank_is_no_failed_capture() -> None:
         BrokenOff(RankLost("rank 1: ended")).capture(lambda: None)
 
 
-def poison(engine: Engine) -> None:
+def poison(engine: Engine, steps: int) -> None:
     """Fill the padding slot and block with NaN, and integer fields with values that would cause visible errors."""
     state = engine._state
     drafter: Any = engine._drafts.paged[""]
@@ -223,9 +224,7 @@ def test_poison_in_padding_changes_nothing(shape: str, sampled: bool, fields: di
     for poisoned in (False, True):
         engine = engine_of(networks(torch.float64), backend=EagerBackend(), rows=(4,))
         engine.set_plan(plan_of(shape))
-        if poisoned:
-            _before_every_step(engine)
-        text = texts(engine, requests)
+        text = texts(engine, requests, partial(poison, engine)) if poisoned else texts(engine, requests)
         assert engine._graphs.replayed > 3, "three rows or fewer in a bucket of four"
         report = engine.report()
         outputs.append((text, report.drafts, report.accepted_tokens))
@@ -233,17 +232,6 @@ def test_poison_in_padding_changes_nothing(shape: str, sampled: bool, fields: di
     eager = engine_of(networks(torch.float64))
     eager.set_plan(plan_of(shape))
     assert texts(eager, requests) == outputs[0][0]
-
-
-def _before_every_step(engine: Engine) -> None:
-    """Patch the engine so that its padding is poisoned before every step."""
-    right = engine.step
-
-    def step() -> Any:
-        poison(engine)
-        return right()
-
-    engine.step = step  # type: ignore[method-assign]
 
 
 SHARPNESS = (3.0, 0.25)

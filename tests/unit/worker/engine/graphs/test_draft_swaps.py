@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdecode_worker.contract import DraftState
+from specdecode_worker.core.messages import Tokens
 from specdecode_worker.drafts.base import LoadedDraft
 from specdecode_worker.drafts.eagle import EagleDrafter
 from specdecode_worker.drafts.lookup import NgramDrafter
@@ -74,19 +75,15 @@ ASKED = [submit(index, sampled=index % 2 == 0, tokens=30 + 3 * index) for index 
 
 def serve_with_swap(made: Engine, loaded: LoadedDraft) -> dict[str, list[int]]:
     """Serve four requests, swap the draft after ten steps, and return all tokens."""
-    found: dict[str, list[int]] = {one.request_id: [] for one in ASKED}
-    for one in ASKED:
-        made.add(one)
-    steps = 0
-    while not made.idle:
-        new = made.step()
-        steps += 1
-        if steps == 10:
-            new += made.set_draft("", loaded)
-            made.set_plan(plan_of("chain:2", version=2).model_copy(update={"draft": loaded.state.hash}))
-        for tokens in new:
-            found[tokens.request_id] += tokens.tokens
-    return found
+
+    def swap(steps: int) -> list[Tokens]:
+        if steps != 10:
+            return []
+        emitted = made.set_draft("", loaded)
+        made.set_plan(plan_of("chain:2", version=2).model_copy(update={"draft": loaded.state.hash}))
+        return emitted
+
+    return texts(made, ASKED, swap)
 
 
 def waited(made: Engine) -> int:

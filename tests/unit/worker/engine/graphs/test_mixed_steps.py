@@ -50,7 +50,6 @@ def requests(**sampling: Any) -> list[Submit]:
 
 
 def small_engine(*, graphs: bool, grammar: bool = False, pipelined: bool = False) -> Engine:
-    compiler = GrammarCompiler(tokenizer_json, 61, (END,)) if grammar else None
     return engine_of(
         networks(torch.float64),
         max_num_seqs=6,
@@ -58,7 +57,7 @@ def small_engine(*, graphs: bool, grammar: bool = False, pipelined: bool = False
         backend=EagerBackend() if graphs else None,
         rows=(1, 2, 4, 6),
         pipelined=pipelined,
-        grammars=compiler,
+        grammars=GrammarCompiler(tokenizer_json, 61, (END,)) if grammar else None,
         eos_token_ids=(END,) if grammar else (),
     )
 
@@ -150,7 +149,7 @@ def test_the_graph_is_queued_before_the_chunks(monkeypatch: pytest.MonkeyPatch) 
     assert order == ["_replay", "_run"]
 
 
-class TimedBackend:
+class TimedBackend(EagerBackend):
     """Eager backend whose graphs take ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
@@ -158,9 +157,6 @@ class TimedBackend:
 
     def capture(self, work: Work) -> Captured:
         return Captured(work, self._seconds)
-
-    def clear(self) -> None:
-        raise AssertionError("no draft changes here")
 
 
 @pytest.mark.parametrize(("seconds", "mixed"), [(1e-4, True), (1.0, False)])

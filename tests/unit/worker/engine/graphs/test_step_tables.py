@@ -98,12 +98,6 @@ def requests(*slots: int, **sampling: Any) -> list[Request]:
     return rows
 
 
-def unblocked(one: Request) -> Request:
-    """Return the request as it is once ``min_tokens`` have been emitted."""
-    one.sampling_params = replace(one.sampling_params, min_tokens=0)
-    return one
-
-
 def catch_up(counts: tuple[int, ...], key_starts: tuple[int, ...]) -> DraftInputs:
     return DraftInputs((CatchUp(counts, key_starts),))
 
@@ -137,11 +131,12 @@ def test_tables_are_those_of_the_last_step(before: str, last: str) -> None:
 
 
 def test_a_request_whose_parameters_change_is_written_again() -> None:
-    one = requests(0, min_tokens=4, stop_token_ids=(3,))
+    (one,) = requests(0, min_tokens=4, stop_token_ids=(3,))
     inputs = StepInputs(KEY, PADDING_SLOT, CPU)
-    inputs.write((SHORT,), one, catch_up((1,), (1,)), None)
+    inputs.write((SHORT,), [one], catch_up((1,), (1,)), None)
     assert inputs.at["min_tokens"][0] == 4
-    inputs.write((SHORT,), [unblocked(one[0])], catch_up((1,), (1,)), None)
+    one.sampling_params = replace(one.sampling_params, min_tokens=0)  # they have been emitted
+    inputs.write((SHORT,), [one], catch_up((1,), (1,)), None)
     assert inputs.at["min_tokens"][0] == 0
 
 

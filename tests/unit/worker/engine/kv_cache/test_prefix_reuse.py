@@ -33,6 +33,12 @@ def served(simulated: SimulatedDevice, new: int = 4, name: str = "first") -> Req
     return one
 
 
+def arrive_with_draft(simulated: SimulatedDevice, name: str, draft: str, new: int = 30) -> Request:
+    one = simulated.arrive(name, PROMPT, new)
+    one.draft = DraftProgress(draft)
+    return one
+
+
 @pytest.mark.parametrize(
     ("prompt", "hit"),
     [
@@ -138,8 +144,7 @@ class Drafting:
 
     def __init__(self, **progress: int) -> None:
         self.simulated = device(limits=Limits(4, 16))
-        self.first = self.simulated.arrive("first", PROMPT)
-        self.first.draft = DraftProgress("d")
+        self.first = arrive_with_draft(self.simulated, "first", "d")
         for step in range(4):
             self.simulated.step()
             if step == 1:
@@ -149,8 +154,7 @@ class Drafting:
     def second(self, draft: str = "d") -> Request:
         self.first.finish = "abort"
         self.simulated.scheduler.release(self.first)
-        one = self.simulated.arrive("second", PROMPT)
-        one.draft = DraftProgress(draft)
+        one = arrive_with_draft(self.simulated, "second", draft)
         self.simulated.step()
         return one
 
@@ -193,8 +197,7 @@ def test_a_block_that_the_draft_had_not_reached_is_recomputed_and_earlier_blocks
     assert drafting.first.drafted == 47, "one short of the third block's end"
     second = drafting.second()
     assert (second.prefix, second.draft.start) == (32, 1)
-    third = drafting.simulated.arrive("third", PROMPT)
-    third.draft = DraftProgress("d")
+    third = arrive_with_draft(drafting.simulated, "third", "d")
     drafting.simulated.step()
     drafting.simulated.step()
     assert (third.prefix, third.draft.start) == (48, 1), "the better copy is the one that is known"
@@ -206,14 +209,11 @@ def test_a_prefix_without_draft_keys_is_recomputed_once_draft_prefill_is_on() ->
     served(simulated, name="plain")
     scheduler = simulated.scheduler
     scheduler.reuse.draft_prefill = True
-    first, second = (simulated.arrive(name, PROMPT) for name in ("first", "second"))
-    for one in (first, second):
-        one.draft = DraftProgress("d")
+    first, _ = (arrive_with_draft(simulated, name, "d") for name in ("first", "second"))
     simulated.step()
     assert first.prefix == 0
     scheduler.reuse.draft_prefill = False
-    third = simulated.arrive("third", PROMPT)
-    third.draft = DraftProgress("d")
+    third = arrive_with_draft(simulated, "third", "d")
     simulated.step()
     assert third.prefix == 48, "while nothing is drafted, anything will do"
 
@@ -228,7 +228,7 @@ def test_every_fourth_request_computes_a_prefix_without_keys_of_its_draft_once_m
         simulated.drain()
     reused = []
     for number in range(5):
-        one = arrive_with_draft(simulated, f"{number}", "new")
+        one = arrive_with_draft(simulated, f"{number}", "new", 4)
         simulated.step()
         simulated.step()
         reused.append((one.prefix, one.draft.start))
@@ -243,16 +243,10 @@ def test_a_request_that_waits_keeps_its_choice() -> None:
     simulated.scheduler.reuse.draft_prefill = True
     arrive_with_draft(simulated, "first", "old", new=4)
     simulated.drain()
-    waiting = [arrive_with_draft(simulated, f"{number}", "new") for number in range(3)]
+    waiting = [arrive_with_draft(simulated, f"{number}", "new", 4) for number in range(3)]
     for _ in range(3):
         simulated.drain()
     assert [one.prefix for one in waiting] == [48, 48, 48], "a lookup while it waits counts no further request"
-
-
-def arrive_with_draft(simulated: SimulatedDevice, name: str, draft: str, new: int = 4) -> Request:
-    one = simulated.arrive(name, PROMPT, new)
-    one.draft = DraftProgress(draft)
-    return one
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["unknown", "cached"])
