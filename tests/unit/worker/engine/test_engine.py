@@ -219,11 +219,7 @@ def run(shapes: list[str], requests: int = 6, **fields: object) -> tuple[Engine,
 
 @pytest.mark.parametrize("shapes", [["none"], ["chain:3"], ["tree:3,2,1"], ["chain:4", "none", "tree:2,2"]])
 def test_emitted_tokens_equal_steps_plus_accepted_tokens(shapes: list[str]) -> None:
-    """Emitted tokens equal steps plus accepted tokens.
-
-    Every step of a sequence emits one token and the accepted ones; the first token comes from the prompt. Tokens of a
-    request's last step beyond max_tokens count as accepted but are dropped.
-    """
+    """The first token comes from the prompt. Tokens of the last step beyond max_tokens are accepted and dropped."""
     engine, outputs = run(shapes)
     report = engine.report()
     emitted = sum(len(new.tokens) for new in outputs)
@@ -265,11 +261,7 @@ def test_the_report_is_the_sum_of_the_tokens_sent_to_requests() -> None:
 
 
 def test_acceptance_cells_agree_with_accepted_tokens() -> None:
-    """Acceptance cells agree with the accepted tokens.
-
-    Along a chain a hit at depth d is an accepted token of depth d, and each depth is reached through hits of the
-    previous depth.
-    """
+    """Along a chain a hit at depth d is an accepted token of depth d, and leads to the next depth."""
     engine, _ = run(["chain:3"])
     report = engine.report()
     total = {d: sum(c.total for c in report.acceptance if c.depth == d) for d in (1, 2, 3)}

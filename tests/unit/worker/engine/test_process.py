@@ -10,11 +10,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from specdecode_worker.contract import ModelConfig, WorkerConfig
-from specdecode_worker.core.messages import Crashed, FromEngine, Loaded, Shutdown
+from specdecode_worker.core.messages import Crashed, Loaded, Shutdown
 from specdecode_worker.engine import process
 from specdecode_worker.engine.process import (
     MAX_POLL_GAP_SECONDS,
@@ -96,11 +97,10 @@ def beat(phase: Phase = Phase.STEP, at: float = 0.0, *, prefill: int = 0, longes
         (beat(prefill=512), 60),
         (beat(prefill=8192), 8192 * SECONDS_PER_PREFILL_TOKEN),
         (beat(Phase.IDLE, longest=9), 60),
-        (beat(Phase.LOADING), None),
         (beat(Phase.SWAPPING, longest=100), 1000),
     ],
 )
-def test_bound_follows_phase_longest_step_and_prefill(heartbeat: Heartbeat, bound: float | None) -> None:
+def test_bound_follows_phase_longest_step_and_prefill(heartbeat: Heartbeat, bound: float) -> None:
     assert bound_seconds(heartbeat, 60) == bound
 
 
@@ -187,28 +187,17 @@ def test_the_interrupted_thread_comes_first() -> None:
     )
 
 
-class EndingPort:
-    """Port whose only message is the request to end."""
-
-    def __init__(self, address: str) -> None:
-        self.wake = self.close = lambda: None
-
-    def receive(self, timeout_seconds: float) -> list[Shutdown]:
-        return [Shutdown()]
-
-    def send(self, messages: list[FromEngine]) -> None:
-        assert not any(isinstance(message, Crashed) for message in messages)
-
-
 def test_an_engine_that_is_told_to_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On several GPUs its graphs hold collectives, and the process group does not end before they are gone."""
-    engine, closed = FakeEngine((1, 2, 3)), []
-    monkeypatch.setattr(engine, "close", lambda: closed.append(True))
-    monkeypatch.setattr(process, "EnginePort", EndingPort)
+    engine, port = FakeEngine((1, 2, 3)), Mock()
+    port.receive.return_value = [Shutdown()]
+    monkeypatch.setattr(engine, "close", Mock())
+    monkeypatch.setattr(process, "EnginePort", Mock(return_value=port))
     for name in ("install_stack_dump", "_prepare"):
         monkeypatch.setattr(process, name, lambda *_: None)
     config = WorkerConfig(model=ModelConfig(uri="file:///target", served_name="target"))
     loaded = Loaded(max_model_len=64, target="t", draft_hash="d")
     build: Any = lambda _: (engine, loaded)  # noqa: E731
     process.main("", config.model_dump_json(), None, None, build, HeartbeatBlock(), "")
-    assert closed
+    engine.close.assert_called_once()
+    assert not any(isinstance(message, Crashed) for sent in port.send.call_args_list for message in sent.args[0])

@@ -210,24 +210,18 @@ def receive(connection: socket.socket, kind: Any) -> Any:
     return msgspec.msgpack.decode(connection.recv(length, socket.MSG_WAITALL), type=kind)
 
 
-class peer:
-    """A server of the test's own. ``serve`` gets the one connection."""
+@contextlib.contextmanager
+def peer(serve: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Run a server of the test's own, and yield its port. ``serve`` gets the one connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
 
-    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._serve = serve
+        def run() -> None:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                serve(connection)
 
-    def __enter__(self) -> int:
-        threading.Thread(target=self._run, daemon=True).start()
-        return int(self._listener.getsockname()[1])
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-
-    def _run(self) -> None:
-        connection, _ = self._listener.accept()
-        with connection, contextlib.suppress(OSError):
-            self._serve(connection)
+        threading.Thread(target=run, daemon=True).start()
+        yield int(listener.getsockname()[1])
 
 
 def welcomed(connection: socket.socket) -> Want:
@@ -326,14 +320,6 @@ def test_worker_that_stores_slowly_stops_the_reading(server: BlockServer) -> Non
     assert ended(made) == ""
 
 
-def test_withdrawn_want_reaches_the_server(server: BlockServer) -> None:
-    made = fetch(server.port)
-    outgoing = one_want(server)
-    made.close()
-    until(lambda: outgoing.gone)
-    until(lambda: made.ended)
-
-
 def test_blocks_offered_while_the_peer_leaves_are_dropped() -> None:
     budget = ByteBudget(SIZE)
     outgoing = Outgoing(WANT, budget)
@@ -427,8 +413,9 @@ def test_notify_when_a_want_arrives_or_leaves() -> None:
     server = BlockServer(("127.0.0.1", 0), ACCESS, 100, told.set)
     made = fetch(server.port)
     assert told.wait(5)
-    one_want(server)
+    outgoing = one_want(server)
     told.clear()
     made.close()
     assert told.wait(5)
+    until(lambda: outgoing.gone and made.ended)
     server.close()

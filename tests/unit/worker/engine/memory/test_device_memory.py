@@ -73,45 +73,31 @@ def memory(engine: Engine) -> MemoryState:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_and_tables_match_the_loaded_model(tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any) -> None:
-    """Weights in bf16 are not packed here, because packed matrices are opaque; they have the same size."""
+@pytest.mark.parametrize("quantized", [False, True], ids=["", "quantized"])
+def test_weights_and_tables_match_the_loaded_model(
+    tmp_path: Path, tied: bool, dtype: str, quantized: bool, monkeypatch: Any
+) -> None:
+    """Weights in bf16 are not packed here, because packed matrices are opaque; they have the same size.
+
+    On a CPU quantized weights are stored as plain ones. For a GPU only the calculation is checked.
+    """
     monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
     monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
     folder = write_target(tmp_path / "t", tie_word_embeddings=tied)
-    config = config_of(folder, write_head(tmp_path / "h"), model={"dtype": dtype})
+    formats = ("int8", "int4") if quantized else (None, None)
+    config = config_of(folder, write_head(tmp_path / "h"), model={"dtype": dtype, "quantization": formats[0]})
+    config = config.model_copy(update={"draft": config.draft.model_copy(update={"quantization": formats[1]})})
     engine = load_engine(config, Path)
     budget = take_inventory(config, Path, CPU).budget
     (drafter,) = drafters(engine)
     assert memory(engine).weights + budget.target.tables == storages(engine._target._model)
     assert memory(engine).drafts + budget.drafts[0].tables == storages(drafter._head)
+    assert (memory(engine).weights, memory(engine).drafts) == (budget.target.weights, budget.draft_weights)
     assert budget.drafts[0].tables == budget.target.tables == 2 * 256 * 8 * 4
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_quantised_weights_are_counted_at_their_stored_size(
-    tmp_path: Path, tied: bool, dtype: str, monkeypatch: Any
-) -> None:
-    """On a CPU quantized weights are stored as plain ones. For a GPU only the calculation is checked."""
-    monkeypatch.setattr("specdecode_worker.models.optimize.should_pack", lambda dtype, device: False)
-    monkeypatch.setattr("specdecode_worker.engine.memory.should_pack", lambda dtype, device: False)
-    folder, head = write_target(tmp_path / "t", tie_word_embeddings=tied), write_head(tmp_path / "h")
-    plain = config_of(folder, head, model={"dtype": dtype})
-    config = plain.model_copy(
-        update={
-            "model": plain.model.model_copy(update={"quantization": "int8"}),
-            "draft": plain.draft.model_copy(update={"quantization": "int4"}),
-        }
-    )
-    engine = load_engine(config, Path)
-    budget = take_inventory(config, Path, CPU).budget
-    (drafter,) = drafters(engine)
-    assert budget.target.weights + budget.target.tables == storages(engine._target._model)
-    assert budget.draft_weights + budget.drafts[0].tables == storages(drafter._head)
     gpu = Device(kind="cuda", limit=GIB, free=GIB, source="GPU memory")
     there = take_inventory(config, Path, torch.device("cuda"), gpu).budget
-    assert there.target.weights < budget.target.weights
-    assert there.draft_weights < budget.draft_weights
+    assert (there.target.weights < budget.target.weights) is quantized
+    assert (there.draft_weights < budget.draft_weights) is quantized
 
 
 def test_a_packed_tied_matrix_counts_twice(tmp_path: Path, monkeypatch: Any) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from specdecode_worker.contract import Plan
 from specdecode_worker.engine.calibration import calibrate
+from specdecode_worker.engine.engine import Engine
 from support.worker.accounts import check_engine
 from support.worker.small_engine import drain, plan_of, small_engine, submit
 
 
+def calibrated(plan: Plan, **options: Any) -> tuple[Engine, dict[int, float]]:
+    """Return an engine behind its calibration, and the seconds by load."""
+    engine = small_engine(**{"max_num_seqs": 2, **options})
+    engine.set_plan(plan)
+    return engine, calibrate(engine, 60)
+
+
 @pytest.mark.parametrize("pipelined", [False, True], ids=["direct", "pipelined"])
 def test_every_load_is_timed_and_only_step_times_remain(pipelined: bool) -> None:
-    engine = small_engine(max_num_seqs=4, pipelined=pipelined)
-    engine.set_plan(plan_of("chain:3", guard=True))
-    seconds_by_load = calibrate(engine, 60)
+    engine, seconds_by_load = calibrated(plan_of("chain:3", guard=True), max_num_seqs=4, pipelined=pipelined)
     assert list(seconds_by_load) == [1, 2, 4]
     assert min(seconds_by_load.values()) > 0
     report = engine.report()
@@ -26,10 +35,8 @@ def test_every_load_is_timed_and_only_step_times_remain(pipelined: bool) -> None
 
 def test_the_first_report_has_step_times_with_drafts() -> None:
     """The times are of the deepest and the shallowest chain at every load, without the steps of the warm-up."""
-    engine = small_engine(max_num_seqs=4)
     plan = plan_of("chain:3", guard=True, max_depth=3, explore=0.01)
-    engine.set_plan(plan)
-    calibrate(engine, 60)
+    engine, _ = calibrated(plan, max_num_seqs=4)
     report = engine.report()
     decoding = [cell for cell in report.steps if not cell.prefill]
     steps = {passes: sum(cell.count for cell in decoding if cell.draft_passes == passes) for passes in (0, 1, 3)}
@@ -44,9 +51,7 @@ def test_the_first_report_has_step_times_with_drafts() -> None:
 
 
 def test_a_wide_tree_is_timed_where_the_plan_allows_trees() -> None:
-    engine = small_engine(max_num_seqs=2)
-    engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, top_k=4, explore=0.01))
-    calibrate(engine, 60)
+    engine, _ = calibrated(plan_of("chain:3", guard=True, max_depth=3, top_k=4, explore=0.01))
     decoding = [cell for cell in engine.report().steps if not cell.prefill]
     assert {cell.draft_passes for cell in decoding} == {0, 1, 2, 3}
     trees = [cell for cell in decoding if cell.draft_passes == 2]
@@ -54,24 +59,20 @@ def test_a_wide_tree_is_timed_where_the_plan_allows_trees() -> None:
 
 
 def test_shapes_are_not_timed_if_exploration_is_off() -> None:
-    engine = small_engine(max_num_seqs=2)
-    engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0))
-    calibrate(engine, 60)
+    engine, _ = calibrated(plan_of("chain:3", guard=True, max_depth=3, explore=0))
     assert {cell.draft_passes for cell in engine.report().steps} == {0}
 
 
 @pytest.mark.parametrize("max_model_len", [16, 24])
 def test_a_model_with_a_short_context_is_calibrated(max_model_len: int) -> None:
-    engine = small_engine(max_num_seqs=2, max_model_len=max_model_len)
-    engine.set_plan(plan_of("chain:3", guard=True, max_depth=3, explore=0.01))
-    assert list(calibrate(engine, 60)) == [1, 2]
+    plan = plan_of("chain:3", guard=True, max_depth=3, explore=0.01)
+    engine, seconds_by_load = calibrated(plan, max_model_len=max_model_len)
+    assert list(seconds_by_load) == [1, 2]
     check_engine(engine)
 
 
 def test_the_guard_starts_with_calibrated_plain_step_times() -> None:
-    engine = small_engine(max_num_seqs=4)
-    engine.set_plan(plan_of("chain:3", guard=True))
-    seconds_by_load = calibrate(engine, 60)
+    engine, seconds_by_load = calibrated(plan_of("chain:3", guard=True), max_num_seqs=4)
     engine.add(submit("a", max_tokens=4))  # ends before the guard could stop drafts and run plain steps itself
     drain(engine)
     cells = {cell.concurrency: cell for cell in engine.report().guard}
