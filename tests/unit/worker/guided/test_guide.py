@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -299,21 +300,10 @@ def test_white_space_of_json_is_one_space_behind_separators(
     assert (guide.mask(ids(text)) is not None) == is_allowed
 
 
-def test_a_failing_matcher_ends_in_an_error_not_an_exception(compiler: GrammarCompiler) -> None:
-    class Failing:
-        def is_error(self) -> bool:
-            return True
-
-        def get_error(self) -> str:
-            return "lexer too complex"
-
-        def try_consume_tokens(self, tokens: list[int]) -> int:
-            return 0
-
-        def unsafe_compute_mask_ptr(self, *place: int) -> None:
-            return None
-
-    guide = Guide(Failing(), (END,), SIZE)  # type: ignore[arg-type]
+def test_a_failing_matcher_ends_in_an_error_not_an_exception() -> None:
+    matcher = Mock()
+    matcher.is_error.return_value, matcher.get_error.return_value = True, "lexer too complex"
+    guide = Guide(matcher, (END,), SIZE)
     assert guide.mask() is None
     assert guide.error == "lexer too complex"
 
@@ -324,9 +314,6 @@ def test_a_panic_of_the_library_while_it_compiles_refuses_the_grammar(
     class Panic(BaseException):
         """Error like a panic of a Rust library, which is no Exception."""
 
-    def panic(*_: object) -> None:
-        raise Panic("index out of bounds")
-
-    monkeypatch.setattr(GrammarCompiler, "_build", panic)
+    monkeypatch.setattr(GrammarCompiler, "_build", Mock(side_effect=Panic("index out of bounds")))
     with pytest.raises(GrammarRefused, match="failed: index out of bounds"):
         compiler.check(regex_grammar("panics"))

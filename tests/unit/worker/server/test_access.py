@@ -45,10 +45,6 @@ def load(flags: Sequence[str] = (), environ: dict[str, str] | None = None, **ser
     return load_credentials(ServerConfig.model_validate(server), environ or {}, flags)
 
 
-def names(credentials: Credentials, *keys: str) -> list[tuple[str, ...]]:
-    return [credentials.api_keys.current.names_of(key) for key in keys]
-
-
 def test_without_keys_the_public_port_is_open_and_an_admin_token_is_made() -> None:
     credentials = load()
     assert credentials.api_keys is None
@@ -58,8 +54,8 @@ def test_without_keys_the_public_port_is_open_and_an_admin_token_is_made() -> No
 def test_keys_of_environment_flag_and_file_are_numbered_in_this_order(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("bob=b-key\nlast")
     credentials = load(["flag"], {Env.api_keys: "one  two\n"}, api_keys_path=str(tmp_path / "keys"))
-    expected = [("key-1",), ("key-2",), ("key-3",), ("bob",), ("key-4",), ()]
-    assert names(credentials, "one", "two", "flag", "b-key", "last", "none") == expected
+    names = [credentials.api_keys.current.names_of(key) for key in ("one", "two", "flag", "b-key", "last", "none")]
+    assert names == [("key-1",), ("key-2",), ("key-3",), ("bob",), ("key-4",), ()]
 
 
 @pytest.mark.parametrize(
@@ -208,13 +204,11 @@ def test_unusable_file_of_a_folder_is_named(tmp_path: Path, name: str, text: str
 
 def test_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
     for read in (read_secrets, read_fingerprint):
-        with pytest.raises(UnusableFiles, match="No such file"):
+        with pytest.raises(UnusableFiles, match="none: No such file"):
             read(tmp_path / "none")
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     with pytest.raises(UnusableFiles, match="UTF-8"):
         read_secrets(tmp_path / "binary")
-    with pytest.raises(UnusableFiles, match="holds no key"):
-        read_secrets(tmp_path.joinpath("empty").mkdir() or tmp_path / "empty")
 
 
 def test_fingerprint_changes_with_content_and_names(tmp_path: Path) -> None:
@@ -292,13 +286,6 @@ def test_unreadable_path_keeps_the_last_good_secrets_and_is_logged_once(caplog: 
     assert caplog.records[-1].levelname == "INFO"
 
 
-def test_unreadable_path_is_an_error_at_the_first_read() -> None:
-    path = FakePath()
-    path.problem = "nothing there"
-    with pytest.raises(UnusableFiles, match="nothing there"):
-        ReloadedSecrets("keys", {}, path.read, path.fingerprint)
-
-
 def test_watching_survives_an_unexpected_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,12 +317,7 @@ def test_every_admin_route_is_the_operators_but_those_of_captures_and_routers() 
 @pytest.mark.parametrize(
     ("method", "path", "scopes"),
     [
-        ("GET", Route.report, {Scope.operator}),
         ("GET", "/internal/steps", {Scope.operator, Scope.router}),
-        ("POST", Route.report, {Scope.operator}),
-        ("PUT", Route.draft, {Scope.operator}),
-        ("POST", Route.drain, {Scope.operator}),
-        ("POST", Route.capture_deletions, {Scope.operator}),
         ("GET", Route.capture_deletions, {Scope.capture}),
         ("GET", "/v1/capturesx", {Scope.operator}),
         ("GET", "/v1/report/", {Scope.operator}),

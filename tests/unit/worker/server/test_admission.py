@@ -25,12 +25,6 @@ from specdecode_worker.server.errors import BadRequest, TooManyWaiting
 from specdecode_worker.server.requests import ChatRequest, CompletionRequest
 
 
-def record_end(queue: AdmissionQueue, *times: float) -> AdmissionQueue:
-    for now in times:
-        queue.record_end(now)
-    return queue
-
-
 def test_requests_beyond_the_capacity_are_rejected() -> None:
     queue = AdmissionQueue(max_num_seqs=2, max_waiting=3)
     queue.check(in_flight=3, more=2, now=0, field="n")
@@ -54,7 +48,10 @@ def test_requests_beyond_the_capacity_are_rejected() -> None:
     ],
 )
 def test_retry_after_time(times: tuple[float, ...], now: float, leaving: int, seconds: int) -> None:
-    assert record_end(AdmissionQueue(1, 1), *times).wait_seconds(leaving, now) == seconds
+    queue = AdmissionQueue(1, 1)
+    for end in times:
+        queue.record_end(end)
+    assert queue.wait_seconds(leaving, now) == seconds
 
 
 def take(queue: AdmissionQueue, client: str, most: int, now: float = 0.0, in_flight: int = 0) -> int:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 from fastapi import FastAPI
@@ -31,6 +32,7 @@ from specdecode_worker.server.listening import (
 )
 
 LIMITS = ServerConfig(header_timeout_seconds=10 / 0.95, body_timeout_seconds=30 / 0.95, write_timeout_seconds=20)
+"""Limits of 10 s for headers and 30 s for bodies: these timeouts end a twentieth early."""
 
 
 def overdue(state: ConnectionState, now: float) -> Cut | None:
@@ -63,10 +65,6 @@ def test_first_byte_does_not_extend_the_deadline(state: ConnectionState) -> None
     state.has_headers = True
     assert overdue(state, 30) is None
     assert overdue(state, 30.1) is Cut.BODY_LATE
-
-
-def test_served_request_has_no_deadline(answering: ConnectionState) -> None:
-    assert overdue(answering, 10_000) is None
 
 
 def test_idle_connection_is_closed_and_a_new_request_has_its_own_deadline(answering: ConnectionState) -> None:
@@ -114,15 +112,6 @@ def test_rest_of_a_complete_response_must_be_read_whole(answering: ConnectionSta
         answering.observe_unsent(500 - now, now)
         assert overdue(answering, now) is None
     assert overdue(answering, 30.1) is Cut.UNREAD
-
-
-def test_configured_timeouts_end_a_little_early(state: ConnectionState) -> None:
-    config = ServerConfig(header_timeout_seconds=10, body_timeout_seconds=30)
-    assert state.overdue(9.5, config) is None
-    assert state.overdue(9.6, config) is Cut.HEADERS_LATE
-    state.has_headers = True
-    assert state.overdue(28.5, config) is None
-    assert state.overdue(28.6, config) is Cut.BODY_LATE
 
 
 def test_headers_and_framing_are_bounded(state: ConnectionState) -> None:
@@ -199,40 +188,19 @@ def test_connection_is_refused_while_all_are_served() -> None:
     assert table.add(FakeConnection(2))
 
 
-class SilentTransport(asyncio.Transport):
-    """Transport that sends nothing."""
-
-    closing = False
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
-
-    def write(self, data: object) -> None:
-        assert not self.closing
-
-    def abort(self) -> None:
-        self.closing = True
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-
 async def test_connection_with_too_many_pipelined_requests_is_closed() -> None:
     table = ConnectionTable("public", ServerConfig(), 10)
     listener = Listener(FastAPI(), table, 1.0, None)
     connection = BoundedHttpProtocol(table, listener.config, listener.server_state, {})
-    transport = SilentTransport()
+    transport = Mock(asyncio.Transport)
+    transport.get_extra_info.return_value = None
+    transport.is_closing.side_effect = lambda: transport.abort.called
     connection.connection_made(transport)
     connection.data_received(b"GET / HTTP/1.1\r\n\r\n" * (1 + MAX_PIPELINED))
-    assert (len(connection.pipeline), transport.closing) == (MAX_PIPELINED, False)
+    assert (len(connection.pipeline), transport.abort.called) == (MAX_PIPELINED, False)
     connection.data_received(b"GET / HTTP/1.1\r\n\r\n" * 500)
-    assert (len(connection.pipeline), transport.closing) == (MAX_PIPELINED, True)
+    assert (len(connection.pipeline), transport.abort.called) == (MAX_PIPELINED, True)
+    transport.write.assert_not_called()
 
 
 async def test_every_stream_of_the_routers_has_a_connection() -> None:

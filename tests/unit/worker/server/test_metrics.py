@@ -144,6 +144,10 @@ def test_metric_values_equal_the_report() -> None:
     assert values["specdecode_guard_state[0,0]"] == 1
     assert values["specdecode_guard_time_per_token_seconds[0,0,speculative]"] == 2
     assert (values["specdecode_iteration_seconds_count[]"], values["specdecode_iteration_seconds_sum[]"]) == (8, 5)
+    assert values["specdecode_spec_decode_num_ranked_total[1,0,t]"] == 10, "of greedy and sampled requests"
+    assert values["specdecode_spec_decode_num_ranked_total[1,miss,t]"] == 5
+    assert values["specdecode_draft_info[,h1,eagle3,,hf://a/b]"] == 1
+    assert values["specdecode_draft_info[code,,none,fc.weight is missing,]"] == 1
 
 
 def test_shapes_of_one_plan_bucket_are_one_series() -> None:
@@ -292,18 +296,6 @@ def test_counters_do_not_fall_when_a_request_is_cancelled() -> None:
     request_counter.process(Tokens(request_id="r", tokens=(1, 2), drafts=1, draft_tokens=3, accepted=1))
     request_counter.process(Tokens(request_id="r", tokens=(), finish="deadline"))
     assert samples(counts)["specdecode_spec_decode_num_accepted_tokens_per_pos_total[0,t]"] == 1
-
-
-def test_ranks_are_summed_by_task_and_depth() -> None:
-    values = samples()
-    assert values["specdecode_spec_decode_num_ranked_total[1,0,t]"] == 10
-    assert values["specdecode_spec_decode_num_ranked_total[1,miss,t]"] == 5
-
-
-def test_draft_info_lists_every_draft() -> None:
-    values = samples()
-    assert values["specdecode_draft_info[,h1,eagle3,,hf://a/b]"] == 1
-    assert values["specdecode_draft_info[code,,none,fc.weight is missing,]"] == 1
 
 
 def test_request_is_counted_once() -> None:

@@ -82,23 +82,20 @@ def servers(
 ) -> Iterator[tuple[WorkerProcess, RouterProcess, Kind]]:
     target, draft = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("draft")
     sizes = {"vocab_size": SIZE, "max_position_embeddings": 2048, "eos_token_id": None}
-    given = ["--chat-template", str(tmp_path_factory.mktemp("template") / "chat.jinja")]
-    if request.param == "special":
-        Path(given[1]).write_text(TEMPLATE)
-    else:
-        given = []
-    small_model.write_target(target, config=sizes, template="{% unknown %}" if given else TEMPLATE)
-    generation = {"eos_token_id": [GENERATION_END], "temperature": 0.0, "top_k": 3, "do_sample": False}
-    (target / "generation_config.json").write_text(json.dumps(generation))
-    if given:
-        given += ["--generation-config", "vllm"]
+    words = small_model.flags(target, draft)
+    words += ["--cache-dir", str(tmp_path_factory.mktemp("cache")), "--reasoning-parser", "qwen3"]
+    template = TEMPLATE
     small_model.write_draft(draft, config=sizes)
     if request.param == "special":
+        file = tmp_path_factory.mktemp("template") / "chat.jinja"
+        file.write_text(TEMPLATE)
+        words += ["--chat-template", str(file), "--generation-config", "vllm"]
+        template = "{% unknown %}"
         publish_as_pickle(draft)
+    small_model.write_target(target, config=sizes, template=template)
+    generation = {"eos_token_id": [GENERATION_END], "temperature": 0.0, "top_k": 3, "do_sample": False}
+    (target / "generation_config.json").write_text(json.dumps(generation))
     tokenizer_of(request.param).save(str(target / "tokenizer.json"))
-    words = ["--model", f"file://{target}", "--draft", f"file://{draft}", "--served-model-name", "small"]
-    words += ["--dtype", "float32", "--device", "cpu", "--threads", "1", "--max-num-seqs", "2", *given]
-    words += ["--cache-dir", str(tmp_path_factory.mktemp("cache")), "--reasoning-parser", "qwen3"]
     logs = tmp_path_factory.mktemp("log")
     with real(words, logs / "log") as started:
         started.wait_ready()

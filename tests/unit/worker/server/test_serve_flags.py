@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,15 @@ from specdecode_worker.termination import ENV_PATH
 
 def read(*words: str) -> tuple[WorkerConfig, Plan]:
     return serve.config_from_flags(new_parser("serve").parse_args(words))
+
+
+def speculative(**fields: Any) -> tuple[str, str]:
+    """Return vLLM's flag with these fields."""
+    return "--speculative-config", json.dumps(fields)
+
+
+OWN = ("--draft-placement", "own")
+PLACED = ("--draft", "file:///d", *OWN)
 
 
 def test_without_flags_the_embedded_pair_is_served_on_loopback() -> None:
@@ -39,84 +50,68 @@ def test_target_without_a_draft_is_served_without_speculation() -> None:
 
 
 def test_vllm_speculative_config_is_accepted() -> None:
-    form = '{"method": "eagle3", "model": "file:///d", "num_speculative_tokens": 5}'
-    config, plan = read("--model", "file:///m", "--speculative-config", form)
+    form = speculative(method="eagle3", model="file:///d", num_speculative_tokens=5)
+    config, plan = read("--model", "file:///m", *form)
     assert (config.draft.uri, plan.initial.depth) == ("file:///d", 5)
     with pytest.raises(ValueError, match="tree_choices"):
-        read("--speculative-config", '{"tree_choices": 1}')
+        read(*speculative(tree_choices=1))
     with pytest.raises(ValueError, match="one or the other"):
-        read("--speculative-config", form, "--depth", "2")
+        read(*form, "--depth", "2")
 
 
 def test_vllm_draft_model_and_ngram_configs_are_accepted() -> None:
-    two, _ = read("--model", "file:///m", "--speculative-config", '{"method": "draft_model", "model": "file:///d"}')
+    two, _ = read("--model", "file:///m", *speculative(method="draft_model", model="file:///d"))
     assert (two.draft.method, two.draft.uri) == ("draft-model", "file:///d")
-    form = '{"method": "ngram", "model": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 6}'
-    lookup, plan = read("--speculative-config", form)
+    lookup, plan = read(*speculative(method="ngram", model="ngram", num_speculative_tokens=4, prompt_lookup_max=6))
     assert (lookup.draft.method, lookup.draft.uri, plan.initial.depth) == ("ngram", None, 4)
     assert (lookup.draft.prompt_lookup_min, lookup.draft.prompt_lookup_max) == (2, 6)
 
 
-@pytest.mark.parametrize("form", ['"method": "eagle3", "parallel_drafting": true', '"method": "peagle"'])
-def test_parallel_drafting_of_vllm_is_the_method_peagle(form: str) -> None:
-    config, plan = read("--speculative-config", f'{{{form}, "model": "file:///d", "num_speculative_tokens": 5}}')
+@pytest.mark.parametrize("form", [{"method": "eagle3", "parallel_drafting": True}, {"method": "peagle"}])
+def test_parallel_drafting_of_vllm_is_the_method_peagle(form: dict[str, Any]) -> None:
+    config, plan = read(*speculative(**form, model="file:///d", num_speculative_tokens=5))
     assert (config.draft.method, config.draft.uri, plan.initial.depth) == ("peagle", "file:///d", 5)
     named, _ = read("--method", "peagle", "--draft", "file:///d", "--draft-quantization", "int4")
     assert (named.draft.method, named.draft.quantization) == ("peagle", "int4")
 
 
 def test_quantization_flags_of_target_and_draft_are_read() -> None:
-    form = '{"method": "eagle3", "model": "file:///d", "quantization": "int4"}'
-    config, _ = read("--model", "file:///m", "--speculative-config", form, "--quantization", "fp8")
+    form = speculative(method="eagle3", model="file:///d", quantization="int4")
+    config, _ = read("--model", "file:///m", *form, "--quantization", "fp8")
     assert (config.draft.quantization, config.model.quantization) == ("int4", "fp8")
     config, _ = read("--draft-quantization", "int8")
     assert (config.draft.quantization, config.model.quantization) == ("int8", None)
     with pytest.raises(ValueError, match="one or the other"):
-        read("--speculative-config", form, "--draft-quantization", "int4")
+        read(*form, "--draft-quantization", "int4")
 
 
 def test_the_placement_of_the_draft_is_read() -> None:
     assert read()[0].draft.placement == "shared"
-    assert read("--draft-placement", "own")[0].draft.placement == "own"
-    config, _ = read("--method", "draft-model", "--draft", "file:///d", "--draft-placement", "own")
+    assert read(*OWN)[0].draft.placement == "own"
+    config, _ = read("--method", "draft-model", *PLACED)
     assert (config.draft.method, config.draft.placement) == ("draft-model", "own")
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (
-            ("--method", "ngram", "--draft-placement", "own"),
-            "own is for methods eagle3, eagle, draft-model, not for ng",
-        ),
-        (("--method", "dflash", "--draft", "file:///d", "--draft-placement", "own"), "not for dflash"),
-        (("--method", "peagle", "--draft", "file:///d", "--draft-placement", "own"), "not for peagle"),
-        (("--method", "medusa", "--draft", "file:///d", "--draft-placement", "own"), "not for medusa"),
-        (("--method", "none", "--draft-placement", "own"), "not for none"),
-        (("--draft-placement", "own", "--sampler", "mss"), "placement own needs the sampler coupled"),
-        (("--speculative-config", '{"method": "ngram", "quantization": "int4"}'), "ngram has no MLP"),
-        (("--speculative-config", '{"method": "suffix", "quantization": "int4"}'), "suffix has no MLP"),
-        (
-            ("--speculative-config", '{"method": "suffix", "prompt_lookup_max": 6}'),
-            "for the method ngram, not for suffix",
-        ),
-        (
-            ("--speculative-config", '{"method": "eagle3", "model": "file:///d", "prompt_lookup_max": 6}'),
-            "not for eagle3",
-        ),
+        (("--method", "ngram", *OWN), "own is for methods eagle3, eagle, draft-model, not for ngram"),
+        (("--method", "dflash", *PLACED), "not for dflash"),
+        (("--method", "peagle", *PLACED), "not for peagle"),
+        (("--method", "medusa", *PLACED), "not for medusa"),
+        (("--method", "none", *OWN), "not for none"),
+        ((*OWN, "--sampler", "mss"), "placement own needs the sampler coupled"),
+        (speculative(method="ngram", quantization="int4"), "ngram has no MLP"),
+        (speculative(method="suffix", quantization="int4"), "suffix has no MLP"),
+        (speculative(method="suffix", prompt_lookup_max=6), "for the method ngram, not for suffix"),
+        (speculative(method="eagle3", model="file:///d", prompt_lookup_max=6), "not for eagle3"),
         (("--method", "suffix", "--draft", "file:///d"), "--method suffix takes no --draft"),
-        (
-            ("--speculative-config", '{"method": "medusa", "model": "file:///d", "quantization": "fp8"}'),
-            "medusa has no",
-        ),
+        (speculative(method="medusa", model="file:///d", quantization="fp8"), "medusa has no"),
         (("--method", "peagle"), "--method peagle needs --draft URI"),
-        (
-            ("--speculative-config", '{"method": "ngram", "parallel_drafting": true}'),
-            "for the method eagle3, not ngram",
-        ),
-        (("--speculative-config", '{"method": "eagle3", "parallel_drafting": 1}'), "parallel_drafting must be true"),
+        (speculative(method="ngram", parallel_drafting=True), "for the method eagle3, not ngram"),
+        (speculative(method="eagle3", parallel_drafting=1), "parallel_drafting must be true"),
         (("--model", "file:///m", "--draft-quantization", "int4"), "none has no MLP"),
-        (("--speculative-config", '{"quantization": "int3"}'), "quantization"),
+        (speculative(quantization="int3"), "quantization"),
     ],
 )
 def test_unsupported_draft_options_are_reported(words: tuple[str, ...], named: str) -> None:
@@ -158,7 +153,6 @@ def test_defaults_depend_on_the_device() -> None:
     ("words", "named"),
     [
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
-        (["--method", "ngram", "--draft", "file:///d"], "--method ngram takes no --draft"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["--cuda-graph-sizes", "0"], "cuda_graph_sizes"),
         (["--model", "file:///m", "--method", "eagle3"], "--draft"),
@@ -212,15 +206,8 @@ def in_pod(monkeypatch: pytest.MonkeyPatch, *words: str) -> WorkerConfig:
 
 def test_flags_in_a_pod_replace_single_values_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = in_pod(monkeypatch)
-    flags = (
-        "--queue-timeout-seconds=5",
-        "--api-key-metrics",
-        "--no-vllm-metrics",
-        "--no-enable-prefix-caching",
-        "--capture",
-        "/c",
-    )
-    config = in_pod(monkeypatch, *flags)
+    flags = "--queue-timeout-seconds=5 --api-key-metrics --no-vllm-metrics --no-enable-prefix-caching --capture /c"
+    config = in_pod(monkeypatch, *flags.split())
     assert (config.server.queue_timeout_seconds, config.server.api_key_metrics) == (5, True)
     assert (plain.server.vllm_metrics, config.server.vllm_metrics) == (True, False)
     assert (config.engine.enable_prefix_caching, config.engine.max_num_seqs) == (False, 3)

@@ -184,12 +184,17 @@ PIECES = (
 )
 
 
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
+    "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}{% endfor %}{% endfor %}", {}
+)  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Python's parser, about escapes
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "pythonic"])
 def test_random_outputs_are_calls_or_text(name: ToolFormat) -> None:
     """No output is lost, and every message can be sent back: 10,000 mutated calls, at random splits."""
     key = "parameters" if name == "llama3_json" else "arguments"
-    template = items_template()
     for seed in range(10_000):
         draw = random.Random(f"{name} {seed}")
         marks = [f"w{draw.randrange(10**9)}w" for _ in range(4)]
@@ -214,7 +219,7 @@ def test_random_outputs_are_calls_or_text(name: ToolFormat) -> None:
             {"id": "c", "type": "function", "index": index, "function": {"name": function, "arguments": written}}
             for index, (function, written) in enumerate(calls)]}  # fmt: skip
         earlier = ChatRequest.model_validate({"model": "m", "messages": [message, {"role": "user", "content": "x"}]})
-        assert template.render([one.rendered() for one in earlier.messages]).encode()
+        assert TEMPLATE.render([one.rendered() for one in earlier.messages]).encode()
 
 
 def mutated(draw: random.Random, text: str, mark: str) -> str:
@@ -225,13 +230,6 @@ def mutated(draw: random.Random, text: str, mark: str) -> str:
         piece = draw.choice((*PIECES, mark, text[start : start + 9], ""))
         text = text[:start] + piece + text[end:]
     return text[: draw.randrange(len(text) + 1)] if draw.random() < 0.2 else text
-
-
-def items_template() -> ChatTemplate:
-    return ChatTemplate(
-        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
-        "{% for k, v in c.function.arguments | items %}{{ k }}{{ v }}{% endfor %}{% endfor %}{% endfor %}", {}
-    )  # fmt: skip
 
 
 def test_tool_format_is_derived_from_the_template() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +77,9 @@ def test_variables_that_cannot_be_passed_are_refused(pool: TemplatePool) -> None
 
 
 def test_threads_share_the_processes(pool: TemplatePool) -> None:
-    texts: list[str] = []
-    threads = [
-        threading.Thread(target=lambda number=number: texts.append(render(pool, str(number)))) for number in range(16)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(texts) == sorted(f"<s>{number}>" for number in range(16))
+    with ThreadPoolExecutor(16) as threads:
+        texts = list(threads.map(lambda number: render(pool, str(number)), range(16)))
+    assert texts == [f"<s>{number}>" for number in range(16)]
     assert len(_children()) <= 2
 
 

@@ -1,4 +1,4 @@
-"""Tests of the threads for work on texts: bounded, by lane, and stopped with their caller."""
+"""Work on texts: threads that are bounded, by lane, and stopped with their caller, and texts that may be too long."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specdecode_worker.server.admission import ModelLimits
 from specdecode_worker.server.grammars import AnswerGrammars
-from specdecode_worker.server.prompts import SHORT_TEXT_CHARACTERS, Lane, PromptPreparation, TextThreads, lane_of
-from specdecode_worker.server.requests import CompletionRequest, GenerationRequest
+from specdecode_worker.server.prompts import (
+    SHORT_TEXT_CHARACTERS,
+    Lane,
+    PromptPreparation,
+    TextThreads,
+    TextTooLong,
+    TextWorkStopped,
+    encode_bounded,
+    lane_of,
+)
+from specdecode_worker.server.requests import CompletionRequest
 from specdecode_worker.server.tools import Tokenizer
+from support.worker import tokens
+
+MERGING = Tokenizer(tokens.tokenizer(merges=[("a", "a"), ("aa", "aa")], extra=("aa", "aaaa")), None)
+"""Tokenizer with one token for up to four letters."""
 
 
 @pytest.fixture
@@ -78,16 +94,6 @@ async def test_close_stops_work(threads: TextThreads) -> None:
     assert await asyncio.wait_for(task, 5)
 
 
-class ReadyGrammars(AnswerGrammars):
-    """Grammars that need no compiler."""
-
-    def __init__(self) -> None:
-        pass
-
-    def compiled(self, body: GenerationRequest) -> str:
-        return "grammar"
-
-
 async def test_client_that_leaves_while_its_grammar_gets_ready_is_not_served(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,9 +106,40 @@ async def test_client_that_leaves_while_its_grammar_gets_ready_is_not_served(
         return result
 
     monkeypatch.setattr(TextThreads, "run", run_and_leave)
-    preparation = PromptPreparation(tokenizer, ModelLimits(64, 64), ReadyGrammars())
+    preparation = PromptPreparation(tokenizer, ModelLimits(64, 64), Mock(AnswerGrammars))
     body = CompletionRequest.model_validate({"model": "small", "prompt": [1, 2], "bad_words": ["no"]})
     preparing = asyncio.create_task(preparation.prompts(body))
     with pytest.raises(asyncio.CancelledError):
         await preparing
     preparation.close()
+
+
+@given(text=st.text(alphabet="a b1", max_size=400), most=st.integers(4, 40))
+@settings(deadline=None)
+def test_texts_that_fit_are_never_refused(text: str, most: int) -> None:
+    ids = MERGING.encode(text)
+    try:
+        assert encode_bounded(MERGING, text, most, threading.Event()) == ids
+    except TextTooLong:
+        assert len(ids) > most
+
+
+def test_text_without_end_is_refused_after_a_beginning_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = 0
+
+    def encode(text: str, **options: bool) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return Tokenizer.encode(MERGING, text, **options)
+
+    monkeypatch.setattr(MERGING, "encode", encode)
+    with pytest.raises(TextTooLong):
+        encode_bounded(MERGING, "a" * 1_000_000, 100, threading.Event())
+    assert longest <= 8 * 100 * 2, "four letters a token, twice the context, and one doubling"
+
+
+def test_work_stops_once_it_is_cancelled() -> None:
+    stopped = threading.Event()
+    stopped.set()
+    with pytest.raises(TextWorkStopped):
+        encode_bounded(MERGING, "a", 4, stopped)
