@@ -35,11 +35,6 @@ def some_rules(draw: random.Random) -> CaptureRules | None:
     )
 
 
-def some_request(draw: random.Random) -> tuple[str, bool, int, str]:
-    """Return task, permission, age and user of a request."""
-    return draw.choice(TASKS), draw.random() < 0.5, draw.randint(0, 20), draw.choice(USERS)
-
-
 @dataclass
 class Requests:
     """Requests as the server would run them, and what was true when each of them began and ended."""
@@ -109,7 +104,8 @@ def run(folder: Path, draw: random.Random) -> None:
             elif step == "end":
                 done.end(0)
             else:
-                getattr(done, step)(*some_request(draw))
+                permitted, age = draw.random() < 0.5, draw.randint(0, 20)
+                getattr(done, step)(draw.choice(TASKS), permitted, age, draw.choice(USERS))
         settle(recorder)
         stored_records = read(folder)
         assert [made for made in stored_records if not done.is_allowed(made)] == []

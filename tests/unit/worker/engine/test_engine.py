@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from specdecode_worker.contract import DraftState, Plan, Report, StepCell, SyntheticKnobs, TreeShape
+from specdecode_worker.contract import DraftState, Plan, Report, SyntheticKnobs, TreeShape
 from specdecode_worker.core.device_state import DeviceState, HostCopy
 from specdecode_worker.core.messages import Submit, Tokens
 from specdecode_worker.drafts.base import LoadedDraft
@@ -310,12 +310,9 @@ def flat(report: Report) -> dict[str, float]:
         counters |= {f"{histogram.name} {i}": n for i, n in enumerate((*histogram.counts, histogram.sum))}
     for step in report.steps:
         totals = (step.count, step.t, step.tt, step.wall_seconds, step.device_seconds, step.clipped, step.emitted)
-        counters |= {f"{kind(step)} {i}": v for i, v in enumerate((*totals, *step.x, *step.xx, *step.xt))}
+        kind = (step.tokens_bucket, step.draft_passes, step.prefill, step.context_bucket)
+        counters |= {f"{kind} {i}": v for i, v in enumerate((*totals, *step.x, *step.xx, *step.xt))}
     return counters
-
-
-def kind(cell: StepCell) -> tuple[int, int, bool, int]:
-    return cell.tokens_bucket, cell.draft_passes, cell.prefill, cell.context_bucket
 
 
 @pytest.mark.usefixtures("ticking")

@@ -121,12 +121,6 @@ def test_a_panic_of_the_library_ends_one_request_alone(method: str) -> None:
     check_engine(engine)
 
 
-def request(forced: tuple[int, ...] | None, *, left: int = 20) -> Any:
-    guide = None if forced is None else SimpleNamespace(forced=lambda: forced)
-    sampling = SimpleNamespace(max_tokens=left)
-    return SimpleNamespace(guide=guide, emitted=0, submit=SimpleNamespace(sampling=sampling))
-
-
 CHAIN_3 = tree_of(TreeShape.chain(3))
 
 
@@ -143,7 +137,9 @@ CHAIN_3 = tree_of(TreeShape.chain(3))
     ],
 )
 def test_forced_tokens_replace_trees_that_are_not_deeper(forced: Any, left: int, tree: Any, wanted: Any) -> None:
-    asked = request(forced, left=left)
+    guide = None if forced is None else SimpleNamespace(forced=lambda: forced)
+    sampling = SimpleNamespace(max_tokens=left)
+    asked: Any = SimpleNamespace(guide=guide, emitted=0, submit=SimpleNamespace(sampling=sampling))
     selection = with_forced_tokens(Selection([tree], Choice(shape=TreeShape.chain(3), shadow_passes=2)), [asked])
     assert list(selection.trees) == [wanted]
     if wanted.given:

@@ -189,9 +189,9 @@ def test_the_interrupted_thread_comes_first() -> None:
 
 def test_an_engine_that_is_told_to_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On several GPUs its graphs hold collectives, and the process group does not end before they are gone."""
-    engine, port = FakeEngine((1, 2, 3)), Mock()
+    engine, port, closed = FakeEngine((1, 2, 3)), Mock(), Mock()
     port.receive.return_value = [Shutdown()]
-    monkeypatch.setattr(engine, "close", Mock())
+    monkeypatch.setattr(engine, "close", closed)
     monkeypatch.setattr(process, "EnginePort", Mock(return_value=port))
     for name in ("install_stack_dump", "_prepare"):
         monkeypatch.setattr(process, name, lambda *_: None)
@@ -199,5 +199,5 @@ def test_an_engine_that_is_told_to_end_is_closed(monkeypatch: pytest.MonkeyPatch
     loaded = Loaded(max_model_len=64, target="t", draft_hash="d")
     build: Any = lambda _: (engine, loaded)  # noqa: E731
     process.main("", config.model_dump_json(), None, None, build, HeartbeatBlock(), "")
-    engine.close.assert_called_once()
+    closed.assert_called_once()
     assert not any(isinstance(message, Crashed) for sent in port.send.call_args_list for message in sent.args[0])

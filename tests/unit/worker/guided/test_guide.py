@@ -8,8 +8,9 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+import tokenizers
 
+from specdecode_worker.commands.flags import EMBEDDED_TARGET
 from specdecode_worker.guided import guide as guide_module
 from specdecode_worker.guided.grammars import (
     CACHED_GRAMMARS,
@@ -24,13 +25,15 @@ from specdecode_worker.guided.grammars import (
     with_readable_numbers,
 )
 from specdecode_worker.guided.guide import GrammarRefused, Guide
+from specdecode_worker.models.fetch import default_cache_dir, resolve
 from specdecode_worker.server.grammars import forced_calls
 from specdecode_worker.server.requests import FunctionDefinition
+from specdecode_worker.server.tools import Tokenizer
 from support import small_model
 from support.char_tokenizer import END, tokenizer_json
 
 SIZE = 61
-TOKENIZER = Tokenizer.from_str(tokenizer_json())
+TOKENIZER = tokenizers.Tokenizer.from_str(tokenizer_json())
 
 
 def ids(text: str) -> list[int]:
@@ -38,7 +41,7 @@ def ids(text: str) -> list[int]:
 
 
 def allowed(mask: Any) -> set[int]:
-    return {token for token in range(len(mask) * 32) if mask[token // 32] >> np.uint32(token % 32) & 1}
+    return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -317,3 +320,80 @@ def test_a_panic_of_the_library_while_it_compiles_refuses_the_grammar(
     monkeypatch.setattr(GrammarCompiler, "_build", Mock(side_effect=Panic("index out of bounds")))
     with pytest.raises(GrammarRefused, match="failed: index out of bounds"):
         compiler.check(regex_grammar("panics"))
+
+
+EMBEDDED_END, MOST_PROBES = 2, 200
+SHAPES: Any = {
+    "type": "object",
+    "properties": {
+        "dimensions": {
+            "type": "object",
+            "properties": {name: {"type": "number"} for name in ("base", "height", "radius", "side")},
+            "additionalProperties": True,
+        },
+        "shape": {"type": "string"},
+    },
+    "required": ["shape", "dimensions"],
+}
+TEXTS = (
+    '{"dimensions":{"properties":{"description":{"height":{"type":{"a": [1, 2, true]}}}}}, "shape":"x, y"}',
+    '{"dimensions": {"height": 2, "radius": 3.5}, "shape": "circle"}',
+)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Tokenizer:
+    """Return the tokenizer of the embedded model, whose vocabulary is a real one."""
+    return Tokenizer.from_folder(resolve(EMBEDDED_TARGET, default_cache_dir()))
+
+
+@pytest.mark.embedded
+@pytest.mark.parametrize("text", TEXTS)
+def test_masks_behind_paths_equal_those_of_a_fresh_guide(embedded: Tokenizer, text: str) -> None:
+    """Every token that a mask allows can also be consumed, and looking behind a path leaves the position unchanged."""
+    compiler = GrammarCompiler(lambda: embedded.json, embedded.vocab_size, (EMBEDDED_END,))
+    grammar, tokens = json_grammar(SHAPES), embedded.encode(text)
+    guide = compiler.guide(grammar)
+    for place, token in enumerate(tokens):
+        before = guide.mask()
+        for end in range(place, min(place + 4, len(tokens)) + 1):
+            fresh = compiler.guide(grammar)
+            fresh.advance(tokens[:end])
+            mask, wanted = guide.mask(tokens[place:end]), fresh.mask()
+            assert mask is not None
+            assert wanted is not None
+            assert np.array_equal(mask, wanted), (place, end, embedded.decode(tokens[place:end]))
+        assert before is not None
+        # Nothing follows the end.
+        for other in sorted(allowed(before) - {EMBEDDED_END})[:MOST_PROBES]:
+            assert guide.mask([other]) is not None, (place, embedded.decode([other]))
+        after = guide.mask()
+        assert after is not None
+        assert np.array_equal(before, after)
+        guide.advance([token])
+        assert not guide.error
+
+
+WRONG_PATH = (" [", '">', " Inclusion", "atteries")
+"""Tokens behind a colon that the text does not continue with. The path ends inside a string."""
+
+
+@pytest.mark.embedded
+def test_rejected_paths_leave_the_position_unchanged(embedded: Tokenizer) -> None:
+    """After llguidance 1.9.1 has left such a path by its rollback, masks behind the next tokens are wrong."""
+    compiler = GrammarCompiler(lambda: embedded.json, embedded.vocab_size, (EMBEDDED_END,))
+    wrong = [token for piece in WRONG_PATH for token in embedded.encode(piece)]
+    assert len(wrong) == len(WRONG_PATH), "each piece is one token"
+    grammar, tokens = json_grammar({"type": "object"}), embedded.encode(TEXTS[0])
+    guide = compiler.guide(grammar)
+    looked = 0
+    for place, token in enumerate(tokens):
+        looked += guide.mask(wrong) is not None
+        guide.advance([token])
+        fresh = compiler.guide(grammar)
+        fresh.advance(tokens[: place + 1])
+        mask, wanted = guide.mask(), fresh.mask()
+        assert mask is not None
+        assert wanted is not None
+        assert np.array_equal(mask, wanted), embedded.decode(tokens[: place + 1])
+    assert looked > 1, "the path must be allowed at some places"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -174,15 +175,9 @@ def test_before_the_first_plan_nothing_is_captured() -> None:
     assert not backend.keys
 
 
-class RefusingBackend(EagerBackend):
-    """Backend that captures nothing."""
-
-    def capture(self, work: Work) -> Captured:
-        raise CaptureFailed("out of memory")
-
-
-def test_a_draft_is_swapped_where_no_step_could_be_captured() -> None:
-    made = engine_of(networks(torch.float64), backend=RefusingBackend(), rows=ROWS)
+def test_a_draft_is_swapped_where_no_step_could_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EagerBackend, "capture", Mock(side_effect=CaptureFailed("out of memory")))
+    made = engine_of(networks(torch.float64), backend=EagerBackend(), rows=ROWS)
     made.set_plan(plan_of("chain:2"))
     made.set_draft("", other_draft(made))
     made.set_plan(plan_of("chain:3", version=2).model_copy(update={"draft": "other"}))
