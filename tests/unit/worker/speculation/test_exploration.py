@@ -269,13 +269,6 @@ def bursts_in(account: Exploration, steps: int, running: TreeShape = RUNNING, to
     return count
 
 
-def test_exploration_diminishes_while_nothing_changes() -> None:
-    account = Exploration()
-    first, *_, last = [bursts_in(account, PERIOD) for _ in range(16)]
-    assert first >= 8
-    assert last <= first / 3
-
-
 def test_plain_decoding_is_explored_at_full_pace_as_it_shows_nothing_of_the_draft() -> None:
     account = Exploration()
     first, *_, last = [bursts_in(account, PERIOD, CHAIN(0)) for _ in range(16)]
@@ -283,7 +276,7 @@ def test_plain_decoding_is_explored_at_full_pace_as_it_shows_nothing_of_the_draf
 
 
 @pytest.mark.parametrize("tokens", [1.7, 2.4])
-def test_a_change_of_the_tokens_per_step_restarts_exploration(tokens: float) -> None:
+def test_exploration_diminishes_until_the_tokens_per_step_change(tokens: float) -> None:
     account = Exploration()
     first, *_, last = [bursts_in(account, PERIOD) for _ in range(16)]
     assert bursts_in(account, PERIOD, tokens=tokens) >= first - 2 > 2 * last

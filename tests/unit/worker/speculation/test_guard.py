@@ -79,12 +79,6 @@ def test_loads_and_shapes_are_independent() -> None:
     assert not guard.allows(0, 0, CHAIN), "two tasks of one load may run different shapes"
 
 
-def test_probe_with_a_large_loss_ends_early() -> None:
-    guard = losing()
-    rest(guard)
-    assert run(guard, CHAIN, 2 * PROBE_STEPS, 2.0, 1.5) == SOON
-
-
 def test_stop_is_confirmed_before_a_probe() -> None:
     """Another task's steps at this load pass the time until a probe, while no plain step confirms the stop."""
     guard = losing()

@@ -7,7 +7,7 @@ acceptance would count, without verification.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -131,21 +131,11 @@ def test_plan_with_fewer_buckets_resets_the_bucket() -> None:
     assert plan_dispatcher.load(5) == 0
 
 
-class Ready:
-    """A draft that is always ready."""
-
-    def __bool__(self) -> bool:
-        return True
-
-    tasks = SimpleNamespace(merges=False)
-
-    def ready(self, request: Any) -> bool:
-        return True
-
-
 def selector_of(**fields: Any) -> ShapeSelector:
+    """Return a selector with a draft that is always ready."""
     plan = Plan(**{"draft": "d", "initial": CHAIN(2), "max_depth": 2, "explore": 0.0, **fields})
-    return ShapeSelector(Dispatcher("", "d", plan), cast("Any", Ready()))
+    drafts: Any = SimpleNamespace(tasks=SimpleNamespace(merges=False), ready=lambda request: True)
+    return ShapeSelector(Dispatcher("", "d", plan), drafts)
 
 
 def of(count: int, task: str = "other") -> list[Any]:
@@ -251,18 +241,14 @@ def test_step_times_are_interpolated_linearly(
     assert step_times.scaled(0.5, sequences, edge) == pytest.approx(0.5 * factor)
 
 
-def test_fewer_than_two_points_scale_nothing() -> None:
+@pytest.mark.parametrize(
+    "points", [(), ((1, 0.02),), ((1, 0.02), (2, 0.01))], ids=["none", "one", "falling below zero"]
+)
+def test_points_without_a_rising_line_scale_nothing(points: tuple[tuple[int, float], ...]) -> None:
     step_times = PlainStepTimes()
-    assert step_times.scaled(0.5, 3, 4) == 0.5
-    step_times.learn(1, 0.02)
-    assert step_times.scaled(0.5, 3, 4) == 0.5
-
-
-def test_negative_extrapolation_scales_nothing() -> None:
-    falling = PlainStepTimes()
-    falling.learn(1, 0.02)
-    falling.learn(2, 0.01)
-    assert falling.scaled(0.5, 2, 4) == 0.5
+    for point in points:
+        step_times.learn(*point)
+    assert step_times.scaled(0.5, 2, 4) == 0.5
 
 
 def test_newer_time_replaces_the_older(step_times: PlainStepTimes) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,6 +94,7 @@ def test_levels_run_every_inner_node_once_and_propose_every_child_once(trees: li
         assert list(level.counts) == [level.batch_R.tolist().count(b) for b in range(len(trees))]
     assert sorted(rows) == inner
     assert sorted(proposed) == children
+    assert forest.all_chains == all(tree.is_chain for tree in trees)
 
 
 @given(st.lists(TREES, min_size=1, max_size=4))
@@ -120,11 +120,6 @@ def test_a_forest_pads_to_its_widest_verified_tree() -> None:
     forest = forest_of((tree_of(TreeShape.chain(2), 5), PLAIN, tree_of(TreeShape.levels(3))), CPU)
     assert forest.parents_BN.tolist() == [[-1, 0, 1, -1], [-1, -1, -1, -1], [-1, 0, 0, 0]]
     assert (forest.depth, len(forest.levels), forest.all_chains) == (2, 5, False)
-
-
-@pytest.mark.parametrize(("text", "chains"), [("chain:3", True), ("none", True), ("0,0", False)])
-def test_all_chains_only_when_nothing_branches(text: str, chains: bool) -> None:
-    assert forest_of((tree_of(TreeShape.parse(text), 4), PLAIN), CPU).all_chains is chains
 
 
 def test_the_main_path_is_extended_without_passes() -> None:
