@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Iterable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -346,30 +347,22 @@ def test_functions_behind_too_large_ones_are_not_read(monkeypatch: pytest.Monkey
     assert len(read) == 2
 
 
-class SlowCompiler(GrammarCompiler):
-    """Compiler that refuses all functions together, and takes its time for each of them."""
-
-    def __init__(self) -> None:
-        self.compiled = 0
-
-    def check(self, grammar: str) -> None:
-        raise GrammarRefused("too complex")
-
-    def compiles(self, grammar: str) -> bool:
-        self.compiled += 1
-        time.sleep(0.02)
-        return True
-
-
 def test_search_for_the_function_at_fault_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdecode_worker.server.grammars._SEARCH_SECONDS", 0.05)
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": {}}} for i in range(50)]
     messages = [{"role": "user", "content": "Hi"}]
     body = {"model": "small", "messages": messages, "tools": tools, "tool_choice": "required"}
-    compiler = SlowCompiler()
+
+    def compile_slowly(grammar: str) -> bool:
+        time.sleep(0.02)
+        return True
+
+    compiler = Mock(GrammarCompiler)
+    compiler.check.side_effect = GrammarRefused("too complex")
+    compiler.compiles.side_effect = compile_slowly
     with pytest.raises(BadRequest, match="too complex"):
         AnswerGrammars(compiler, "hermes").compiled(ChatRequest.model_validate(body))
-    assert 0 < compiler.compiled <= 3
+    assert 0 < compiler.compiles.call_count <= 3
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
