@@ -1,7 +1,4 @@
-"""Ports, their connections with deadlines, the life cycle of a worker and its shutdown, and its vital parts.
-
-An exception in a vital part counts as a failure; a regular end and a cancellation do not.
-"""
+"""Ports, their connections with deadlines, the life cycle of a worker and its shutdown, and its vital parts."""
 
 from __future__ import annotations
 

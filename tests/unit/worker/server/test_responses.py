@@ -1,7 +1,4 @@
-"""Response objects, parsed by OpenAI's own client library, the text of a choice, and its thinking.
-
-Thinking is separated from the answer in the same way for every split of the text.
-"""
+"""Response objects, parsed by OpenAI's own client library, the text of a choice, and its thinking."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Tests of draft trees: topology of a shape, shadow nodes, and levels that draft each node once.
-
-Acceptance is compared with a simple Python implementation: emitted tokens, accepted nodes and ranks.
-"""
+"""Draft trees: topology of a shape, shadow nodes, levels that draft each node once, and acceptance."""
 
 from __future__ import annotations
 

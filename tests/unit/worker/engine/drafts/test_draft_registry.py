@@ -1,7 +1,4 @@
-"""Registry of drafts: replacement, the states that the report shows, and drafts that a task merges.
-
-Merged drafts have candidates in an order, and each draft has its credit.
-"""
+"""Registry of drafts: replacement, the states that the report shows, and the candidates and credit of merged drafts."""
 
 from __future__ import annotations
 

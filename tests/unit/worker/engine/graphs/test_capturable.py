@@ -1,7 +1,4 @@
-"""Checks that captured steps could be CUDA graphs: no synchronisation and no data-dependent sizes.
-
-Two steps of one key must also make exactly the same calls over the same static tensors.
-"""
+"""Captured steps could be CUDA graphs: no synchronisation, no data-dependent sizes, and the same calls again."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The block pool, on accelerators and on CPUs: no block has two owners, none is lost, the right ones are evicted.
-
-On CPUs adjacent blocks are preferred.
-"""
+"""The block pool, on accelerators and on CPUs: no block has two owners, none is lost, the right ones are evicted."""
 
 from __future__ import annotations
 
