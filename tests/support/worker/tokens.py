@@ -11,6 +11,7 @@ MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the")]
 
 def tokenizer(
     *,
+    merges: list[tuple[str, str]] = MERGES,
     special: tuple[str, ...] = ("<eos>",),
     lowercase: bool = False,
     extra: tuple[str, ...] = (),
@@ -18,7 +19,7 @@ def tokenizer(
     """Return a tokenizer with the vocabulary: bytes, then merged tokens, ``extra`` ones, then special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(a + b for a, b in MERGES), *extra]
-    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=MERGES))
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     if lowercase:
