@@ -5,9 +5,10 @@
 
 The real engine serves the embedded model, with a number of requests in flight that goes up the loads and down again.
 Auto is the operator's own `decide()`, which reads the engine's report and sets its plan every five seconds, as on a
-cluster; guard and exploration run. Writes STEM.json and STEM.svg, and prints a table by load with the speed of Auto
-over that of the best fixed shape. A time per token is that of one request: wall time times requests over tokens, of the
-second half of a stage.
+cluster; guard and exploration run. The fixed shapes run before Auto and again after it, half as long each time, so that
+a machine that gets slower or faster meanwhile favors none. Writes STEM.json and STEM.svg, and prints a table by load
+with the speed of Auto over that of the best fixed shape. A time per token is that of one request: wall time times
+requests over tokens, of the second half of a stage.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from matplotlib import pyplot
 
 POLL_SECONDS = 5.0
 CALIBRATION_SECONDS = 30.0
-WAYS = ("none", "chain:1", "chain:2", "chain:3", "tree:2,1", "Auto")
+FIXED = ("none", "chain:1", "chain:2", "chain:3", "tree:2,1")
 UID = "load-ramp"
 DEFAULTS = Defaults(worker_image="localhost/worker:1", worker_image_pull_policy="IfNotPresent")
 
@@ -212,8 +213,13 @@ def main() -> None:
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {**described(), "loads": args.loads, "seconds": args.seconds, "ways": {}}
-    for way in WAYS:
-        stages = ramp(way, args.loads, args.seconds, args.max_tokens)
+    before: dict[str, list[Stage]] = {}
+    for way in (*FIXED, "Auto", *reversed(FIXED)):
+        stages = ramp(way, args.loads, args.seconds if way == "Auto" else args.seconds / 2, args.max_tokens)
+        for first, again in zip(before.get(way, ()), stages, strict=way in before):
+            again.seconds += first.seconds
+            again.tokens += first.tokens
+        before[way] = stages
         document["ways"][way] = [
             {
                 "load": one.load,
