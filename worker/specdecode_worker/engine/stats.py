@@ -608,7 +608,7 @@ class StepRecorder:
 
 def _count(counts: RankCounts, row: Row, result: RowResult, ranks: Sequence[int]) -> None:
     """Count the ranks of a row's tokens, by depth and by whether their parent is on the main path."""
-    if not ranks or max(ranks) < 0:
+    if not ranks or (ranks[0] < 0 and max(ranks) < 0):
         return
     main, tree_ranks = True, row.tree.ranks
     levels = counts.levels(len(ranks), main=True)
