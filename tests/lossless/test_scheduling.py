@@ -135,7 +135,7 @@ def ranks(report: Report) -> Counter[Any]:
     ids=str,
 )
 def test_prefix_hit_does_not_change_draft_ranks(make_engine: Any, draft: str, shape: Any, sampled: bool) -> None:
-    """Its first slot reads the stored state of the preceding block; all others are in the blocks that were found."""
+    """The first slot behind the prefix reads the stored state of the block before; the others are in found blocks."""
     rank_counts = []
     for caching in (False, True):
         engine = make_engine(draft, prefix_caching=caching, plan=plan_of([shape]))

@@ -47,7 +47,7 @@ def bearer(secret: str) -> dict[str, str]:
 
 
 def test_an_empty_key_refuses_to_start(small_folder: Path, tmp_path: Path) -> None:
-    """The worker does not serve everyone in its place."""
+    """A worker whose only key is empty would otherwise serve everyone."""
     words = [sys.executable, "-m", "specdecode_worker", "serve", "--model", f"file://{small_folder}", "--port", "0"]
     words += ["--admin-port", "0", "--api-key", ""]
     variables = {**os.environ, "SPECDECODE_TERMINATION_LOG": str(tmp_path / "termination")}

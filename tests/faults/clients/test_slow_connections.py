@@ -1,4 +1,4 @@
-"""Half-open requests are closed in time, a flood of the open endpoints delays no stream, and deaf clients nobody."""
+"""Half-open requests are closed in time; floods and clients that do not read delay no stream of others."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def run_step(worker: WorkerProcess, folder: Path) -> None:
 def test_sticky_device_error_ends_the_worker(
     start_fake: StartWorker, provoke: Callable[[WorkerProcess, Path], None], tmp_path: Path
 ) -> None:
-    """The device cannot be used any more, wherever the error is raised."""
+    """After such an error the device cannot be used any more, whichever call raised it."""
     worker = start_fake()
     assert worker.admin_token
     engine_pid, began = worker.engine_pid, time.monotonic()

@@ -162,7 +162,7 @@ def complete_seconds(worker: WorkerProcess, prompt: str) -> float:
 
 @pytest.mark.proof("faults")  # holds a duration to a bound, so nothing may run beside it
 def test_short_request_behind_long_prompts(embedded_worker: WorkerProcess) -> None:
-    """Its latency stays bounded, and the long prompts still make progress."""
+    """The latency of the short request stays bounded, and the long prompts still make progress."""
     engine_pid = embedded_worker.engine_pid
     alone = complete_seconds(embedded_worker, "The sky is")
     with contextlib.ExitStack() as open_connections, healthy(embedded_worker):

@@ -89,7 +89,6 @@ def judged(code: float, prose: float) -> dict[str, Any]:
 
 
 def test_page_compares_domains_and_pieces_make_the_draft_again(tmp_path: Path) -> None:
-    """The draft was trained on a GPU."""
     run, out = tmp_path / "run", tmp_path / "out"
     (run / "head").mkdir(parents=True)
     out.mkdir()

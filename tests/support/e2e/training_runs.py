@@ -34,7 +34,7 @@ def different_questions(splits: Mapping[str, int]) -> list[str]:
 
 
 def different_tables(splits: Mapping[str, int], seed: str = "tables") -> list[str]:
-    """Return requests for Markdown tables, likewise."""
+    """Return requests for Markdown tables, as many of each split as ``splits`` says, in random order."""
     return _spread(splits, _table, seed)
 
 

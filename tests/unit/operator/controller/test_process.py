@@ -1,4 +1,4 @@
-"""Watch events of our kind: which change the state table, and which start a decision; a start in vain, and settings."""
+"""The operator's process: its settings, a start that fails, and which watch events change state or start a decision."""
 
 from __future__ import annotations
 
