@@ -213,13 +213,14 @@ def main() -> None:
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     document: dict[str, Any] = {**described(), "loads": args.loads, "seconds": args.seconds, "ways": {}}
-    before: dict[str, list[Stage]] = {}
+    measured: dict[str, list[Stage]] = {}
     for way in (*FIXED, "Auto", *reversed(FIXED)):
         stages = ramp(way, args.loads, args.seconds if way == "Auto" else args.seconds / 2, args.max_tokens)
-        for first, again in zip(before.get(way, ()), stages, strict=way in before):
-            again.seconds += first.seconds
-            again.tokens += first.tokens
-        before[way] = stages
+        if way in measured:
+            for first, again in zip(measured[way], stages, strict=True):
+                again.seconds += first.seconds
+                again.tokens += first.tokens
+        measured[way] = stages
         document["ways"][way] = [
             {
                 "load": one.load,

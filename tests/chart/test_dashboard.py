@@ -83,7 +83,7 @@ def test_the_monitor_scrapes_each_pod_once_and_by_the_scheme_that_it_serves(char
 
 
 def test_monitors_set_the_labels_that_the_queries_use(chart: Any) -> None:
-    """What the operator exports must win over labels of the scrape target; workers get theirs from their pods."""
+    """Labels that the operator exports replace those of its scrape target; workers get labels from their pods."""
     assert not {"ServiceMonitor", "PodMonitor"} & {manifest["kind"] for manifest in chart.template()}
     asked = {"metrics": {"serviceMonitor": {"enabled": True}, "podMonitor": {"enabled": True}}}
     rendered = chart.template(asked)

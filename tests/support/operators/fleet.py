@@ -189,6 +189,7 @@ SPEC: dict[str, Any] = {
 
 
 def deep(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with ``over`` laid over its objects. None stays: a user can write null into a template."""
     result = dict(base)
     for key, value in over.items():
         result[key] = (

@@ -71,7 +71,7 @@ IMPATIENT = small(rate=flat(2.0), limits=Limits(max_num_seqs=4), patience_second
     ids=["quiet", "flooded", "short of KV", "impatient", "scaled"],
 )
 def test_no_request_is_lost(trace: Trace, library: Library) -> None:
-    """What is short of KV is preempted, and patience runs out."""
+    """Workers preempt requests when KV blocks run out, and impatient clients give up; both are counted."""
     fleet = Fleet(trace, library, 0)
     fleet.run(controller("hpa-requests" if trace.is_scaled else "fixed-3", trace, library, 0, {}))
     finished = sum(job.done is not None for job in fleet.jobs[: fleet.arrivals])

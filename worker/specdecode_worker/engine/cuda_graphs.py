@@ -554,7 +554,7 @@ class StepGraphs:
         self._drafters: dict[str, CapturedDrafter] = {}
         """Drafters of the captured passes, by name."""
         self._key_counts: Counter[GraphKey] = Counter()
-        """Number of steps since the last plan that needed each key without a graph."""
+        """Number of steps since the last plan that needed each key that has no graph."""
         self._failed = False
         """True after a rank could not capture a step. Then none is captured again."""
         self._refused: set[GraphKey] = set()

@@ -294,9 +294,9 @@ def pods_with_bucket() -> dict[str, dict[str, Any]]:
     return {"job": made["spec"]["template"]["spec"], "worker": pod_template(with_bucket, DEFAULTS)["spec"]}
 
 
-@pytest.mark.parametrize("name", ["job", "worker"])
-def test_all_containers_that_read_or_write_drafts_have_the_key(name: str) -> None:
-    made = pods_with_bucket()[name]
+@pytest.mark.parametrize("role", ["job", "worker"])
+def test_all_containers_that_read_or_write_drafts_have_the_key(role: str) -> None:
+    made = pods_with_bucket()[role]
     for container in (*made["initContainers"], *made["containers"]):
         env = {one["name"]: one for one in container["env"]}
         assert (env["AWS_ENDPOINT_URL_S3"]["value"], env["AWS_REGION"]["value"]) == (S3["endpoint"], "us-east-1")

@@ -1,4 +1,4 @@
-"""Parts of the planner: estimates of acceptance, the step-time model, loads, and changes told from chance."""
+"""Parts of the planner: estimates of acceptance, their change points, the step-time model, and loads."""
 
 from __future__ import annotations
 

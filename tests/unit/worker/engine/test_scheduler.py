@@ -285,7 +285,7 @@ def test_slow_prefill_steps_shorten_the_chunks() -> None:
 
 
 def test_blocks_of_a_long_prompt_are_allocated_by_chunk_and_reserved_until_then() -> None:
-    """Of 12 blocks the long prompt needs 7, and holds two after its first chunk. No other prompt gets the others."""
+    """A prompt needs 7 of 12 blocks and holds 2 after its first chunk. No other prompt gets the 5 that it lacks."""
     device = SimulatedDevice(Limits(4, 24), 1 + 12)
     long = device.arrive("long", [1] * 100)
     device.step()
