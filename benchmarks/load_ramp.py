@@ -1,14 +1,15 @@
 """Time per token over load for fixed draft lengths, no speculation and Auto, with the shape that Auto chose.
 
-    .venv/bin/python benchmarks/load_ramp.py --out benchmarks/reports/load-ramp      # half an hour on an idle machine
-    .venv/bin/python benchmarks/load_ramp.py --seconds 6 --loads 1 4 --out out/ramp  # a test of the command
+    .venv/bin/python benchmarks/load_ramp.py --out benchmarks/reports/load-ramp         # an hour on an idle machine
+    .venv/bin/python benchmarks/load_ramp.py --settle 6 --seconds 6 --loads 1 4 --out out/ramp  # a test of the command
 
 The real engine serves the embedded model, with a number of requests in flight that goes up the loads and down again.
 Auto is the operator's own `decide()`, which reads the engine's report and sets its plan every five seconds, as on a
-cluster; guard and exploration run. The fixed shapes run before Auto and again after it, half as long each time, so that
-a machine that gets slower or faster meanwhile favors none. Writes STEM.json and STEM.svg, and prints a table by load
-with the speed of Auto over that of the best fixed shape. A time per token is that of one request: wall time times
-requests over tokens, of the second half of a stage.
+cluster; guard and exploration run. After a change of load Auto serves it alone and unmeasured for as long as --settle
+says. Then all ways take turns of a few seconds, the fixed shapes in one engine of theirs, so that a machine that gets
+slower or faster meanwhile favors none. Writes STEM.json and STEM.svg, and prints a table by load with the speed of Auto
+over that of the best fixed shape. A time per token is that of one request: wall time times requests over tokens. That
+of the best fixed shape is the least of several that err, so that Auto at the same shape is rather below 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import itertools
 import json
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 POLL_SECONDS = 5.0
+SLICE_SECONDS = 6.0
+"""Length of a turn, in seconds."""
 CALIBRATION_SECONDS = 30.0
 FIXED = ("none", "chain:1", "chain:2", "chain:3", "tree:2,1")
 UID = "load-ramp"
@@ -81,6 +84,8 @@ class Operator:
         self._memory = Session(learned=LearnedState(uid=UID))
         self._local = local
         self._last = 0.0
+        self.clock = 1e9
+        """Seconds that Auto's engine has served: it knows nothing of the turns of others."""
         self.reasons: list[str] = []
         self.plan: Any = None
 
@@ -95,15 +100,17 @@ class Operator:
         )
         workload = Workload(generation=1, observed_generation=1, wanted=1, replicas=1, updated=1, ready=1, available=1)
         observed = Observation(workload=workload, workers=(one,), session=self._memory)
-        decision, self._memory = decide(self._deployment, observed, DEFAULTS, now=time.time())
+        decision, self._memory = decide(self._deployment, observed, DEFAULTS, now=self.clock)
         self.reasons += [str(change.reason) for change in decision.changes if change.kind == "Plan"]
         if self.plan is None or decision.plan.version != self.plan.version:
             self.plan = decision.plan
             self._local.engine.set_plan(decision.plan)
-        self._last = time.monotonic()
+        self._last = self.clock
 
-    def poll_if_due(self) -> None:
-        if time.monotonic() - self._last >= POLL_SECONDS:
+    def served(self, seconds: float) -> None:
+        """Count the time of a step, and poll if that is due."""
+        self.clock += seconds
+        if self.clock - self._last >= POLL_SECONDS:
             self.poll()
 
     def shape(self, load: int, context: int) -> str:
@@ -112,47 +119,58 @@ class Operator:
         return str(self.plan.shape(bisect_left(edges.concurrency, load), bisect_left(edges.context, context), "other"))
 
 
-def ramp(way: str, loads: list[int], seconds: float, max_tokens: int) -> list[Stage]:
-    """Serve the loads one after the other in one way, with an engine of its own."""
-    most = max(loads)
-    config = WorkerConfig(
-        model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="bfloat16"),
-        draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
-        engine=EngineConfig(device="cpu", max_num_seqs=most),
-    )
-    local = LocalEngine(config, default_cache_dir())
-    operator = Operator(local, most) if way == "Auto" else None
-    if operator is not None:
-        operator.poll(report=False)
-        calibrate(local.engine, CALIBRATION_SECONDS)
-    else:
-        local.run_shape(TreeShape.parse(way))
-    prompts = itertools.cycle([local.tokenizer.chat([{"role": "user", "content": text}]) for text in QUESTIONS])
-    names = itertools.count()
-    flying: set[str] = set()
-    stages = []
-    for load in loads:
-        stage = Stage(load)
+class Server:
+    """An engine with a number of requests in flight."""
+
+    def __init__(self, most: int, max_tokens: int) -> None:
+        config = WorkerConfig(
+            model=ModelConfig(uri=EMBEDDED_TARGET, served_name="embedded", dtype="bfloat16"),
+            draft=DraftConfig(method="eagle3", uri=EMBEDDED_DRAFT, required=True),
+            engine=EngineConfig(device="cpu", max_num_seqs=most),
+        )
+        self.local = LocalEngine(config, default_cache_dir())
+        self._prompts = itertools.cycle([self._prompt(text) for text in QUESTIONS])
+        self._max_tokens = max_tokens
+        self._names = itertools.count()
+        self._flying: set[str] = set()
+
+    def serve(self, stage: Stage, seconds: float, served: Callable[[float], None] = lambda seconds: None) -> None:
+        """Serve the stage's load for so long, and add its time and tokens once it is the load."""
         begin = time.monotonic()
         while (now := time.monotonic()) - begin < seconds:
-            while len(flying) < load:
-                name = str(next(names))
-                flying.add(name)
-                how = Sampling(max_tokens=max_tokens, temperature=0.0, seed=0)
-                local.engine.add(Submit(request_id=name, prompt=tuple(next(prompts)), sampling=how))
-            made = local.engine.step()
-            flying -= {one.request_id for one in made if one.finish}
-            if now - begin > seconds / 2 and len(flying) <= load:
-                stage.seconds += time.monotonic() - now
+            while len(self._flying) < stage.load:
+                name = str(next(self._names))
+                self._flying.add(name)
+                how = Sampling(max_tokens=self._max_tokens, temperature=0.0, seed=0)
+                self.local.engine.add(Submit(request_id=name, prompt=tuple(next(self._prompts)), sampling=how))
+            made = self.local.engine.step()
+            self._flying -= {one.request_id for one in made if one.finish}
+            took = time.monotonic() - now
+            if len(self._flying) <= stage.load:
+                stage.seconds += took
                 stage.tokens += sum(len(one.tokens) for one in made)
-            if operator is not None:
-                operator.poll_if_due()
-        stage.shape = way if operator is None else operator.shape(load, 256)
-        if operator is not None:
-            stage.reasons, operator.reasons = operator.reasons, []
-        print(f"{way:8} {load:3} requests: {stage.milliseconds_per_token:6.1f} ms a token, {stage.shape}", flush=True)
-        stages.append(stage)
-    local.close()
+            served(took)
+
+    def _prompt(self, text: str) -> list[int]:
+        return self.local.tokenizer.chat([{"role": "user", "content": text}])
+
+
+def measure(
+    load: int, settle: float, seconds: float, auto: Server, operator: Operator, fixed: Server
+) -> dict[str, Stage]:
+    """Return the stages of one load by way: each serves for ``seconds``, Auto ``settle`` seconds longer."""
+    stages = {way: Stage(load) for way in (*FIXED, "Auto")}
+    auto.serve(Stage(load), settle, operator.served)
+    fixed.serve(Stage(load), SLICE_SECONDS)
+    rounds = max(1, round(seconds / SLICE_SECONDS))
+    for way in itertools.islice(itertools.cycle(stages), rounds * len(stages)):
+        if way == "Auto":
+            auto.serve(stages[way], SLICE_SECONDS, operator.served)
+        else:
+            fixed.local.run_shape(TreeShape.parse(way))
+            fixed.serve(stages[way], SLICE_SECONDS)
+        stages[way].shape = way if way != "Auto" else operator.shape(load, 256)
+    stages["Auto"].reasons, operator.reasons = operator.reasons, []
     return stages
 
 
@@ -207,31 +225,34 @@ def main() -> None:
     """Run all ways, and write the figures and the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 2, 4, 8, 16, 4, 1], help="requests in flight")
-    parser.add_argument("--seconds", type=float, default=60.0, help="length of a stage")
+    parser.add_argument("--settle", type=float, default=120.0, help="seconds of Auto at a load before it is measured")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of each way at a load")
     parser.add_argument("--max-tokens", type=int, default=64, help="length of an answer")
     parser.add_argument("--out", type=Path, required=True, metavar="STEM", help="writes STEM.json and STEM.svg")
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = {**described(), "loads": args.loads, "seconds": args.seconds, "ways": {}}
-    measured: dict[str, list[Stage]] = {}
-    for way in (*FIXED, "Auto", *reversed(FIXED)):
-        stages = ramp(way, args.loads, args.seconds if way == "Auto" else args.seconds / 2, args.max_tokens)
-        if way in measured:
-            for first, again in zip(measured[way], stages, strict=True):
-                again.seconds += first.seconds
-                again.tokens += first.tokens
-        measured[way] = stages
-        document["ways"][way] = [
-            {
-                "load": one.load,
-                "milliseconds_per_token": round(one.milliseconds_per_token, 2),
-                "tokens": one.tokens,
-                "shape": one.shape,
-                "reasons": one.reasons,
-            }
-            for one in stages
-        ]
+    document: dict[str, Any] = {**described(), "loads": args.loads, "settle": args.settle, "seconds": args.seconds}
+    document["ways"] = {way: [] for way in (*FIXED, "Auto")}
+    most = max(args.loads)
+    auto, fixed = Server(most, args.max_tokens), Server(most, args.max_tokens)
+    operator = Operator(auto.local, most)
+    operator.poll(report=False)
+    calibrate(auto.local.engine, CALIBRATION_SECONDS)
+    for load in args.loads:
+        for way, one in measure(load, args.settle, args.seconds, auto, operator, fixed).items():
+            print(f"{way:8} {load:3} requests: {one.milliseconds_per_token:6.1f} ms a token, {one.shape}", flush=True)
+            document["ways"][way].append(
+                {
+                    "load": load,
+                    "milliseconds_per_token": round(one.milliseconds_per_token, 2),
+                    "tokens": one.tokens,
+                    "shape": one.shape,
+                    "reasons": one.reasons,
+                }
+            )
         args.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    for server in (auto, fixed):
+        server.local.close()
     draw(document, args.out.with_suffix(".svg"))
     print("\n".join(table(document)))
 
