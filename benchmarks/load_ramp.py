@@ -135,7 +135,10 @@ class Server:
         self._flying: set[str] = set()
 
     def serve(self, stage: Stage, seconds: float, served: Callable[[float], None] = lambda seconds: None) -> None:
-        """Serve the stage's load for so long, and add its time and tokens once it is the load."""
+        """Serve the stage's load for so long, and add the time and tokens of all steps with no more requests than it.
+
+        ``served`` is called with the seconds of every step.
+        """
         begin = time.monotonic()
         while (now := time.monotonic()) - begin < seconds:
             while len(self._flying) < stage.load:
@@ -159,19 +162,18 @@ def measure(
     load: int, settle: float, seconds: float, auto: Server, operator: Operator, fixed: Server
 ) -> dict[str, Stage]:
     """Return the stages of one load by way: each serves for ``seconds``, Auto ``settle`` seconds longer."""
-    stages = {way: Stage(load) for way in (*FIXED, "Auto")}
+    stages = {way: Stage(load, shape=way) for way in FIXED}
+    own = Stage(load)
     auto.serve(Stage(load), settle, operator.served)
     fixed.serve(Stage(load), SLICE_SECONDS)
-    rounds = max(1, round(seconds / SLICE_SECONDS))
-    for way in itertools.islice(itertools.cycle(stages), rounds * len(stages)):
-        if way == "Auto":
-            auto.serve(stages[way], SLICE_SECONDS, operator.served)
-        else:
+    for _ in range(max(1, round(seconds / SLICE_SECONDS))):
+        for way, stage in stages.items():
             fixed.local.run_shape(TreeShape.parse(way))
-            fixed.serve(stages[way], SLICE_SECONDS)
-        stages[way].shape = way if way != "Auto" else operator.shape(load, 256)
-    stages["Auto"].reasons, operator.reasons = operator.reasons, []
-    return stages
+            fixed.serve(stage, SLICE_SECONDS)
+        auto.serve(own, SLICE_SECONDS, operator.served)
+    own.shape = operator.shape(load, 256)
+    own.reasons, operator.reasons = operator.reasons, []
+    return {**stages, "Auto": own}
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
